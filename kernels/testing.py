@@ -1,0 +1,155 @@
+"""What tests and benchmarks of the kernels share: inputs, the exact answer, and how far from it a kernel may be.
+
+The budget is derived, not chosen: a kernel is compared with fp64 attention over the same inputs, and may be off by as much as the
+plain eager form in the kernel's own precision is, plus a rounding band (:func:`assert_within_budget`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import query_offset
+
+
+class Attention(NamedTuple):
+    """Dense attention with nothing left out: ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``probs [B, Hq, N, M]``."""
+
+    out: Tensor
+    lse: Tensor
+    probs: Tensor
+
+
+def random_qkv(
+    batch: int = 1,
+    q_heads: int = 2,
+    kv_heads: int = 1,
+    num_queries: int = 64,
+    num_keys: int | None = None,
+    head_size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    strided: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal ``q [B, Hq, N, D]`` and ``k, v [B, Hkv, M, D]``; ``strided`` as a model gives them: transposed views of projections."""
+    generator = torch.Generator().manual_seed(seed)
+    num_keys = num_queries if num_keys is None else num_keys
+
+    def draw(heads: int, tokens: int) -> Tensor:
+        x = torch.randn(batch, tokens, heads, head_size, generator=generator).to(device, dtype).transpose(1, 2)
+        return x if strided else x.contiguous()
+
+    return draw(q_heads, num_queries), draw(kv_heads, num_keys), draw(kv_heads, num_keys)
+
+
+def starts(padding: Sequence[int] | None, device: str | torch.device = "cpu") -> Tensor | None:
+    """``kv_start`` (or any other int32 ``[B]``) from numbers of padded positions."""
+    return None if padding is None else torch.tensor(padding, dtype=torch.int32, device=device)
+
+
+def random_block_mask(
+    batch: int,
+    heads: int,
+    row_blocks: int,
+    col_blocks: int,
+    density: float,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Tensor:
+    """Random ``bool [B, H, Tr, Tc]`` with the given share of True blocks; the bottom-right diagonal is True."""
+    generator = torch.Generator(device).manual_seed(seed)
+    mask = torch.rand(batch, heads, row_blocks, col_blocks, generator=generator, device=device) < density
+    rows = torch.arange(row_blocks, device=device)
+    mask[:, :, rows, (rows + col_blocks - row_blocks).clamp(0, col_blocks - 1)] = True
+    return mask
+
+
+def visible(
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    kv_start: Tensor | None,
+    device: str | torch.device = "cpu",
+) -> Tensor:
+    """Which keys a query sees, ``bool [B, 1, N, M]``: those after the padding and, if causal, none after itself."""
+    positions = torch.arange(num_queries, device=device)[:, None] + query_offset(num_queries, num_keys, causal)
+    keys = torch.arange(num_keys, device=device)[None, :]
+    start = torch.zeros(batch, dtype=torch.int32, device=device) if kv_start is None else kv_start
+    start = start[:, None, None, None]
+    seen = (keys >= start) & (positions >= start)
+    return seen & (keys <= positions) if causal else seen
+
+
+def block_numbers(
+    batch: int, num_queries: int, num_keys: int, causal: bool, kv_start: Tensor | None, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Row block of each query ``int64 [B, N]`` and column block of each key ``int64 [B, M]``; -1 in the padding."""
+    device = "cpu" if kv_start is None else kv_start.device
+    start = torch.zeros(batch, dtype=torch.int64) if kv_start is None else kv_start.long()
+    offset = query_offset(num_queries, num_keys, causal)
+    rows = torch.arange(num_queries, device=device) + offset - start.clamp(min=offset)[:, None]
+    cols = torch.arange(num_keys, device=device) - start[:, None]
+    return tuple(torch.where(x < 0, -1, x // block_size) for x in (rows, cols))  # type: ignore[return-value]
+
+
+def tokens_of_blocks(
+    block_mask: Tensor,
+    batch: int,
+    q_heads: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    kv_start: Tensor | None,
+    block_size: int,
+) -> Tensor:
+    """``block_mask [B | 1, Hq | Hkv | 1, Tr, Tc]`` spread over tokens: ``bool [B, Hq, N, M]``, False in the padding."""
+    rows, cols = block_numbers(batch, num_queries, num_keys, causal, kv_start, block_size)
+    rows, cols = rows.to(block_mask.device), cols.to(block_mask.device)
+    mask = block_mask.repeat_interleave(q_heads // block_mask.shape[1], dim=1).expand(batch, -1, -1, -1)
+    mask = torch.stack([mask[b][:, rows[b]][:, :, cols[b]] for b in range(batch)])
+    return mask & (rows >= 0)[:, None, :, None] & (cols >= 0)[:, None, None, :]
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, dtype: torch.dtype = torch.float64
+) -> Attention:
+    """Softmax attention, everything in memory at once, computed in ``dtype`` as eager PyTorch would.
+
+    ``seen`` is a boolean mask that broadcasts to ``[B, Hq, N, M]``; rows that see nothing give ``out = 0``, ``lse = -inf``.
+    Statistics are kept in fp32 at least; products take and give ``dtype``, as the matrix products of an eager model do.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = ((q @ k.transpose(-1, -2)).to(statistics) * scale).masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    probs = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+    return Attention(probs.to(dtype) @ v, lse, probs)
+
+
+def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor) -> None:
+    """``actual`` is as near to ``exact`` as the eager form of its own precision, up to a rounding band.
+
+    The band, relative to the largest exact value (or 1): one unit in the last place of ``actual``'s dtype, for rounding the result,
+    and ``2 ** -20``, for what fp32 kernels do otherwise than eager code: ``exp2`` of the hardware (2 ulp), scores taken to base 2 (1 ulp
+    of scores up to 4), and sums rebased tile by tile. Infinities must stand at the same places; NaN is never right.
+    """
+    assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
+    finite = exact.isfinite()
+    assert torch.equal(actual[~finite].double(), exact[~finite].double()), (
+        f"{name}: infinities are not where they should be"
+    )
+    if not finite.any():
+        return
+    want = exact[finite].double()
+    error = (actual[finite].double() - want).abs().max().item()
+    eager_error = (eager[finite].double() - want).abs().max().item()
+    band = (torch.finfo(actual.dtype).eps + 2**-20) * max(want.abs().max().item(), 1.0)
+    assert error <= eager_error + band, f"{name}: error {error:.3e} above eager's {eager_error:.3e} + band {band:.3e}"

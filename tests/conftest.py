@@ -1,0 +1,30 @@
+"""Shared test set-up: kernels run interpreted where there is no GPU; every test starts from the same seeds."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, so it stands before everything that may do so
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels under test run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
