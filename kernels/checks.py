@@ -1,7 +1,7 @@
-"""Checks of arguments that every operation shares: plain PyTorch, metadata only, so that nothing here waits for a device.
+"""Checks of arguments that every operation shares: plain PyTorch, metadata only, so that nothing waits for a device.
 
-Values that live on the device (``kv_start``, zoom levels, probes) are not looked at: that would stall the stream. The references,
-which run where looking is free, check them.
+Values that live on the device (``kv_start``, zoom levels, probes) are not looked at: that would stall the stream.
+The references, which run where looking is free, check them.
 """
 
 import math
@@ -10,20 +10,20 @@ import os
 import torch
 from torch import Tensor
 
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, BucketIndex
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE = 256
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
-def resolve_backend(backend: Backend | None, q: Tensor) -> Backend:
+def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Backend:
     """The backend that serves ``q``: Triton on CUDA, the reference on CPU, unless one is named.
 
     Raises
     ------
     ValueError
-        For an unknown name, and for ``"triton"`` where it cannot run: fp64 input, or a CPU tensor without the interpreter.
+        For an unknown name, and for ``"triton"`` where it cannot run: fp64, or a CPU tensor without the interpreter.
     """
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend={backend!r}: expected 'triton', 'torch' or None")
@@ -31,24 +31,22 @@ def resolve_backend(backend: Backend | None, q: Tensor) -> Backend:
     if chosen == "triton":
         if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
-                f"backend='triton' for a tensor on {q.device}: expected a CUDA tensor, or TRITON_INTERPRET=1 set before start"
+                f"backend='triton' for a tensor on {q.device}: expected CUDA, or TRITON_INTERPRET=1 set before start"
             )
         if q.dtype not in FLOATS:
-            raise ValueError(f"q.dtype={q.dtype}: the Triton kernels take float32, float16 and bfloat16")
+            raise ValueError(f"{name}.dtype={q.dtype}: the Triton kernels take float32, float16 and bfloat16")
     return chosen
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """``q [B, Hq, N, D]`` fits ``k, v [B, Hkv, M, D]``: ranks, sizes, head ratio, head size, dtype and device; else ValueError."""
+    """``q [B, Hq, N, D]`` fits ``k, v [B, Hkv, M, D]``: sizes, head ratio, head size, dtype, device; else ValueError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name}.shape={tuple(x.shape)}: expected 4 dimensions [batch, heads, tokens, head size]")
         if min(x.shape) < 1:
             raise ValueError(f"{name}.shape={tuple(x.shape)}: expected every size to be at least 1")
         if x.dtype != q.dtype or x.dtype not in (*FLOATS, torch.float64):
-            raise ValueError(
-                f"{name}.dtype={x.dtype} beside q.dtype={q.dtype}: expected one floating dtype, 16 bits or more"
-            )
+            raise ValueError(f"{name}.dtype={x.dtype}, q.dtype={q.dtype}: expected one floating dtype of 16 bits or more")
         if x.device != q.device:
             raise ValueError(f"{name}.device={x.device}: expected q's device, {q.device}")
     if k.shape != v.shape:
@@ -58,9 +56,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k.shape={tuple(k.shape)}: expected q's head size, {q.shape[3]}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q has {q.shape[1]} heads and k {k.shape[1]}: expected a multiple, so that groups of query heads share one"
-        )
+        raise ValueError(f"q has {q.shape[1]} heads, k {k.shape[1]}: expected a multiple (groups of query heads share one)")
     if q.shape[3] % 8 or q.shape[3] > MAX_HEAD_SIZE:
         raise ValueError(f"head size {q.shape[3]}: expected a multiple of 8 up to {MAX_HEAD_SIZE}")
 
@@ -70,9 +66,7 @@ def check_per_sequence(name: str, x: Tensor | None, q: Tensor) -> None:
     if x is None:
         return
     if x.dtype != torch.int32 or tuple(x.shape) != (q.shape[0],):
-        raise ValueError(
-            f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 ({q.shape[0]},), one number for each sequence"
-        )
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 ({q.shape[0]},), one for each sequence")
     if x.device != q.device:
         raise ValueError(f"{name}.device={x.device}: expected q's device, {q.device}")
 
@@ -83,8 +77,37 @@ def check_block_size(block_size: int) -> None:
         raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
 
 
+def check_block_mask(block_mask: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
+    """``block_mask`` is bool ``[B | 1, Hq | Hkv | 1, Tr, Tc]`` on q's device, and ``block_size`` fits; else ValueError."""
+    check_block_size(block_size)
+    if block_mask.dtype != torch.bool or block_mask.dim() != 4:
+        raise ValueError(f"block_mask is {block_mask.dtype} {tuple(block_mask.shape)}: expected bool, 4 dimensions")
+    accepted = [
+        (q.shape[0], 1),
+        (q.shape[1], k.shape[1], 1),
+        ((q.shape[2] + block_size - 1) // block_size,),
+        ((k.shape[2] + block_size - 1) // block_size,),
+    ]
+    for size, sizes, what in zip(block_mask.shape, accepted, ("batch", "heads", "row blocks", "column blocks"), strict=True):
+        if size not in sizes:
+            raise ValueError(f"block_mask.shape={tuple(block_mask.shape)}: {what} must be {' or '.join(map(str, sizes))}")
+    if block_mask.device != q.device:
+        raise ValueError(f"block_mask.device={block_mask.device}: expected q's device, {q.device}")
+
+
+def check_states(outs: Tensor, lses: Tensor) -> None:
+    """``outs [S, B, H, N, D]`` and ``lses [S, B, H, N]`` are parts of one result; else ValueError."""
+    if outs.dim() != 5 or min(outs.shape) < 1 or outs.dtype not in (*FLOATS, torch.float64):
+        raise ValueError(f"outs is {outs.dtype} {tuple(outs.shape)}: expected a float [parts, batch, heads, tokens, head size]")
+    statistics = torch.float64 if outs.dtype == torch.float64 else torch.float32
+    if lses.dtype != statistics or lses.shape != outs.shape[:4]:
+        raise ValueError(f"lses is {lses.dtype} {tuple(lses.shape)}: expected {statistics} {tuple(outs.shape[:4])}")
+    if lses.device != outs.device:
+        raise ValueError(f"lses.device={lses.device}: expected outs' device, {outs.device}")
+
+
 def resolve_scale(scale: float | None, head_size: int) -> float:
-    """The factor of the scores, ``head_size ** -0.5`` unless given; must be positive (a row's largest score stays its largest)."""
+    """The factor of the scores, ``head_size ** -0.5`` unless given; positive, so that the largest score stays largest."""
     if scale is None:
         return head_size**-0.5
     if not 0 < scale < math.inf:
@@ -95,15 +118,15 @@ def resolve_scale(scale: float | None, head_size: int) -> float:
 def query_offset(num_queries: int, num_keys: int, causal: bool) -> int:
     """Position of query 0 among the keys.
 
-    Causal attention is bottom-right aligned, so that with more queries than keys the first queries stand before the first key and see
-    nothing. Without a causal order all queries see the keys, and positions only say where the padding of a sequence ends.
+    Causal attention is bottom-right aligned: with more queries than keys, the first queries stand before the first key
+    and see nothing. Without a causal order all queries see the keys, and positions only say where the padding ends.
     """
     offset = num_keys - num_queries
     return offset if causal else max(offset, 0)
 
 
 def check_layout(**tensors: Tensor) -> None:
-    """What the kernels ask of memory: rows are contiguous and everything is aligned to 16 bytes, views welcome; else ValueError.
+    """What the kernels ask of memory: contiguous rows, aligned to 16 bytes (views are welcome); else ValueError.
 
     For use inside a custom operator: it looks at addresses, which a traced tensor does not have.
     """
@@ -113,3 +136,58 @@ def check_layout(**tensors: Tensor) -> None:
         apart = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
         if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in apart):
             raise ValueError(f"{name}.stride()={x.stride()}, address {x.data_ptr()}: expected rows aligned to 16 bytes")
+
+
+def check_bucket_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BucketIndex,
+    probes: Tensor,
+    recent: int | Tensor,
+    sink: int,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+) -> None:
+    """One query ``q [B, Hq, 1, D]`` a sequence; index and probes are int32 and have k's batch and heads; else ValueError."""
+    check_qkv(q, k, v)
+    if q.shape[2] != 1:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected one query a sequence, [batch, heads, 1, head size]")
+    for name, x, least in (("index.offsets", index.offsets, 2), ("index.order", index.order, 0), ("probes", probes, 0)):
+        if x.dtype != torch.int32 or x.dim() != 3 or x.shape[:2] != k.shape[:2] or x.shape[2] < least:
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 {(*k.shape[:2], f'{least} or more')}")
+        if x.device != q.device:
+            raise ValueError(f"{name}.device={x.device}: expected q's device, {q.device}")
+    check_per_sequence("kv_start", kv_start, q)
+    check_per_sequence("kv_len", kv_len, q)
+    if isinstance(recent, Tensor):
+        check_per_sequence("recent", recent, q)
+    for name, x in (("recent", recent), ("sink", sink)):
+        if not isinstance(x, Tensor) and x < 0:
+            raise ValueError(f"{name}={x!r}: expected a number of keys, 0 or more")
+
+
+def check_bucket_mass(
+    q: Tensor,
+    k: Tensor,
+    buckets: Tensor,
+    num_buckets: int,
+    min_distance: int | None,
+    q_pos: Tensor | None,
+    k_pos: Tensor | None,
+) -> None:
+    """``buckets [B, Hkv, n_k]`` and positions ``[n_q]``, ``[n_k]`` are int32 and fit q and k; else ValueError."""
+    check_qkv(q, k, k)
+    for name, x, shape in (
+        ("buckets", buckets, k.shape[:3]),
+        ("q_pos", q_pos, q.shape[2:3]),
+        ("k_pos", k_pos, k.shape[2:3]),
+    ):
+        if x is not None and (x.dtype != torch.int32 or x.shape != shape):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 {tuple(shape)}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}.device={x.device}: expected q's device, {q.device}")
+    if num_buckets < 1:
+        raise ValueError(f"num_buckets={num_buckets!r}: expected 1 or more")
+    if min_distance is not None and min_distance < 0:
+        raise ValueError(f"min_distance={min_distance!r}: expected a number of tokens, 0 or more")

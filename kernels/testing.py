@@ -1,17 +1,18 @@
 """What tests and benchmarks of the kernels share: inputs, the exact answer, and how far from it a kernel may be.
 
-The budget is derived, not chosen: a kernel is compared with fp64 attention over the same inputs, and may be off by as much as the
-plain eager form in the kernel's own precision is, plus a rounding band (:func:`assert_within_budget`).
+The budget is derived, not chosen: a kernel is compared with fp64 attention over the same inputs, and may be off by as
+much as the plain eager form in the kernel's own precision is, plus a rounding band (:func:`assert_within_budget`).
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.checks import query_offset
+from msattn.kernels.types import BucketIndex
 
 
 class Attention(NamedTuple):
@@ -34,7 +35,7 @@ def random_qkv(
     seed: int = 0,
     strided: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normal ``q [B, Hq, N, D]`` and ``k, v [B, Hkv, M, D]``; ``strided`` as a model gives them: transposed views of projections."""
+    """Normal ``q [B, Hq, N, D]`` and ``k, v [B, Hkv, M, D]``; ``strided``: transposed views, as projections give."""
     generator = torch.Generator().manual_seed(seed)
     num_keys = num_queries if num_keys is None else num_keys
 
@@ -48,6 +49,56 @@ def random_qkv(
 def starts(padding: Sequence[int] | None, device: str | torch.device = "cpu") -> Tensor | None:
     """``kv_start`` (or any other int32 ``[B]``) from numbers of padded positions."""
     return None if padding is None else torch.tensor(padding, dtype=torch.int32, device=device)
+
+
+class Case(NamedTuple):
+    """One situation for an attention operation; ``padding`` holds the padded positions of each sequence."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    dtype: torch.dtype = torch.float32
+    causal: bool = True
+    padding: tuple[int, ...] | None = None
+    block_size: int = 64
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Row blocks and column blocks."""
+        return -(-self.num_queries // self.block_size), -(-self.num_keys // self.block_size)
+
+    def qkv(self, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Random inputs, strided as a model's."""
+        return random_qkv(*self[:6], self.dtype, device, seed)
+
+    def visible(self, device: str = "cpu") -> Tensor:
+        """Which keys the queries see, ``bool [B, 1, N, M]``."""
+        kv_start = starts(self.padding, device)
+        return visible(self.batch, self.num_queries, self.num_keys, self.causal, kv_start, device)
+
+    def options(self, device: str = "cpu") -> dict[str, Any]:
+        """Keyword arguments of the operation."""
+        return {"block_size": self.block_size, "causal": self.causal, "kv_start": starts(self.padding, device)}
+
+
+# Chosen by hand, so that most pairs of dtype, head size, group, lengths, order, padding and block meet in some row.
+CASES = [
+    Case(1, 2, 1, 1, 1, 64),
+    Case(2, 4, 1, 63, 63, 80, torch.float16, True, (0, 40), 16),
+    Case(1, 7, 1, 65, 65, 128, torch.float32, True, None, 64),
+    Case(1, 1, 1, 111, 111, 64, torch.float16, False, None, 32),
+    Case(2, 2, 2, 111, 300, 128, torch.float16, True, (70, 200), 64),
+    Case(2, 7, 1, 65, 129, 80, torch.float32, False, (3, 129), 64),
+    Case(1, 4, 4, 1, 130, 64, torch.float16, True, None, 128),
+    Case(1, 8, 2, 200, 200, 64, torch.float32, True, (7,), 128),
+    Case(2, 4, 1, 130, 65, 128, torch.float32, True, (0, 30), 32),
+    Case(1, 2, 2, 130, 65, 80, torch.float16, False, (20,), 16),
+    Case(1, 1, 1, 257, 257, 256, torch.float16, True, None, 64),
+    Case(1, 2, 1, 40, 90, 8, torch.float32, True, (60,), 16),
+]
 
 
 def random_block_mask(
@@ -114,20 +165,31 @@ def tokens_of_blocks(
     return mask & (rows >= 0)[:, None, :, None] & (cols >= 0)[:, None, None, :]
 
 
+def max_over_blocks(probs: Tensor, rows: Tensor, cols: Tensor, blocks: tuple[int, int]) -> Tensor:
+    """Block map ``[B, H, Tr, Tc]`` of probabilities ``[B, H, N, M]``, given the block numbers of queries and keys."""
+    rows, cols = (x.where(x >= 0, count).to(probs.device) for x, count in zip((rows, cols), blocks, strict=True))
+    batch, heads, num_queries, _ = probs.shape
+    by_col = probs.new_zeros((batch, heads, num_queries, blocks[1] + 1))  # the last block collects the padding
+    by_col.scatter_reduce_(3, cols[:, None, None].expand_as(probs), probs, "amax")
+    block_map = probs.new_zeros((batch, heads, blocks[0] + 1, blocks[1] + 1))
+    block_map.scatter_reduce_(2, rows[:, None, :, None].expand_as(by_col), by_col, "amax")
+    return block_map[..., :-1, :-1]
+
+
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, dtype: torch.dtype = torch.float64
 ) -> Attention:
     """Softmax attention, everything in memory at once, computed in ``dtype`` as eager PyTorch would.
 
-    ``seen`` is a boolean mask that broadcasts to ``[B, Hq, N, M]``; rows that see nothing give ``out = 0``, ``lse = -inf``.
-    Statistics are kept in fp32 at least; products take and give ``dtype``, as the matrix products of an eager model do.
+    ``seen`` is a boolean mask that broadcasts to ``[B, Hq, N, M]``; a row that sees nothing has ``out = 0, lse = -inf``.
+    Statistics are kept in fp32 at least; products take and give ``dtype``, as those of an eager model do.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = (x.to(dtype) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = ((q @ k.transpose(-1, -2)).to(statistics) * scale).masked_fill(~seen, -math.inf)
+    scores = ((q @ k.transpose(-1, -2)).to(statistics) * factor).masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
     probs = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     return Attention(probs.to(dtype) @ v, lse, probs)
@@ -136,16 +198,15 @@ def dense_attention(
 def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor) -> None:
     """``actual`` is as near to ``exact`` as the eager form of its own precision, up to a rounding band.
 
-    The band, relative to the largest exact value (or 1): one unit in the last place of ``actual``'s dtype, for rounding the result,
-    and ``2 ** -20``, for what fp32 kernels do otherwise than eager code: ``exp2`` of the hardware (2 ulp), scores taken to base 2 (1 ulp
-    of scores up to 4), and sums rebased tile by tile. Infinities must stand at the same places; NaN is never right.
+    The band, relative to the largest exact value (or 1): one unit in the last place of ``actual``'s dtype, for rounding
+    the result, and ``2 ** -20``, for what fp32 kernels do otherwise than eager code: ``exp2`` of the hardware (2 ulp),
+    scores taken to base 2 (1 ulp of scores up to 4), and sums rebased tile by tile. Infinities must stand at the same
+    places; NaN is never right.
     """
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
     finite = exact.isfinite()
-    assert torch.equal(actual[~finite].double(), exact[~finite].double()), (
-        f"{name}: infinities are not where they should be"
-    )
+    assert torch.equal(actual[~finite].double(), exact[~finite].double()), f"{name}: infinities at the wrong places"
     if not finite.any():
         return
     want = exact[finite].double()
@@ -153,3 +214,20 @@ def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor
     eager_error = (eager[finite].double() - want).abs().max().item()
     band = (torch.finfo(actual.dtype).eps + 2**-20) * max(want.abs().max().item(), 1.0)
     assert error <= eager_error + band, f"{name}: error {error:.3e} above eager's {eager_error:.3e} + band {band:.3e}"
+
+
+def random_buckets(
+    batch: int, heads: int, num_keys: int, num_buckets: int, device: str | torch.device = "cpu", seed: int = 0
+) -> Tensor:
+    """Random ``int32 [B, H, M]`` bucket of each key, of very unequal sizes, some empty; -1 (in no bucket) among them."""
+    generator = torch.Generator().manual_seed(seed)
+    skewed = torch.rand(batch, heads, num_keys, generator=generator) ** 2 * (num_buckets + 1) - 1
+    return skewed.floor().int().to(device)
+
+
+def bucket_index(buckets: Tensor, num_buckets: int) -> BucketIndex:
+    """The lists of ``buckets int32 [B, H, M]``; keys in no bucket (-1) are in no list (they stand in front of ``order``)."""
+    label, order = buckets.sort(dim=-1, stable=True)
+    edges = torch.arange(num_buckets + 1, dtype=torch.int32, device=buckets.device)
+    offsets = torch.searchsorted(label, edges.expand(*buckets.shape[:2], -1).contiguous())
+    return BucketIndex(offsets.int(), order.int())

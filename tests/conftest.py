@@ -1,6 +1,7 @@
 """Shared test set-up: kernels run interpreted where there is no GPU; every test starts from the same seeds."""
 
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -28,3 +29,11 @@ def _seeds() -> None:
 def device() -> str:
     """Where the kernels under test run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody wrote holds NaN (or the largest integer)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

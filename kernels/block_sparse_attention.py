@@ -1,0 +1,298 @@
+"""Attention over the key blocks that a mask selects, for each block of queries (SeerAttention, section 3.2).
+
+    out_i = softmax over keys j in the True blocks of i's row block (and j <= i if causal) of (scale * q_i k_j), times v_j
+
+The mask becomes lists on the device first: for each row block the column blocks to read, in ascending order, so that those
+that every query sees whole come before those on the diagonal or at the end. A program then owns one row block and walks its
+list: the cost follows the True blocks. Their number is never asked for on the host, so that nothing waits for the device.
+
+Layouts: lists ``[B or 1, Hm, Tr, Tc]``, lengths ``[B or 1, Hm, Tr, 2]`` (blocks seen whole, all blocks), Hm the mask's heads.
+A tile has BM = block queries and BN keys, a whole block or an even part of one. Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference, tuned
+from msattn.kernels.checks import (
+    check_block_mask,
+    check_layout,
+    check_per_sequence,
+    check_qkv,
+    query_offset,
+    resolve_backend,
+    resolve_scale,
+)
+from msattn.kernels.primitives import (
+    LOG2_E,
+    capability,
+    load_tile,
+    mask_scores,
+    padded_head,
+    precision,
+    sequence_span,
+    softmax_end,
+    softmax_step,
+    store_rows,
+    tile_view,
+    tl,
+    triton,
+)
+from msattn.kernels.types import Backend, SparseAttention
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: Tensor,
+    *,
+    block_size: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    backend: Backend | None = None,
+) -> SparseAttention:
+    """Attention that reads only the blocks a mask selects (SeerAttention, section 3.2).
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, N, D]``
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Views are welcome.
+    k, v : Tensor ``[B, Hkv, M, D]``
+        Keys and values; query head h reads head ``h // (Hq // Hkv)``.
+    block_mask : Tensor bool ``[B | 1, Hq | Hkv | 1, ceil(N / block), ceil(M / block)]``
+        True = read the block. Inside it the causal and padding masks still hold; True above the diagonal costs nothing.
+    block_size : int
+        Tokens of a block: 16, 32, 64 or 128.
+    causal : bool
+        Query i stands at position ``M - N + i`` and sees no key after it.
+    scale : float, optional
+        Factor of the scores, positive; ``D ** -0.5`` by default.
+    kv_start : Tensor int32 ``[B]``, optional
+        Left padding: positions before each sequence. Blocks are counted from there.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    SparseAttention
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for rows that read nothing.
+        Differentiable in q, k, v, through both, on the torch backend.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    NotImplementedError
+        When a gradient is asked of the Triton backend.
+    """
+    check_qkv(q, k, v)
+    check_block_mask(block_mask, q, k, block_size)
+    check_per_sequence("kv_start", kv_start, q)
+    scale = resolve_scale(scale, q.shape[3])
+    backend = resolve_backend(backend, q)
+    return SparseAttention(*_operator(q, k, v, block_mask, kv_start, block_size, causal, scale, backend))
+
+
+@torch.library.custom_op("msattn::block_sparse_attention", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if backend == "triton":
+        return launch(q, k, v, block_mask, kv_start, block_size, causal, scale)
+    return reference.block_sparse_attention(
+        q, k, v, block_mask, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start
+    )
+
+
+@_operator.register_fake
+def _(q, k, v, block_mask, kv_start, block_size, causal, scale, backend):
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics)
+
+
+@torch.library.custom_op("msattn::block_sparse_attention_backward", mutates_args=())
+def _backward_operator(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.block_sparse_attention_backward(
+        dout, dlse, q, k, v, out, lse, block_mask, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start
+    )
+
+
+@_backward_operator.register_fake
+def _(dout, dlse, q, k, v, out, lse, block_mask, kv_start, block_size, causal, scale):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, block_mask, kv_start, *ctx.options, ctx.backend = inputs
+    ctx.save_for_backward(q, k, v, *output, block_mask, kv_start)
+
+
+def _backward(ctx, dout, dlse):
+    if ctx.backend == "triton":
+        raise NotImplementedError(
+            "block_sparse_attention on backend='triton' is forward only in this version: use backend='torch' for gradients"
+        )
+    return *_backward_operator(dout, dlse, *ctx.saved_tensors, *ctx.options), *[None] * 6
+
+
+_operator.register_autograd(_backward, setup_context=_save)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    tile: tuned.Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernels; ``tile`` overrides the shipped choice, for tuning."""
+    check_layout(q=q, k=k, v=v)
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    cols = padded_head(head)
+    tile = tile or tuned.pick("block_sparse_attention", cols, q.dtype, capability(q.device))
+    rows, keys = block_size, min(block_size, tile.keys)
+    offset = query_offset(num_queries, num_keys, causal)
+    lists, lengths = compact(block_mask, kv_start, num_queries, num_keys, offset, block_size, causal)
+    row_blocks, col_blocks = lists.shape[2:]
+
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
+    _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
+        tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), out, lse, lists, lengths, kv_start,
+        *out.stride()[:3],
+        kv_heads, num_queries, num_keys, row_blocks, col_blocks, lists.shape[0], lists.shape[1], offset, scale * LOG2_E,
+        GROUP=q_heads // kv_heads, HEAD=head, COLS=cols, BM=rows, BN=keys,
+        CAUSAL=causal, PRECISION=precision(q.dtype),
+        num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def compact(
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    offset: int,
+    block_size: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Lists of the True blocks that each row block can see, and their lengths (layouts: top of the file)."""
+    batch, heads, row_blocks, col_blocks = block_mask.shape
+    if kv_start is not None:  # sequences that share a mask still end at different blocks
+        batch = kv_start.shape[0]
+        block_mask = block_mask.expand(batch, -1, -1, -1)
+    lists = torch.empty(
+        (batch, heads, row_blocks, col_blocks),
+        dtype=torch.int16 if col_blocks < 2**15 else torch.int32,
+        device=block_mask.device,
+    )
+    lengths = torch.empty((batch, heads, row_blocks, 2), dtype=torch.int32, device=block_mask.device)
+    _compact_kernel[(row_blocks, heads, batch)](
+        block_mask.view(torch.uint8), lists, lengths, kv_start,
+        *block_mask.stride(),
+        num_queries, num_keys, col_blocks, offset,
+        BLOCK=block_size, CHUNK=min(1024, triton.next_power_of_2(col_blocks)), CAUSAL=causal,
+    )  # fmt: skip
+    return lists, lengths
+
+
+@triton.jit
+def _compact_kernel(
+    p_mask, p_lists, p_lengths, p_kv_start,
+    stride_b, stride_h, stride_r, stride_c,
+    num_queries, num_keys, col_blocks, offset,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One program = one row block of the mask: its True blocks, in order, as a list."""
+    r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    t0 = r * BLOCK
+    last, full = keys, keys // BLOCK  # keys that some query of the block sees; blocks that all of them see whole
+    if CAUSAL:
+        last = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
+        full = tl.minimum(keys, t0 + delta + 1) // BLOCK
+    end = tl.where(t0 < queries, tl.cdiv(last, BLOCK), 0)
+
+    row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + r
+    p_mask += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + r.to(tl.int64) * stride_r
+    found = tl.zeros((), tl.int32)
+    found_full = tl.zeros((), tl.int32)
+    for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
+        c = c0 + tl.arange(0, CHUNK)
+        on = tl.load(p_mask + c * stride_c, mask=c < end, other=0).to(tl.int32)
+        place = found + tl.cumsum(on, 0) - on
+        tl.store(p_lists + row * col_blocks + place, c.to(p_lists.dtype.element_ty), mask=on != 0)
+        found += tl.sum(on, 0)
+        found_full += tl.sum(tl.where(c < full, on, 0), 0)
+    tl.store(p_lengths + row * 2, found_full)
+    tl.store(p_lengths + row * 2 + 1, found)
+
+
+@triton.jit
+def _block_sparse_attention_kernel(
+    q_desc, k_desc, v_desc, p_out, p_lse, p_lists, p_lengths, p_kv_start,
+    stride_b, stride_h, stride_n,
+    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    pid = tl.program_id(0)
+    r = row_blocks - 1 - pid // GROUP % row_blocks
+    kv_head = pid // (GROUP * row_blocks) % kv_heads
+    h = kv_head * GROUP + pid % GROUP
+    b = pid // (GROUP * row_blocks * kv_heads)
+    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    t0 = r * BM
+    t = t0 + tl.arange(0, BM)
+
+    list_head = h * list_heads // (kv_heads * GROUP)
+    row = ((b % list_batch).to(tl.int64) * list_heads + list_head) * row_blocks + r
+    p_list = p_lists + row * col_blocks
+    full, all_blocks = tl.load(p_lengths + row * 2), tl.load(p_lengths + row * 2 + 1)
+
+    q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, COLS], tl.float32)
+    PARTS: tl.constexpr = BM // BN  # of a block
+    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
+        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
+        k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if n >= full * PARTS:
+            s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
+        v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+        m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+    out, lse2 = softmax_end(m, l, acc, t < queries)
+    store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * GROUP, num_queries,
+               stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip

@@ -1,0 +1,299 @@
+"""Decoding over the dense window and the probed buckets (SAAP, arXiv 2502.08213, Algorithm 2).
+
+One query group, the ``G = Hq / Hkv`` query heads of a key/value head, reads a list of keys::
+
+    [ first `sink` real keys | last `recent` keys | members of bucket probes[0] | members of probes[1] | ... ]
+
+No program builds that list. Each lays out up to 64 probes at a time by the running sum of their sizes, takes its even share
+of the positions, and finds the bucket of a position by comparing it with those sums: the time follows the number of keys
+read, not the largest bucket. A second kernel merges the partial results of the splits.
+
+Tiles: BH query heads of a group (padded to the 16 that tensor cores want), BN keys, BD head size, BL probes, BS splits.
+Prefixes: p_ pointer. Programs: (split, key/value head, sequence), then (query head, sequence).
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.checks import check_bucket_decode, resolve_backend, resolve_scale
+from msattn.kernels.primitives import (
+    LN_2,
+    LOG2_E,
+    num_processors,
+    padded_head,
+    precision,
+    softmax_end,
+    softmax_step,
+    tl,
+    triton,
+)
+from msattn.kernels.tuned import Tile
+from msattn.kernels.types import Backend, BucketIndex, SparseAttention
+
+MAX_SPLITS = 128
+ROUND = 64  # probes laid out at a time
+
+
+def bucket_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BucketIndex,
+    probes: Tensor,
+    *,
+    recent: int | Tensor,
+    sink: int = 1,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    backend: Backend | None = None,
+) -> SparseAttention:
+    """One decoding step that reads the dense window exactly and, of the other keys, the members of the probed buckets.
+
+    A key counts once, also if the index lists it inside the dense window or a bucket is probed twice. Entries of the index
+    outside the real keys ``kv_start[b] <= j < kv_len[b]`` are passed over.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, 1, D]``
+        Query of the newest token, at position ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend).
+    k, v : Tensor ``[B, Hkv, M, D]``
+        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Strided views are read as they are.
+    index : BucketIndex
+        ``offsets`` int32 ``[B, Hkv, C + 1]``, ``order`` int32 ``[B, Hkv, n]``: cache positions, none in two buckets.
+    probes : Tensor int32 ``[B, Hkv, L]``
+        Buckets to read, one choice for a query group; -1 is none, and L may be 0.
+    recent : int or Tensor int32 ``[B]``
+        Number of newest keys read exactly; a tensor where sequences differ or a captured CUDA graph must see it change.
+    sink : int
+        Number of first real keys read exactly.
+    scale : float, optional
+        Factor of the scores, positive; ``D ** -0.5`` by default.
+    kv_start : Tensor int32 ``[B]``, optional
+        Left padding: positions before each sequence.
+    kv_len : Tensor int32 ``[B]``, optional
+        How many of the M positions are filled, padding included; all by default.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    SparseAttention
+        ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]`` (natural logarithm, fp32); 0 and -inf for a sequence without keys.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name. What tensors hold (probes, lengths, offsets) is checked by the reference alone;
+        the kernel never leaves the cache, whatever they hold, and reads nothing for a probe out of range.
+    NotImplementedError
+        In the backward pass: this is for inference.
+    """
+    check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len)
+    scale = resolve_scale(scale, q.shape[3])
+    backend = resolve_backend(backend, q)
+    recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
+    return SparseAttention(
+        *_operator(q, k, v, *index, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend),
+    )
+
+
+@torch.library.custom_op("msattn::bucket_decode", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    order: Tensor,
+    probes: Tensor,
+    recent_of: Tensor | None,
+    recent: int,
+    sink: int,
+    scale: float,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if backend == "triton":
+        return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len)
+    return reference.bucket_decode(
+        q, k, v, BucketIndex(offsets, order), probes,
+        recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, kv_start=kv_start, kv_len=kv_len,
+    )  # fmt: skip
+
+
+@_operator.register_fake
+def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend):
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics)
+
+
+def _backward(ctx, dout, dlse):
+    raise NotImplementedError("bucket_decode is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
+
+
+_operator.register_autograd(_backward)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    order: Tensor,
+    probes: Tensor,
+    recent_of: Tensor | None,
+    recent: int,
+    sink: int,
+    scale: float,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run both kernels; ``tile`` overrides the shipped choice, for tuning.
+
+    The grid follows shapes alone, so that a captured graph serves any index, probes and lengths.
+    """
+    batch, q_heads, _, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    group, cols = q_heads // kv_heads, padded_head(head)
+    tile = tile or default_tile(cols, q.element_size())
+    programs = tile.programs * num_processors(q.device)
+    splits = max(1, min(programs // (batch * kv_heads), triton.cdiv(num_keys, tile.keys), MAX_SPLITS))
+    offsets, order, probes = offsets.contiguous(), order.contiguous(), probes.contiguous()
+    if probes.shape[2] > ROUND:
+        probes = _distinct(probes)
+
+    part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
+    part_lse = q.new_empty((batch, q_heads, splits), dtype=torch.float32)
+    _split_kernel[(splits, kv_heads, batch)](
+        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_out, part_lse,
+        q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
+        num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
+        GROUP=group, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
+        BL=max(16, min(ROUND, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    out = q.new_empty((batch, q_heads, 1, head))
+    lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
+    _merge_kernel[(q_heads, batch)](
+        part_out, part_lse, out, lse, splits, HEAD=head, BS=triton.next_power_of_2(splits), BD=cols,
+    )  # fmt: skip
+    return out, lse
+
+
+def default_tile(cols: int, itemsize: int) -> Tile:
+    """Tiles of at most 16 KiB. Keys are two loads away, so that five stages make two buffers of K and V each."""
+    return Tile(rows=16, keys=max(16, min(64, 16384 // (cols * itemsize))), warps=4, stages=5, programs=2)
+
+
+def _distinct(probes: Tensor) -> Tensor:
+    """Probes in ascending order, repetitions turned into -1: the kernel sees those of its own round only."""
+    probes = probes.sort(-1).values
+    repeated = probes.diff(prepend=torch.full_like(probes[..., :1], -1)) == 0
+    return probes.masked_fill(repeated, -1)
+
+
+@triton.jit(do_not_specialize=["num_keys", "num_listed", "num_buckets", "num_probes", "recent", "sink"])
+def _split_kernel(
+    q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_out, part_lse,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
+    num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A query group's attention to a split's share of its keys: ``part_out [B, Hq, S, D]``, base-2 ``part_lse [B, Hq, S]``."""
+    split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
+    row = batch * kv_heads + kv_head
+    probes += row * num_probes
+    offsets += row * (num_buckets + 1)
+    order += row * num_listed
+    k += batch * stride_kb + kv_head * stride_kh
+    v += batch * stride_vb + kv_head * stride_vh
+
+    start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
+    end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
+    if recent_of is not None:
+        recent = tl.load(recent_of + batch)
+    end = tl.maximum(end, start)
+    sink_end = tl.minimum(start + sink, end)
+    recent_begin = tl.minimum(tl.maximum(end - recent, sink_end), end)
+    num_sink = sink_end - start
+    dense = num_sink + end - recent_begin
+
+    o_head, o_d = tl.arange(0, BH), tl.arange(0, BD)
+    m_head, m_d = o_head < GROUP, o_d < HEAD
+    q_head = kv_head * GROUP + o_head
+    p_q = q + batch * stride_qb + q_head[:, None] * stride_qh + o_d[None, :] * stride_qd
+    b_q = tl.load(p_q, mask=m_head[:, None] & m_d[None, :], other=0.0)  # [BH, BD]
+    m = tl.full([BH], float("-inf"), tl.float32)
+    l = tl.zeros([BH], tl.float32)
+    acc = tl.zeros([BH, BD], tl.float32)
+
+    for first in tl.range(0, tl.maximum(num_probes, 1), BL):
+        begin, size = _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL)
+        window = tl.where(first == 0, dense, 0)
+        list_end = window + tl.cumsum(size, 0)
+        list_begin = list_end - size
+        total = window + tl.sum(size, 0)
+        share = tl.cdiv(total, num_splits)
+        stop = tl.minimum((split + 1) * share, total)
+        for n in tl.range(split * share, stop, BN):
+            position = n + tl.arange(0, BN)
+            inside = (position[:, None] >= list_begin[None, :]) & (position[:, None] < list_end[None, :])  # [BN, BL]
+            listed = position + tl.sum(tl.where(inside, (begin - list_begin)[None, :], 0), 1)
+            in_window = position < window
+            m_listed = (position < stop) & ~in_window & (listed >= 0) & (listed < num_listed)
+            member = tl.load(order + listed, mask=m_listed, other=-1)
+            member_live = (member >= sink_end) & (member < recent_begin)  # a key of the dense window has been counted there
+            window_key = tl.where(position < num_sink, start + position, recent_begin + position - num_sink)
+            key = tl.where(in_window, window_key, member).to(tl.int64)
+            live = tl.where(in_window, position < stop, member_live)
+
+            m_tile = live[:, None] & m_d[None, :]
+            b_k = tl.load(k + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
+            b_v = tl.load(v + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
+            s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
+            s = tl.where(live[None, :], s, float("-inf"))
+            m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
+
+    out, lse2 = softmax_end(m, l, acc, m_head)
+    part = (batch * kv_heads * GROUP + q_head) * num_splits + split  # [BH]
+    tl.store(part_lse + part, lse2, mask=m_head)
+    tl.store(part_out + part[:, None] * HEAD + o_d[None, :], out, mask=m_head[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL: tl.constexpr):
+    """Begin and size ``[BL]`` of the buckets that ``probes[first : first + BL]`` name; size 0 for -1 and for repetitions.
+
+    Only this round is searched for repetitions: a loop over the earlier ones, inside the caller's loop, would hide the alignment
+    of K and V from the compiler, which then reads two bytes at a time.
+    """
+    slot = first + tl.arange(0, BL)
+    bucket = tl.load(probes + slot, mask=slot < num_probes, other=-1)
+    repeated = (bucket[:, None] == bucket[None, :]) & (slot[:, None] < slot[None, :])
+    live = (bucket >= 0) & (bucket < num_buckets) & (tl.max(repeated.to(tl.int32), 0) == 0)
+    begin = tl.load(offsets + bucket, mask=live, other=0)
+    end = tl.load(offsets + bucket + 1, mask=live, other=0)
+    return begin, end - begin
+
+
+@triton.jit
+def _merge_kernel(part_out, part_lse, out, lse, num_splits, HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+    """Merge the splits of one query head: ``out [B, Hq, 1, D]``, natural-log ``lse [B, Hq, 1]``."""
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    o_split, o_d = tl.arange(0, BS), tl.arange(0, BD)
+    m_split, m_d = o_split < num_splits, o_d < HEAD
+    b_lse = tl.load(part_lse + row * num_splits + o_split, mask=m_split, other=float("-inf"))
+    p_out = part_out + (row * num_splits + o_split[:, None]) * HEAD + o_d[None, :]
+    b_out = tl.load(p_out, mask=m_split[:, None] & m_d[None, :], other=0.0)  # [BS, BD]
+    largest = tl.max(b_lse, 0)
+    nothing = largest == float("-inf")
+    weight = tl.exp2(b_lse - tl.where(nothing, 0.0, largest))
+    total = tl.where(nothing, 1.0, tl.sum(weight, 0))
+    merged = tl.sum(weight[:, None] * b_out, 0) / total
+    tl.store(out + row * HEAD + o_d, merged.to(out.dtype.element_ty), mask=m_d)
+    tl.store(lse + row, (largest + tl.log2(total)) * LN_2)

@@ -1,0 +1,243 @@
+"""Dense attention that also returns its block map: what a SeerAttention gate is trained to predict (Algorithm 1).
+
+    P = softmax(scale * Q K^T)        pooled[r, c] = max over queries i of row block r, keys j of column block c of P[i, j]
+
+With r_ic the largest score of query i in column block c, and lse_i of the full row, pooled[r, c] = max_i exp(r_ic - lse_i).
+A row's LSE is known only at its end, so the maxima wait until then, in fp32, in a scratch that belongs to the program and not
+to the sequence: programs are persistent, and each works through tiles of rows with one scratch ``[strips, BM]``.
+
+Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one strip or two of W = min(BN, block) keys each.
+Prefix: p_ pointer. Shapes of tiles stand behind their names.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference, tuned
+from msattn.kernels.checks import (
+    check_block_size,
+    check_layout,
+    check_per_sequence,
+    check_qkv,
+    query_offset,
+    resolve_backend,
+    resolve_scale,
+)
+from msattn.kernels.primitives import (
+    LOG2_E,
+    capability,
+    load_tile,
+    mask_scores,
+    num_processors,
+    padded_head,
+    precision,
+    sequence_span,
+    softmax_end,
+    softmax_step,
+    store_rows,
+    tile_view,
+    tl,
+    triton,
+)
+from msattn.kernels.types import Backend, MaxPoolAttention
+
+
+def maxpool_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    backend: Backend | None = None,
+) -> MaxPoolAttention:
+    """Dense attention and the maximum of its probabilities over blocks, in one pass (SeerAttention, Algorithm 1).
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, N, D]``
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Views are welcome.
+    k, v : Tensor ``[B, Hkv, M, D]``
+        Keys and values; query head h reads head ``h // (Hq // Hkv)``.
+    block_size : int
+        Tokens of a block: 16, 32, 64 or 128.
+    causal : bool
+        Query i stands at position ``M - N + i`` and sees no key after it.
+    scale : float, optional
+        Factor of the scores, positive; ``D ** -0.5`` by default.
+    kv_start : Tensor int32 ``[B]``, optional
+        Left padding: positions before each sequence. Blocks are counted from there.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    MaxPoolAttention
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``pooled [B, Hq, ceil(N / block), ceil(M / block)]``, the latter two fp32
+        (fp64 for fp64). Blocks above the diagonal and rows that see nothing are 0.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    NotImplementedError
+        When a gradient is asked of the result: it makes training targets.
+    """
+    check_qkv(q, k, v)
+    check_block_size(block_size)
+    check_per_sequence("kv_start", kv_start, q)
+    scale = resolve_scale(scale, q.shape[3])
+    return MaxPoolAttention(*_operator(q, k, v, kv_start, block_size, causal, scale, resolve_backend(backend, q)))
+
+
+@torch.library.custom_op("msattn::maxpool_attention", mutates_args=())
+def _operator(
+    q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int, causal: bool, scale: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "triton":
+        return launch(q, k, v, kv_start, block_size, causal, scale)
+    return reference.maxpool_attention(q, k, v, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
+
+
+@_operator.register_fake
+def _(q, k, v, kv_start, block_size, causal, scale, backend):
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    blocks = [(x.shape[2] + block_size - 1) // block_size for x in (q, k)]
+    return (
+        torch.empty_like(q),
+        q.new_empty(q.shape[:3], dtype=statistics),
+        q.new_empty((*q.shape[:2], *blocks), dtype=statistics),
+    )
+
+
+def _backward(ctx, *gradients):
+    raise NotImplementedError("maxpool_attention has no gradient: it makes training targets; call it under torch.no_grad()")
+
+
+_operator.register_autograd(_backward)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    tile: tuned.Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernel; ``tile`` overrides the shipped choice, for tuning."""
+    check_layout(q=q, k=k, v=v)
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    cols = padded_head(head)
+    tile = tile or tuned.pick("maxpool_attention", cols, q.dtype, capability(q.device))
+    row_blocks, col_blocks = triton.cdiv(num_queries, block_size), triton.cdiv(num_keys, block_size)
+    row_tiles = triton.cdiv(num_queries, tile.rows)
+    tiles = batch * q_heads * row_tiles
+    programs = min(tiles, num_processors(q.device) * tile.programs)
+    keys = min(tile.keys, 2 * block_size)
+    strip = min(keys, block_size)
+    strips = triton.cdiv(num_keys, keys) * (keys // strip)
+
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
+    pooled = q.new_empty((batch, q_heads, row_blocks, col_blocks), dtype=torch.float32)
+    scratch = q.new_empty((programs, strips, tile.rows), dtype=torch.float32)
+    next_tile = torch.zeros(1, dtype=torch.int32, device=q.device)
+    _maxpool_attention_kernel[(programs,)](
+        tile_view(q, tile.rows), tile_view(k, keys), tile_view(v, keys),
+        out, lse, pooled, scratch, next_tile, kv_start,
+        *out.stride()[:3],
+        tiles, row_tiles, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
+        query_offset(num_queries, num_keys, causal), scale * LOG2_E,
+        GROUP=q_heads // kv_heads, HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, W=strip,
+        CAUSAL=causal, PRECISION=precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse, pooled
+
+
+@triton.jit
+def _maxpool_attention_kernel(
+    q_desc, k_desc, v_desc, p_out, p_lse, p_pooled, p_scratch, p_next_tile, p_kv_start,
+    stride_b, stride_h, stride_n,
+    tiles, row_tiles, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BLOCK: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    p_scratch += tl.program_id(0).to(tl.int64) * strips * BM
+    p_maxima = p_scratch + tl.arange(0, BM)[:, None] + tl.arange(0, BN // W)[None, :] * BM
+    # Whoever is free takes the next tile. A group's heads come together, to meet in the L2 cache; long rows come first.
+    tile = tl.atomic_add(p_next_tile, 1)
+    while tile < tiles:
+        row_tile = row_tiles - 1 - tile // GROUP % row_tiles
+        kv_head = tile // (GROUP * row_tiles) % kv_heads
+        h = kv_head * GROUP + tile % GROUP
+        b = tile // (GROUP * row_tiles * kv_heads)
+        first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+        t0 = row_tile * BM
+        t = t0 + tl.arange(0, BM)
+
+        last, full = keys, keys // BN * BN  # keys to read; of these, those in tiles that need no mask
+        if CAUSAL:
+            last = tl.minimum(keys, t0 + BM + delta)
+            full = tl.minimum(keys, t0 + delta + 1) // BN * BN
+        last = tl.where(t0 < queries, last, 0)
+        full = tl.minimum(full, last)
+
+        q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
+        m = tl.full([BM], float("-inf"), tl.float32)
+        l = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, COLS], tl.float32)
+        for u0 in tl.range(0, last, BN):  # type: ignore[misc]
+            k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+            if u0 >= full:
+                s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
+            maxima = tl.max(tl.reshape(s, [BM, BN // W, W]), 2)  # [BM, BN / W]
+            tl.store(p_maxima + u0 // W * BM, maxima)
+            v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+            m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
+        out, lse2 = softmax_end(m, l, acc, t < queries)
+        store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * GROUP, num_queries,
+                   stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
+
+        tl.debug_barrier()  # every thread's maxima are in the scratch before any is read
+        p_map = p_pooled + (b * kv_heads * GROUP + h).to(tl.int64) * row_blocks * col_blocks
+        _pool(p_map, p_scratch, lse2, last, t0 // BLOCK, row_blocks, col_blocks, scale2, BM, BLOCK, W)
+        tl.debug_barrier()  # and all are read before the next tile's
+        tile = tl.atomic_add(p_next_tile, 1)
+
+
+@triton.jit
+def _row_max(maxima, STRIPS: tl.constexpr):
+    """Largest score of a row, from one strip or two; splitting spares the registers that a reduction would spill."""
+    if STRIPS == 2:
+        first, second = tl.split(maxima)
+        return tl.maximum(first, second)
+    return tl.max(maxima, 1)
+
+
+@triton.jit
+def _pool(
+    p_map, p_scratch, lse2, last, first_row_block, row_blocks, col_blocks, scale2,
+    BM: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Write the row blocks of a tile ``[BM / BLOCK, Tc]``, from the scores in the scratch and the rows' LSE."""
+    BLOCKS: tl.constexpr = 2048 // BM  # column blocks at a time
+    STRIPS: tl.constexpr = BLOCK // W  # of a block
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # a row that saw nothing counts as 0
+    r = first_row_block + tl.arange(0, BM // BLOCK)
+    for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]
+        strip = c0 * STRIPS + tl.arange(0, BLOCKS * STRIPS)
+        p_maxima = p_scratch + strip[:, None] * BM + tl.arange(0, BM)[None, :]
+        maxima = tl.load(p_maxima, mask=(strip * W < last)[:, None], other=float("-inf"), cache_modifier=".cg")
+        logs = tl.reshape(maxima * scale2 - lse2[None, :], [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
+        pooled = tl.exp2(tl.max(tl.max(logs, 3), 1))  # [BLOCKS, BM / BLOCK]
+        c = c0 + tl.arange(0, BLOCKS)
+        inside = (c < col_blocks)[:, None] & (r < row_blocks)[None, :]
+        tl.store(p_map + r[None, :].to(tl.int64) * col_blocks + c[:, None], pooled, mask=inside)

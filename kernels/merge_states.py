@@ -1,0 +1,110 @@
+"""Merge attention over disjoint sets of keys into attention over their union.
+
+    lse = log(sum_s exp(lse_s))        out = sum_s exp(lse_s - lse) * out_s
+
+Layouts: ``outs [S, B, H, N, D]``, ``lses [S, B, H, N]``; a program owns ROWS of the B * H * N rows.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.checks import check_states, resolve_backend
+from msattn.kernels.primitives import padded_head, tl, triton
+from msattn.kernels.types import Backend, SparseAttention
+
+
+def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) -> SparseAttention:
+    """Merge normalised partial results of disjoint sets of keys.
+
+    Parameters
+    ----------
+    outs : Tensor ``[S, B, H, N, D]``
+        Partial outputs, fp32, fp16 or bf16 (fp64 on the torch backend).
+    lses : Tensor ``[S, B, H, N]``
+        Their LSEs: natural logarithms, fp32 (fp64 for fp64). A part with -inf saw nothing and weighs 0.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    SparseAttention
+        ``out [B, H, N, D]``, ``lse [B, H, N]``; 0 and -inf where no part saw anything.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    NotImplementedError
+        When a gradient is asked of the result.
+    """
+    check_states(outs, lses)
+    return SparseAttention(*_operator(outs, lses, resolve_backend(backend, outs, name="outs")))
+
+
+@torch.library.custom_op("msattn::merge_states", mutates_args=())
+def _operator(outs: Tensor, lses: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return launch(outs, lses) if backend == "triton" else reference.merge_states(outs, lses)
+
+
+@_operator.register_fake
+def _(outs, lses, backend):
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+def _backward(ctx, *gradients):
+    raise NotImplementedError("merge_states has no gradient: it serves inference; call it under torch.no_grad()")
+
+
+_operator.register_autograd(_backward)
+
+
+def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the kernel."""
+    parts, batch, heads, queries, head = outs.shape
+    out = outs.new_empty(outs.shape[1:])
+    lse = lses.new_empty(lses.shape[1:])
+    cols = padded_head(head)
+    rows = max(1, 4096 // cols)
+    _merge_states_kernel[(triton.cdiv(batch * heads * queries, rows),)](
+        outs, lses, out, lse, *outs.stride(), *lses.stride(), parts, batch * heads * queries, heads, queries,
+        HEAD=head, COLS=cols, ROWS=rows,
+    )  # fmt: skip
+    return out, lse
+
+
+@triton.jit
+def _merge_states_kernel(
+    p_outs, p_lses, p_out, p_lse,
+    stride_os, stride_ob, stride_oh, stride_on, stride_od, stride_ls, stride_lb, stride_lh, stride_ln,
+    parts, num_rows, heads, queries,
+    HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    b, h, i = row // (heads * queries), row // queries % heads, row % queries
+    d = tl.arange(0, COLS)
+    p_outs += (b * stride_ob + h * stride_oh + i * stride_on)[:, None] + d[None, :] * stride_od
+    p_lses += b * stride_lb + h * stride_lh + i * stride_ln
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLS], tl.float32)
+    for _ in tl.range(0, parts):
+        part_lse = tl.load(p_lses, mask=inside, other=float("-inf"))
+        m_new = tl.maximum(m, part_lse)
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
+        weight, alpha = tl.exp(part_lse - base), tl.exp(m - base)
+        counts = inside & (weight > 0)  # what weighs nothing is not read
+        part = tl.load(p_outs, mask=counts[:, None] & (d < HEAD)[None, :], other=0.0)
+        acc = acc * alpha[:, None] + part.to(tl.float32) * weight[:, None]
+        l = l * alpha + weight
+        m = m_new
+        p_outs += stride_os
+        p_lses += stride_ls
+    seen = l > 0
+    l = tl.where(seen, l, 1.0)
+    acc = acc / l[:, None]  # 0 where nothing was seen
+    p_out += row[:, None] * HEAD + d[None, :]
+    tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=inside[:, None] & (d < HEAD)[None, :])
+    tl.store(p_lse + row, tl.where(seen, m + tl.log(l), float("-inf")), mask=inside)

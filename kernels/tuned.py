@@ -1,0 +1,43 @@
+"""Tile choices that ship with the package: measured where a row says so, safe elsewhere."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """How a kernel is cut: query rows and keys of a tile, warps, pipeline stages, and programs resident on a multiprocessor."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+
+# (operation, bytes of a padded head, compute capability) -> tile. Full-precision fp32 has tiles of its own: it runs on
+# CUDA cores, and compiles for long.
+TILES: dict[tuple[str, int, int], Tile] = {
+    ("maxpool_attention", 128, 90): Tile(128, 128, 8, 3),
+    ("maxpool_attention", 256, 90): Tile(128, 128, 8, 3),
+    ("maxpool_attention", 512, 90): Tile(128, 64, 8, 2),
+    ("maxpool_attention", 128, 80): Tile(128, 64, 8, 3),
+    ("maxpool_attention", 256, 80): Tile(128, 64, 8, 2),
+    ("maxpool_attention", 512, 80): Tile(128, 32, 8, 1),
+    ("block_sparse_attention", 128, 90): Tile(64, 64, 4, 3),
+    ("block_sparse_attention", 256, 90): Tile(64, 64, 4, 3),
+    ("block_sparse_attention", 512, 90): Tile(64, 64, 4, 2),
+    ("block_sparse_attention", 128, 80): Tile(64, 64, 4, 3),
+    ("block_sparse_attention", 256, 80): Tile(64, 64, 4, 2),
+    ("block_sparse_attention", 512, 80): Tile(64, 32, 4, 1),
+}
+FULL_PRECISION = {"maxpool_attention": Tile(128, 16, 8, 1), "block_sparse_attention": Tile(64, 16, 8, 1)}
+
+
+def pick(operation: str, padded_head: int, dtype: torch.dtype, capability: int) -> Tile:
+    """The tile for heads of the given padded size; a GPU without rows of its own takes those of the next older one."""
+    if dtype == torch.float32:
+        return FULL_PRECISION[operation]
+    head_bytes = max(128, padded_head * dtype.itemsize)
+    known = [sm for name, size, sm in TILES if name == operation and size == head_bytes and sm <= capability]
+    return TILES[operation, head_bytes, max(known, default=80)]

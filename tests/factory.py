@@ -1,0 +1,83 @@
+"""Small random decoders of every supported family, for tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # wide enough that attention is not uniform
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def tiny_architecture(family: str = "llama", rope: str = "default", **overrides: Any) -> dict[str, Any]:
+    """The keys of a small ``config.json``; ``overrides`` replace any of them."""
+    parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPES[rope]}
+    window = {"sliding_window": None} if family == "mistral" else {}
+    return {"model_type": family, **SIZES, "rope_parameters": parameters, **window, **overrides}
+
+
+def tiny_config(family: str = "llama", rope: str = "default", **overrides: Any) -> PreTrainedConfig:
+    architecture = tiny_architecture(family, rope, **overrides)
+    return AutoConfig.for_model(architecture.pop("model_type"), **architecture)
+
+
+def tiny_model(family: str = "llama", rope: str = "default", seed: int = 0, **overrides: Any) -> Any:
+    """A frozen fp32 model in eval mode on the CPU, the same for the same arguments."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(family, rope, **overrides), dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "proj.bias")):  # the default 1 and 0 would hide a forgotten norm or bias
+                torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    return model.eval().requires_grad_(False)
+
+
+def random_tokens(batch: int, length: int, seed: int = 0, vocab_size: int = 128) -> Tensor:
+    """LongTensor [batch, length] without token 0, which pads."""
+    return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows [N_b] of different lengths as ``input_ids, attention_mask``, both [B, max N]."""
+    length = max(len(row) for row in rows)
+    ids = torch.stack([torch.cat((row.new_zeros(length - len(row)), row)) for row in rows])
+    mask = torch.stack([(torch.arange(length) >= length - len(row)).long() for row in rows])
+    return ids, mask
+
+
+def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
+    """A word-level tokenizer of ``t0 t1 ...`` in the files that transformers expects."""
+    vocab = {f"t{i}": i for i in range(vocab_size)}
+    words = Tokenizer(WordLevel(vocab, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t0").save_pretrained(folder)

@@ -1,0 +1,192 @@
+"""Artifacts: what is written is read back, damage is named, a killed write leaves no half."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from msattn.trainer import artifacts
+from msattn.trainer.artifacts import check_model, check_writable, content_hash, folder_of, read, write
+from msattn.trainer.errors import UserError
+
+MODEL = {
+    "id": "someone/some-model",
+    "revision": None,
+    "config_hash": "aa",
+    "weights_hash": "bb",
+    "rope": {"rope_type": "default", "rope_theta": 1e4},
+    "tokenizer_hash": "cc",
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
+
+
+def save(folder: Path, value: float = 1.0, **options: Any) -> Path:
+    fields: dict[str, Any] = {
+        "kind": "gate",
+        "tensors": {"a": torch.full((2, 3), value), "b": torch.tensor(7, dtype=torch.int32), "c": torch.ones(4).bfloat16()},
+        "config": {"seed": 3, "gate": {"block_size": 64}},
+        "model": MODEL,
+        "details": {"gate": {"block_size": 64}},
+        "data": "dd",
+        "seed": 3,
+        "metrics": {"recall": 0.5, "loss": float("nan")},
+    }
+    return write(folder, **fields | options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return folder_of(tmp_path / "outputs", "tiny", "base", "gate")
+
+
+def test_round_trip(folder: Path) -> None:
+    assert save(folder) == folder
+    found = read(str(folder), "gate")
+    assert found.kind == "gate"
+    assert torch.equal(found.tensors["a"], torch.ones(2, 3))
+    assert found.tensors["b"].item() == 7
+    assert found.tensors["c"].dtype == torch.bfloat16
+    assert found.config == {"seed": 3, "gate": {"block_size": 64}}
+    assert found.manifest["metrics"] == {"recall": 0.5, "loss": None}
+    assert found.manifest["tensors"]["a"] == {"shape": [2, 3], "dtype": "float32"}
+    assert found.manifest["content_hash"] == content_hash(found.tensors)
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["gate"]
+
+
+def test_model_card_has_front_matter(folder: Path) -> None:
+    save(folder)
+    head, text = (folder / "README.md").read_text().split("---\n")[1:]
+    assert yaml.safe_load(head) == {
+        "library_name": "msattn",
+        "tags": ["sparse-attention", "long-context", "gate"],
+        "base_model": "someone/some-model",
+    }
+    assert "| recall | 0.5 |" in text
+
+
+def test_hash_sees_names_shapes_dtypes_and_values() -> None:
+    hashes = [
+        content_hash(tensors)
+        for tensors in (
+            {"a": torch.zeros(4)},
+            {"b": torch.zeros(4)},
+            {"a": torch.zeros(2, 2)},
+            {"a": torch.zeros(4, dtype=torch.int32)},
+            {"a": torch.tensor([0.0, 0, 0, 1])},
+        )
+    ]
+    assert len(set(hashes)) == 5
+    assert hashes[0] == content_hash({"a": torch.zeros(4)})
+
+
+def test_nothing_is_overwritten_unasked(folder: Path) -> None:
+    save(folder)
+    with pytest.raises(UserError, match="overwrite=true replaces it"):
+        save(folder, value=2.0)
+    with pytest.raises(UserError, match="overwrite=true"):
+        check_writable(folder)
+    check_writable(folder, overwrite=True)
+    assert read(folder).tensors["a"][0, 0] == 1
+    save(folder, value=2.0, overwrite=True)
+    assert read(folder).tensors["a"][0, 0] == 2
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["gate"]
+
+
+def test_other_folders_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir(parents=True)
+    check_writable(folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="something that is no artifact"):
+        save(folder, overwrite=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="no permission to write below"):
+        check_writable(tmp_path / "file" / "gate")
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename"])
+def test_a_failed_write_keeps_the_old_artifact(folder: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    save(folder)
+
+    def fail(self: Any, *arguments: Any) -> None:
+        if step == "fsync" or self.name.endswith(".new"):
+            raise OSError("no space left")
+        original(self, *arguments)
+
+    original = Path.rename
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts.os if step == "fsync" else Path, step, fail)
+        with pytest.raises(OSError, match="no space left"):
+            save(folder, value=2.0, overwrite=True)
+    assert read(folder).tensors["a"][0, 0] == 1
+    save(folder, value=3.0, overwrite=True)
+    assert read(folder).tensors["a"][0, 0] == 3
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["gate"]
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"format_version": 2}, "format_version=2: accepted is 1"),
+        ({"kind": "qmodel"}, "kind=qmodel: accepted is gate"),
+        ({"content_hash": "0"}, "content_hash"),
+        ({"tensors": {}}, r"tensors\.a is not what"),
+    ],
+)
+def test_wrong_manifests_are_named(folder: Path, fields: dict[str, Any], message: str) -> None:
+    save(folder)
+    edit(folder, **fields)
+    with pytest.raises(UserError, match=message):
+        read(folder, "gate")
+
+
+def test_missing_and_damaged_files_are_named(folder: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        read(folder)
+    save(folder)
+    weights, manifest = folder / "model.safetensors", folder / "manifest.json"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-3])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        read(folder)
+    weights.write_bytes(content[:-1] + b"\x01")
+    with pytest.raises(UserError, match="content_hash"):
+        read(folder)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
+        read(folder)
+    weights.write_bytes(content)
+    manifest.write_text("{")
+    with pytest.raises(UserError, match="no JSON"):
+        read(folder)
+    manifest.write_text("{}")
+    with pytest.raises(UserError, match="lacks kind"):
+        read(folder)
+
+
+def test_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="artifact nobody/nothing: no local folder, and the Hugging Face Hub") as caught:
+        read("nobody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "rope", "config_hash", "weights_hash"])
+def test_other_models_are_refused(folder: Path, field: str) -> None:
+    found = read(save(folder))
+    check_model(found, MODEL | {"id": "a copy", "tokenizer_hash": None})
+    check_model(found.manifest, MODEL)
+    with pytest.raises(UserError, match=f"gate artifact made for someone/some-model: its {field} is"):
+        check_model(found, MODEL | {field: "other"})

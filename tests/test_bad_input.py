@@ -1,0 +1,270 @@
+"""What users get wrong, through the real entry point: exit code 2, one line that names it, and nothing of theirs is harmed."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from msattn import cli
+
+Run = Callable[..., tuple[int, str]]
+SMALL = [
+    "model.init=random",
+    "model.architecture.num_hidden_layers=2",
+    "tracker=none",
+    "device=cpu",
+    "data=text",
+    "data.path=text.txt",
+    "data.seq_len=128",
+]
+SMALL_EVAL = [*SMALL, "eval=recall", "eval.baselines=[random]", "eval.recall.num_chunks=1", "eval.recall.num_queries=4"]
+SMALL_EVAL += ["eval.recall.length=128", "recent=16", "eval.recall.probes=[1]"]
+
+
+def text(words: int) -> str:
+    return " ".join(f"word{i % 97}" for i in range(words))
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+def state(folder: Path) -> dict[str, str]:
+    """Every file below a folder and its hash."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and the three artifacts of a random model, made by the commands themselves."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "text.txt").write_text(text(4000))
+        shutil.copy(folder / "text.txt", folder / "heldout.txt")
+        common = [*SMALL, "data.heldout_path=heldout.txt"]
+        assert run("train-gate", *common, "train.steps=1", "train.batch_size=1") == 0
+        assert run("fit-kmeans", *common, "kmeans.num_buckets=4", "kmeans.num_prompts=2") == 0
+        training = [
+            "train.steps=2",
+            "qmodel.num_prompts=2",
+            "qmodel.long_range=8",
+            "qmodel.hidden=16",
+            "qmodel.batch_queries=8",
+        ]
+        assert run("train-qmodel", *common, *training) == 0
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the trained folder, to be spoilt."""
+    shutil.copytree(trained, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must be refused; returns its one line. Artifacts and texts stay as they were."""
+
+    def check(*arguments: str) -> str:
+        kept = {name: digest for name, digest in state(here).items() if "/runs/" not in name}
+        capsys.readouterr()
+        code = run(*arguments)
+        error = capsys.readouterr().err
+        lines = [line for line in error.splitlines() if line.startswith("msattn: ")]
+        assert (code, len(lines)) == (2, 1), error
+        assert "Traceback" not in error
+        assert {name: digest for name, digest in state(here).items() if "/runs/" not in name} == kept
+        return lines[0]
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.init=pretrained", "model.path=./nowhere"], "nowhere: no such folder"),
+        (["model.init=pretrained", "model.path=outputs"], "no config.json"),
+        (["model.architecture.model_type=gpt2"], "model_type=gpt2: accepted are llama, mistral, qwen2, qwen3"),
+        (
+            ["model.architecture.num_attention_heads=3"],
+            "not a multiple of the number of attention heads (3)",
+        ),
+        (
+            ["model.architecture.model_type=mistral", "+model.architecture.sliding_window=64"],
+            "layers 0, 1 attend through a sliding",
+        ),
+        (["+model.architecture.attn_logit_softcapping=50.0"], "attn_logit_softcapping"),
+        (["data.seq_len=8192"], "seq_len=8192: the model has positions for 4096 tokens"),
+        (["model.rope_scaling={rope_type:longrope}"], "longrope: accepted are"),
+        (["data.path=missing.txt"], "data.path=missing.txt: no such file"),
+        (["data.path=empty.txt"], "data.path=empty.txt hold only"),
+        (["data.path=latin1.txt"], "latin1.txt: not UTF-8 at byte 3"),
+        (["data.path=short.txt"], "data.path=short.txt hold only"),
+        (["data.path=text.csv"], "text.csv: accepted are .txt"),
+        (["gate.block_size=48"], "gate.block_size=48: a power of two"),
+        (["gate.block_size=128", "data.seq_len=64"], "gate.block_size=128: at most data.seq_len=64"),
+        (["train.schedule=cosin"], "train.schedule=cosin"),
+        ([], "outputs/tiny/base/gate: an artifact stands there"),
+    ],
+)
+def test_train_gate_refuses(here: Path, refused: Callable[..., str], overrides: list[str], says: str) -> None:
+    (here / "empty.txt").write_text("")
+    (here / "short.txt").write_text("a few words")
+    (here / "latin1.txt").write_bytes(b"caf\xe9 au lait " * 500)
+    (here / "text.csv").write_text(text(4000))
+    held = ["data.heldout_path=heldout.txt"]
+    name = ["name=new"] if overrides else []
+    assert says in refused("train-gate", *SMALL, *held, *name, *overrides)
+    assert not (here / "outputs/tiny/new/gate").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu(refused: Callable[..., str]) -> None:
+    assert "device=cuda: PyTorch sees no CUDA GPU" in refused("train-gate", *SMALL, "name=new", "device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["kmeans.num_buckets=100000"], "kmeans.num_buckets=100000"),
+        (["kmeans.iterations=0"], "kmeans.iterations=0: a positive number"),
+    ],
+)
+def test_fit_kmeans_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
+    assert says in refused("fit-kmeans", *SMALL, "name=new", "data.heldout_path=heldout.txt", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["name=new"], "there is no k-means in"),
+        (["name=new", "artifacts.kmeans=outputs/tiny/base/gate"], "kind=gate: accepted is kmeans"),
+        (["name=new", "artifacts.kmeans=outputs/tiny/base/kmeans", "seed=1"], "kmeans artifact made for"),
+        (["name=new", "artifacts.kmeans=outputs/tiny/base/kmeans", "qmodel.long_range=500"], "qmodel.long_range=500"),
+    ],
+)
+def test_train_qmodel_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
+    assert says in refused("train-qmodel", *SMALL, "data.heldout_path=heldout.txt", "qmodel.long_range=8", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["select.sparsity=1.0"], "select.sparsity=1.0: in [0, 1)"),
+        (["select.sparsity=-0.1"], "select.sparsity=-0.1: in [0, 1)"),
+        (["eval.recall.sparsities=[0.5,1.5]"], "eval.recall.sparsities"),
+        (["eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
+        (["eval.recall.length=8192"], "seq_len=8192: the model has positions for 4096 tokens"),
+        (["artifacts.gate=outputs/tiny/none/gate"], "outputs/tiny/none/gate: no such folder"),
+        (["artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: accepted is gate"),
+        (["seed=1"], "artifact made for"),
+        (["model.architecture.num_hidden_layers=3"], "num_layers is 2, this model's is 3"),
+    ],
+)
+def test_eval_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
+    assert says in refused("eval", *SMALL_EVAL, *overrides)
+
+
+def truncate(artifact: Path) -> None:
+    weights = artifact / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+
+
+def lose_manifest(artifact: Path) -> None:
+    (artifact / "manifest.json").unlink()
+
+
+def alter(artifact: Path) -> None:
+    weights = artifact / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+def next_format(artifact: Path) -> None:
+    manifest = json.loads((artifact / "manifest.json").read_text())
+    (artifact / "manifest.json").write_text(json.dumps({**manifest, "format_version": 2}))
+
+
+@pytest.mark.parametrize("kind", ["gate", "kmeans", "qmodel"])
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (truncate, "model.safetensors is damaged"),
+        (lose_manifest, "manifest.json is missing"),
+        (alter, "content_hash"),
+        (next_format, "format_version=2: accepted is 1"),
+    ],
+)
+def test_spoilt_artifacts(here: Path, refused: Callable[..., str], kind: str, spoil: Callable[[Path], None], says: str) -> None:
+    spoil(here / f"outputs/tiny/base/{kind}")
+    assert says in refused("eval", *SMALL_EVAL)
+
+
+def test_generate_refuses(here: Path, refused: Callable[..., str]) -> None:
+    assert "no artifact to try" in refused("generate", *SMALL, "name=none", "--prompt", "a")
+    assert "positions for 4096 tokens" in refused("generate", *SMALL, "--prompt", text(4096))
+    assert "--prompt: empty" in refused("generate", "--prompt", " ")
+
+
+@pytest.mark.parametrize("command", ["train-gate", "fit-kmeans", "train-qmodel", "eval"])
+def test_a_file_where_outputs_should_go(here: Path, refused: Callable[..., str], command: str) -> None:
+    (here / "taken").write_text("mine")
+    assert "outputs=taken" in refused(command, *SMALL, "outputs=taken")
+    (here / "half/tiny").mkdir(parents=True)
+    (here / "half/tiny/base").write_text("mine")
+    assert "outputs=half" in refused(command, *SMALL, "outputs=half")
+
+
+def test_a_file_where_the_artifact_should_go(here: Path, refused: Callable[..., str]) -> None:
+    (here / "outputs/tiny/new").mkdir()
+    (here / "outputs/tiny/new/gate").write_text("mine")
+    assert "no artifact stands there" in refused("train-gate", *SMALL, "data.heldout_path=heldout.txt", "name=new")
+
+
+def test_a_loss_that_is_not_finite(here: Path, refused: Callable[..., str]) -> None:
+    """A poisoned weight of the frozen model: the layer is named, no artifact is written, what was there stays."""
+    from msattn.trainer import models
+    from msattn.trainer.compose import compose
+
+    loaded = models.load(compose("train-gate", SMALL).model, device="cpu", dtype="float32")
+    with torch.no_grad():
+        loaded.model.get_parameter("model.layers.1.self_attn.k_proj.weight")[0, 0] = float("nan")
+    loaded.model.save_pretrained("poisoned")
+    loaded.tokenizer.save_pretrained("poisoned")
+    small = [override for override in SMALL if not override.startswith("model.")]
+    line = refused(
+        "train-gate",
+        *small,
+        "data.heldout_path=heldout.txt",
+        "model.path=./poisoned",
+        "name=new",
+        "train.steps=2",
+        "train.batch_size=1",
+    )
+    assert "layer 1" in line
+    assert "not finite" in line
+    assert not (here / "outputs/tiny/new/gate").exists()
+
+
+@pytest.mark.parametrize("arguments", ["trian-gate", "train-gate model=lama3", "train-gate data=text data.path=nowhere.txt"])
+def test_as_a_user_sees_it(tmp_path: Path, arguments: str) -> None:
+    """The installed command in a process of its own: exit code and both streams."""
+    command = [str(Path(sys.executable).with_name("msattn")), *arguments.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("msattn: ")
+    assert done.stderr.count("\n") == 1

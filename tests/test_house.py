@@ -1,0 +1,280 @@
+"""The house: what is packaged, what may import what, what an import does, and whether the documents tell the truth."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+FOLDERS = {"": ROOT, "kernels": ROOT / "kernels", "trainer": ROOT / "trainer", "conf": ROOT / "conf"}
+LEVELS = {  # a module imports from its own level or below; the longest matching prefix counts
+    "kernels": 0,
+    "trainer.errors": 0,
+    "trainer.config": 1,
+    "trainer": 2,  # artifacts, data, loop, models, rope, tap, tracker
+    "trainer.embedded": 3,
+    "trainer.seer": 3,
+    "trainer.saap": 3,
+    "trainer.attach": 4,
+    "trainer.evaluate": 5,
+    "trainer.generate": 5,
+    "trainer.doctor": 5,
+    "trainer.compose": 5,
+    "trainer.demo": 6,
+    "cli": 7,
+}
+OPERATIONS = {"maxpool_attention", "block_sparse_attention", "bucket_decode", "bucket_mass", "merge_states"}
+INSTALLS_AS = {"faiss-cpu": "faiss", "hydra-core": "hydra", "huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module of the package: its name under msattn, its file."""
+    for name, folder in FOLDERS.items():
+        for path in sorted(folder.glob("*.py") if folder == ROOT else folder.rglob("*.py")):
+            parts = [name, *path.relative_to(folder).with_suffix("").parts]
+            yield ".".join(part for part in parts if part and part != "__init__"), path
+
+
+MODULES = dict(sources())
+
+
+def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
+    """Dotted names that a file imports; with ``at_import_only`` just those that run when the file is imported."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if at_import_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def level(module: str) -> int:
+    prefixes = [name for name in LEVELS if module == name or module.startswith(f"{name}.")]
+    return LEVELS[max(prefixes, key=len)]
+
+
+def ours(path: Path) -> set[str]:
+    """Modules of msattn that a file imports."""
+    names = {name.removeprefix("msattn.") for name in imports(path) if name.startswith("msattn.")}
+    return {name for name in names if name in MODULES or name.rsplit(".", 1)[0] in MODULES} & set(MODULES)
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    """What is not listed imports in an editable install and is missing from the wheel."""
+    on_disk = {"msattn", "msattn.kernels", "msattn.conf", "msattn.trainer"}
+    on_disk |= {f"msattn.trainer.{path.parent.name}" for path in (ROOT / "trainer").glob("*/__init__.py")}
+    assert set(SETUPTOOLS["packages"]) == on_disk == set(SETUPTOOLS["package-dir"])
+    assert not (ROOT / "kernels/__init__.py").exists(), "it would shadow Hugging Face's package of that name"
+    assert not (ROOT / "conftest.py").exists()
+    with_modules = {path.parent for path in (ROOT / "trainer").rglob("*.py")}
+    assert all((folder / "__init__.py").exists() for folder in with_modules)
+
+
+def test_the_wheel_holds_what_the_disk_holds(tmp_path: Path) -> None:
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in ("conf", "kernels", "trainer"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "cli.py"):
+        shutil.copy(ROOT / name, copy)
+    build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {name.removeprefix("msattn/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("msattn/")}
+    data = [*(copy / "conf").rglob("*.yaml"), *(copy / "trainer/embedded/model").glob("*")]
+    files = {"__init__.py", "cli.py", *(str(path.relative_to(copy)) for path in data)}
+    files |= {str(path.relative_to(copy)) for name in ("conf", "kernels", "trainer") for path in (copy / name).rglob("*.py")}
+    assert held == files
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_who_may_import_whom(module: str) -> None:
+    if module in ("", "conf"):
+        return  # the public API is lazy; conf is data
+    found = ours(MODULES[module])
+    above = {name for name in found if name and level(name) > level(module)}
+    assert not above, f"{module} imports from above"
+    assert not (module.startswith("trainer.seer") and any(name.startswith("trainer.saap") for name in found))
+    assert not (module.startswith("trainer.saap") and any(name.startswith("trainer.seer") for name in found))
+    if module.startswith("kernels."):
+        everything = imports(MODULES[module])
+        assert not {name.split(".")[0] for name in everything} & {"transformers", "hydra", "omegaconf", "wandb"}
+        assert not any(name.startswith(("msattn.trainer", "msattn.conf", "msattn.cli")) for name in everything)
+        operation = module.removeprefix("kernels.")
+        if operation in OPERATIONS:
+            assert not {name.removeprefix("kernels.") for name in found} & (OPERATIONS - {operation})
+        if operation in ("reference", "types"):
+            third_party = {name.split(".")[0] for name in everything} - set(sys.stdlib_module_names)
+            assert third_party <= {"torch", "msattn"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    requirements = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["gpu"]]
+    declared = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}
+    declared = {INSTALLS_AS.get(name, name) for name in declared} | {"msattn"}
+    used = {name.split(".")[0] for path in MODULES.values() for name in imports(path)} - set(sys.stdlib_module_names)
+    assert used <= declared
+
+
+def test_constraints_pin_versions_and_nothing_else() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
+    pinned = {line.split("==")[0] for line in lines}
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
+    assert {re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower().replace("_", "-") for requirement in wanted} <= pinned
+
+
+LIGHT = [
+    "msattn",
+    "msattn.cli",
+    "msattn.trainer.config",
+    "msattn.trainer.compose",
+    "msattn.trainer.doctor",
+    "msattn.trainer.demo",
+]
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    script = (
+        f"import importlib, sys\nfor name in {LIGHT}: importlib.import_module(name)\n"
+        "heavy = {'torch', 'transformers', 'triton', 'hydra', 'wandb', 'faiss', 'datasets', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+PURITY = """
+import importlib, os, socket, sys, threading
+
+def refuse(*arguments, **named):
+    raise AssertionError("an import reached for the network")
+
+import torch, transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    return dict(os.environ), os.getcwd(), torch.get_default_dtype(), torch.get_num_threads(), torch.initial_seed(), \\
+        sorted(ALL_ATTENTION_FUNCTIONS), sorted(ALL_MASK_ATTENTION_FUNCTIONS), threading.active_count(), sorted(os.listdir("."))
+
+socket.socket.connect = socket.getaddrinfo = refuse
+before = state()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert state() == before, "an import changed what lies outside the package"
+assert not torch.cuda.is_initialized()
+lazy = {"wandb", "faiss", "hydra", "datasets", "matplotlib"} & set(sys.modules)
+assert not lazy, f"imported before they are needed: {lazy}"
+"""
+
+
+def test_importing_any_module_changes_nothing(tmp_path: Path) -> None:
+    names = [f"msattn.{name}" if name else "msattn" for name in MODULES]
+    done = subprocess.run([sys.executable, "-c", PURITY, *names], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_machine_without_the_optional_libraries_imports_everything(tmp_path: Path) -> None:
+    script = (
+        "import importlib, sys\nfor name in ('hydra', 'omegaconf', 'wandb', 'faiss', 'datasets', 'matplotlib', 'typer'):\n"
+        "    sys.modules[name] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    names = [f"msattn.{name}" if name else "msattn" for name in MODULES if name != "cli"]
+    done = subprocess.run([sys.executable, "-c", script, *names], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_transformers_finds_no_kernels_package_of_ours() -> None:
+    """transformers probes for Hugging Face's ``kernels``; with the root on sys.path it must not take ours for it."""
+    script = (
+        "import sys, importlib.util\nimport transformers\nfrom transformers.utils import is_kernels_available\n"
+        "spec = importlib.util.find_spec('kernels')\n"
+        "assert spec is None or spec.origin is None or not spec.origin.startswith(sys.argv[1]), spec\n"
+        "assert not is_kernels_available() or spec.origin is not None"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script, str(ROOT)], cwd=ROOT, env=environment, check=True)
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def commands(document: str) -> list[str]:
+    text = "\n".join(blocks(document, "bash")).replace("\\\n", " ")
+    return [line.split("#")[0].strip() for line in text.splitlines() if line.split("#")[0].strip()]
+
+
+def overrides_of(words: list[str]) -> list[str]:
+    """The Hydra overrides of a command line; of a sweep, its first point."""
+    found, rest = [], iter(words)
+    for word in rest:
+        if word in ("--prompt", "--prompt-file", "--config-dir", "--cfg"):
+            next(rest)
+        elif not word.startswith("-"):
+            found.append(word if "[" in word else word.split(",")[0])
+    return found
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+def test_the_documents_commands_are_real(document: str) -> None:
+    """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
+    from msattn.trainer.compose import COMMANDS, compose
+
+    found = commands(document)
+    assert len(found) > 3
+    for line in found:
+        program, *words = shlex.split(line)
+        if program == "torchrun":
+            program, *words = words[words.index("msattn") :]
+        if program == "make":
+            assert all(
+                re.search(rf"^{re.escape(word)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE) for word in words
+            )
+        elif program == "msattn" and words[0] in COMMANDS:
+            assert compose(words[0], overrides_of(words[1:])), line
+        elif program == "msattn":
+            assert words[0] in ("demo", "doctor", "--help", "--install-completion"), line
+        else:
+            assert program in ("pip", "git", "python", "cd"), f"{document}: {line}"
+    for block in blocks(document, "python"):
+        compile(block, document, "exec")
+
+
+@pytest.mark.parametrize("document", [*sorted(path.name for path in ROOT.glob("*.md")), "docs/guide.md", "docs/results.md"])
+def test_links_within_the_documents_hold(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert ((ROOT / document).parent / target).exists(), f"{document} links to {target}"
+
+
+def test_versions_agree() -> None:
+    import msattn
+
+    assert msattn.__version__ == PROJECT["project"]["version"] == importlib.metadata.version("msattn")
+    assert f"## {msattn.__version__}" in (ROOT / "CHANGELOG.md").read_text()

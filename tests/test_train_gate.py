@@ -1,0 +1,158 @@
+"""The train-gate job: from text to an artifact, through kills and poisoned teachers, on a small random model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from msattn.trainer import artifacts, models
+from msattn.trainer.config import DataConfig, GateConfig, ModelConfig, TrackerConfig, TrainConfig, TrainGateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.loop import TrainingDiverged, newest_checkpoint
+from msattn.trainer.seer.distill import train_gate
+from msattn.trainer.seer.gate import Gate
+from tests.factory import tiny_architecture
+
+JOB = """
+import sys
+from pathlib import Path
+from tests.test_train_gate import run_config
+from msattn.trainer.seer.distill import train_gate
+train_gate(run_config(Path(sys.argv[1]), name="killed", steps=int(sys.argv[2])))
+"""
+
+
+def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> TrainGateConfig:
+    """A run on two layers and chunks of 96 tokens; text and outputs are in ``root``."""
+    settings = {
+        "model": ModelConfig(name="small", path="none", init="random", architecture=tiny_architecture(vocab_size=4096)),
+        "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
+        "gate": GateConfig(block_size=16),
+        "train": TrainConfig(lr=1e-3, steps=steps, batch_size=2, log_every=1, save_every=2),
+        "tracker": TrackerConfig(kind="none"),
+        "outputs": str(root / "outputs"),
+        "name": name,
+        "device": "cpu",
+        "seed": 3,
+    }
+    return TrainGateConfig(**{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train_gate")
+    words = [f"word{i % 97} and number {i}." for i in range(1500)]
+    (folder / "train.txt").write_text(" ".join(words))
+    (folder / "heldout.txt").write_text(" ".join(words[::-5]))
+    return folder
+
+
+def work_folder(cfg: TrainGateConfig) -> Path:
+    return Path(cfg.outputs, "small", cfg.name, "runs", "gate")
+
+
+def test_text_to_artifact(root):
+    cfg = run_config(root)
+    folder = train_gate(cfg)
+    assert folder == root / "outputs" / "small" / "base" / "gate"
+    gate = Gate.load(folder)
+    manifest = artifacts.read(folder, "gate").manifest
+    loaded = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed)
+    artifacts.check_model(manifest, loaded.fingerprint)
+    assert gate.cfg == cfg.gate
+    assert gate.thresholds is not None
+    assert len(gate.thresholds["layers"]) == 2
+    untrained = Gate.build(loaded.model.config, cfg.gate)
+    for name, weight in untrained.named_parameters():
+        assert not torch.equal(weight, gate.get_parameter(name))
+    for sparsity in (0.5, 0.8, 0.9):
+        assert 0 < manifest["metrics"][f"recall/gate@{sparsity}"] <= 1
+        assert 0 < manifest["metrics"][f"recall/oracle@{sparsity}"] <= 1
+    lines = [json.loads(line) for line in (work_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "lr" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert steps[0]["loss"] == pytest.approx(steps[0]["layer 0"] + steps[0]["layer 1"], rel=1e-5)
+
+    with pytest.raises(UserError, match="overwrite=true"):
+        train_gate(cfg)
+    again = train_gate(replace(cfg, overwrite=True))
+    assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
+
+
+def test_health_is_logged_a_layer(root):
+    cfg = run_config(root, "health", train=TrainConfig(lr=1e-3, steps=2, eval_every=1, log_every=1))
+    manifest = artifacts.read(train_gate(cfg)).manifest
+    lines = [json.loads(line) for line in (work_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
+    health = [line for line in lines if "recall/gate@0.9" in line and "step" in line]
+    assert [line["step"] for line in health] == [1, 2]
+    for layer in range(2):
+        assert 0 < health[1][f"recall/gate@0.9/layer {layer}"] <= 1
+        assert 0 < health[1][f"recall/oracle@0.5/layer {layer}"] <= 1
+    assert manifest["metrics"]["recall/gate@0.8"] == health[1]["recall/gate@0.8"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits(root):
+    steps = 60
+    whole = train_gate(run_config(root, "whole", steps))
+    killed = run_config(root, "killed", steps)
+    checkpoints = work_folder(killed) / "checkpoints"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    job = subprocess.Popen([sys.executable, "-c", JOB, str(root), str(steps)], env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while newest_checkpoint(checkpoints) is None and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    job.send_signal(signal.SIGKILL)
+    assert job.wait() == -signal.SIGKILL
+    last = newest_checkpoint(checkpoints)
+    assert last is not None
+    assert int(last.name.removeprefix("checkpoint-")) < steps
+    resumed = train_gate(replace(killed, resume=True))
+    assert artifacts.read(resumed).manifest["content_hash"] == artifacts.read(whole).manifest["content_hash"]
+
+
+def test_a_poisoned_layer_stops_the_run_and_is_named(root, monkeypatch):
+    cfg = run_config(root, "poisoned", steps=20)
+    load = models.load
+
+    def load_poisoned(*args, **kwargs):
+        loaded = load(*args, **kwargs)
+        passes = []
+
+        def poison(*_):
+            passes.append(1)
+            if len(passes) == 7:  # two passes a step: the fourth
+                loaded.model.base_model.get_parameter("layers.1.self_attn.k_proj.weight")[0, 0] = torch.nan
+
+        loaded.model.base_model.register_forward_pre_hook(poison)
+        return loaded
+
+    monkeypatch.setattr(models, "load", load_poisoned)
+    with pytest.raises(TrainingDiverged, match=r"layer 1") as stopped:
+        train_gate(cfg)
+    assert "layer 0" not in str(stopped.value)
+    assert newest_checkpoint(work_folder(cfg) / "checkpoints") == work_folder(cfg) / "checkpoints" / "checkpoint-2"
+    assert not Path(cfg.outputs, "small", cfg.name, "gate").exists()
+
+
+def test_chunks_longer_than_the_positions_are_refused(root):
+    cfg = run_config(root, "long")
+    with pytest.raises(UserError, match="seq_len"):
+        train_gate(replace(cfg, data=replace(cfg.data, seq_len=257)))
+
+
+def test_all_rows_cannot_be_skipped(root):
+    with pytest.raises(UserError, match=r"gate\.skip_rows=6"):
+        run_config(root, gate=GateConfig(block_size=16, skip_rows=6))
+
+
+def test_compiling_is_refused(root):
+    with pytest.raises(UserError, match=r"train\.compile"):
+        run_config(root, train=TrainConfig(lr=1e-3, steps=1, compile=True))

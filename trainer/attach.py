@@ -1,0 +1,281 @@
+"""Trained artifacts onto a running model: sparse prefill by gates, sparse decoding by routing, in one context manager.
+
+A pass over a whole prompt reads the blocks that a selection names (SeerAttention); a pass over one new token reads the dense
+window and the buckets that a router names (SAAP). What has no artifact stays dense, and leaving the context leaves the model as
+it was.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.bucket_decode import bucket_decode
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer import artifacts
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.models import check_supported, fingerprint, num_layers
+from msattn.trainer.saap.cache import BucketLayer, decode, install
+from msattn.trainer.saap.index import Router, route
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.select import Selection, sparsity, visible_blocks
+from msattn.trainer.tap import LayerInputs, dense_attention, tap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load}
+
+
+def load(path: str | Path) -> Gate | KMeans | QModel:
+    """An artifact of any kind from its folder or Hub id, on the CPU.
+
+    Raises
+    ------
+    UserError : missing, damaged, or of another format version.
+    """
+    return LOADERS[artifacts.kind_of(path)](path)
+
+
+class _Mean:
+    """A running mean of values on the device, read back only when asked for."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def add(self, value: Tensor) -> None:
+        value = value.detach().double()
+        self.total = value if self.total is None else self.total + value.to(self.total.device)
+        self.count += 1
+
+    def read(self) -> float | None:
+        return None if self.total is None else self.total.item() / self.count
+
+
+class Sparse:
+    """How an attached model attends, and what it has read so far; made by :func:`attach`."""
+
+    def __init__(
+        self,
+        selection: Selection | None,
+        router: Router | None,
+        *,
+        probes: int,
+        recent: int,
+        sink: int,
+        dense_layers: tuple[int, ...],
+        measure_recall: bool,
+    ) -> None:
+        self.selection, self.router = selection, router
+        self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
+        self.routed = frozenset() if router is None else frozenset(router.layers) - frozenset(dense_layers)
+        self._sparsity, self._selectivity, self._prefill_recall, self._decode_recall = (_Mean() for _ in range(4))
+        self._dense_fallbacks = 0
+
+    def stats(self) -> dict[str, Any]:
+        """What was read since the context began, averaged over layers and passes; None for what did not happen.
+
+        Returns
+        -------
+        dict
+            ``sparsity``: share of the causally visible blocks that sparse prefill did not read. ``selectivity``: share of the
+            keys that sparse decoding read. ``prefill_recall``, ``decode_recall``: share of the attention mass in what was
+            read, and ``recall``, the one of them that was measured, or their mean (with ``measure_recall``).
+            ``dense_fallbacks``: layer passes that were dense although sparse attention was asked for.
+        """
+        prefill, decoding = self._prefill_recall.read(), self._decode_recall.read()
+        measured = [value for value in (prefill, decoding) if value is not None]
+        return {
+            "sparsity": self._sparsity.read(),
+            "selectivity": self._selectivity.read(),
+            "recall": sum(measured) / len(measured) if measured else None,
+            "prefill_recall": prefill,
+            "decode_recall": decoding,
+            "dense_fallbacks": self._dense_fallbacks,
+        }
+
+    def attend(self, x: LayerInputs) -> Tensor:
+        """Attention of one layer, ``[B, Hq, N, D]``: sparse where an artifact serves this pass, else dense."""
+        layer = x.cache if x.layer in self.routed and isinstance(x.cache, BucketLayer) else None
+        if layer is not None and self.router is not None:
+            layer.assign(self.router, x)
+        if x.num_queries == 1 and x.num_keys > 1:
+            if layer is not None:
+                return self._decode(x, layer)
+            self._dense_fallbacks += x.layer in self.routed
+            return dense_attention(x)
+        if self.selection is not None and x.num_queries == x.num_keys:
+            return self._prefill(x, self.selection)
+        self._dense_fallbacks += self.selection is not None  # a gate pools keys before RoPE, which no cache holds
+        return dense_attention(x)
+
+    def _prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
+        size = selection.block_size
+        with torch.no_grad():
+            mask = selection.mask(x)
+            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+            self._sparsity.add(sparsity(mask, visible))
+        out, lse = block_sparse_attention(x.q, x.k, x.v, mask, block_size=size, scale=x.scale, kv_start=x.kv_start)
+        if self.measure_recall:
+            dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+            self._prefill_recall.add(_mass_read(lse, dense.lse))
+        return out
+
+    def _decode(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
+        assert self.router is not None
+        visited = route(self.router, x, self.probes)
+        out, lse = decode(x, visited, recent=self.recent, sink=self.sink)
+        read = layer.read_mask(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
+        padded = 0 if x.kv_start is None else x.kv_start[:, None]
+        self._selectivity.add((read.sum(-1) / (x.num_keys - padded)).mean())
+        if self.measure_recall:
+            dense = bucket_decode(
+                x.q, x.k, x.v, layer.index, visited, recent=x.num_keys, sink=0, scale=x.scale, kv_start=x.kv_start
+            )
+            self._decode_recall.add(_mass_read(lse, dense.lse))
+        return out
+
+    def prepare_cache(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook of the decoder: an empty cache gets layers that keep buckets."""
+        if self.router is None:
+            return args, kwargs
+        from transformers import DynamicCache
+
+        config: Any = module.config
+        cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache(config=config)
+        if cache is not None and cache.get_seq_length() == 0 and not any(isinstance(c, BucketLayer) for c in cache.layers):
+            dense = tuple(set(range(num_layers(config))) - self.routed)
+            install(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
+        return args, {**kwargs, "past_key_values": cache}
+
+
+def _mass_read(lse: Tensor, dense_lse: Tensor) -> Tensor:
+    """Share of the attention mass in what was read, ``exp(lse - dense_lse)``: the mean over real rows."""
+    real = dense_lse > -torch.inf
+    share = (lse - dense_lse).exp().clamp(max=1).masked_fill(~real, 0)
+    return share.sum() / real.sum().clamp(min=1)
+
+
+@contextmanager
+def attach(
+    model: "PreTrainedModel",
+    *,
+    gate: Gate | str | Path | None = None,
+    select: Selection | SelectConfig | None = None,
+    qmodel: QModel | KMeans | str | Path | None = None,
+    probes: int = 32,
+    recent: int = 2047,
+    sink: int = 1,
+    dense_layers: tuple[int, ...] = (0,),
+    measure_recall: bool = False,
+) -> Iterator[Sparse]:
+    """Run ``model`` with sparse attention while the context lasts; forward passes and ``generate`` work as before.
+
+    Parameters
+    ----------
+    model : a Llama, Mistral, Qwen2 or Qwen3 decoder
+    gate : path, Hub id or loaded gate; prompts then read the blocks that ``select`` chooses from its scores
+    select : how blocks are chosen; None takes the gate's best blocks at 90 % sparsity. Baselines need no gate
+    qmodel : path, Hub id or loaded query classifier, or k-means; new tokens then read the dense window and ``probes`` buckets
+    probes : buckets that a new token visits, for each key/value head
+    recent, sink : last and first keys that a new token always reads
+    dense_layers : layers in which new tokens read every key
+    measure_recall : also measure the attention mass read, at the price of a dense pass
+
+    Yields
+    ------
+    Sparse : its ``stats()`` say what was read.
+
+    Raises
+    ------
+    UserError : nothing to attach, an artifact of another model or kind, a model that is not served or is attached already,
+        a number out of range.
+
+    Notes
+    -----
+    Passes over several tokens after cached ones (chunked prefill) are dense, and count as ``dense_fallbacks`` when a selection
+    is attached. So do single tokens after a cache that was filled outside the context.
+    """
+    check_supported(model.config)
+    gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
+    router = _router(qmodel) if isinstance(qmodel, str | Path) else qmodel
+    selection = _selection(select, gate)
+    if selection is None and router is None:
+        raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
+    _check_made_for(model, gate, router)
+    _check_numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
+    for part in (gate, router):
+        if part is not None:
+            part.to(model.device)  # pyright: ignore[reportArgumentType]
+    sparse = Sparse(
+        selection,
+        router,
+        probes=probes,
+        recent=recent,
+        sink=sink,
+        dense_layers=tuple(dense_layers),
+        measure_recall=measure_recall,
+    )
+    with tap(model, sparse.attend):
+        hook = model.base_model.register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True)
+        try:
+            yield sparse
+        finally:
+            hook.remove()
+
+
+def _router(path: str | Path) -> QModel | KMeans:
+    found = load(path)
+    if isinstance(found, Gate):
+        raise UserError(f"qmodel={path}: it is a gate; accepted is a qmodel or a kmeans artifact")
+    return found
+
+
+def _check_made_for(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None) -> None:
+    """Refuse artifacts of another model; parts that were never saved have no manifest to check."""
+    manifests = [gate.manifest if gate else None, router.artifact.manifest if router and router.artifact else None]
+    if any(manifests):
+        identity = fingerprint(model)
+        for manifest in filter(None, manifests):
+            artifacts.check_model(manifest, identity)
+
+
+def _selection(select: Selection | SelectConfig | None, gate: Gate | None) -> Selection | None:
+    if isinstance(select, Selection):
+        if gate is not None:
+            raise UserError("gate: a Selection brings its own scores; give one of gate and select, or a SelectConfig")
+        return select
+    if select is None and gate is None:
+        return None
+    return Selection.from_config(select or SelectConfig(), gate)
+
+
+def _check_numbers(
+    model: "PreTrainedModel",
+    router: QModel | KMeans | None,
+    *,
+    probes: int,
+    recent: int,
+    sink: int,
+    dense_layers: tuple[int, ...],
+) -> None:
+    if router is not None and not 0 <= probes <= router.num_buckets:
+        raise UserError(f"probes={probes}: accepted are 0 to {router.num_buckets}, the number of buckets")
+    if recent < 1:
+        raise UserError(f"recent={recent}: accepted is 1 or more tokens")
+    if sink < 0:
+        raise UserError(f"sink={sink}: accepted is 0 or more tokens")
+    layers = num_layers(model.config)
+    for layer in dense_layers:
+        if not 0 <= layer < layers:
+            raise UserError(f"dense_layers={dense_layers}: accepted are 0 to {layers - 1}")

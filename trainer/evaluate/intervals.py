@@ -1,0 +1,40 @@
+"""95 % confidence intervals."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+Z = 1.959963985  # 97.5 % quantile of the normal distribution
+
+
+def student_t(degrees: int) -> float:
+    """97.5 % quantile of Student's t; from three degrees of freedom on, its expansion in 1 / degrees (within 1 %).
+
+    Source: Abramowitz and Stegun, 26.7.5.
+    """
+    if degrees < 3:
+        return {1: 12.7062, 2: 4.3027}[degrees]
+    z, n = Z, degrees
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / n + second / n**2 + third / n**3
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Interval of the mean of independent values; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    center, half = fmean(values), student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return center - half, center + half
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's score interval of a proportion: inside [0, 1], and honest near both ends."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"successes={successes} of trials={trials}: at least one trial, no more successes than trials")
+    share = successes / trials
+    center = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
+    half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
+    # At 0 and at 1 the bound is exact by algebra, but not by rounding.
+    return (0.0 if successes == 0 else center - half), (1.0 if successes == trials else center + half)

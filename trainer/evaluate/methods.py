@@ -1,0 +1,136 @@
+"""What stands side by side in a result: the artifacts that exist, and the training-free baselines they must beat."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from msattn.trainer import artifacts
+from msattn.trainer.attach import attach, load
+from msattn.trainer.config import EvalRunConfig, SelectConfig
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from msattn.trainer.attach import Sparse
+    from msattn.trainer.models import Loaded
+    from msattn.trainer.saap.kmeans import KMeans
+    from msattn.trainer.saap.qmodel import QModel
+    from msattn.trainer.seer.gate import Gate
+
+    Router = KMeans | QModel
+
+COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # what makes each kind of artifact
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sparse prefill: blocks chosen by the scores that ``select`` names, read by ``block_sparse_attention``."""
+
+    name: str
+    select: SelectConfig
+    gate: "Gate | None" = None
+
+    def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
+        """Top-k at each sparsity; a policy that sets its own sparsity stands once, as it is configured."""
+        if self.select.policy == "topk":
+            return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
+        value = {"threshold": "threshold", "nucleus": "mass", "token_budget": "tokens"}[self.select.policy]
+        return [(f"{self.select.policy} {getattr(self.select, value):g}", self.select)]
+
+    def attach(
+        self, model: "PreTrainedModel", select: SelectConfig, measure_recall: bool = False
+    ) -> AbstractContextManager["Sparse"]:
+        return attach(model, gate=self.gate, select=select, measure_recall=measure_recall)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Sparse decoding: the dense window and the buckets that ``router`` chooses, read by ``bucket_decode``."""
+
+    name: str
+    router: "Router"
+    recent: int
+    sink: int
+    dense_layers: tuple[int, ...]
+
+    def settings(self, probes: list[int]) -> list[tuple[str, int]]:
+        """How many buckets a query visits; more than there are is a UserError."""
+        for count in probes:
+            if count > self.router.num_buckets:
+                raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets a key/value head")
+        return [(f"{count} probe" + "s" * (count != 1), count) for count in probes]
+
+    def attach(self, model: "PreTrainedModel", probes: int) -> AbstractContextManager["Sparse"]:
+        window: dict[str, Any] = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
+        return attach(model, qmodel=self.router, probes=probes, **window)
+
+
+@dataclass(frozen=True)
+class Methods:
+    """All that is compared.
+
+    Attributes
+    ----------
+    blocks, routing : besides dense attention, which every task runs first.
+    manifests : of the artifacts found, by kind.
+    notes : what is missing, and the command that makes it.
+    """
+
+    blocks: list[Blocks]
+    routing: list[Routing]
+    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def find(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> Methods:
+    """The artifacts that are named, or that this model has under this name; and ``eval.baselines``.
+
+    Raises
+    ------
+    UserError
+        If an artifact that is named is missing, or any belongs to another model.
+    """
+    paths, notes = _paths(cfg)
+    manifests, found = {}, {}
+    for label, (kind, path) in paths.items():
+        manifest = artifacts.read(path, kind=kind).manifest
+        artifacts.check_model(manifest, loaded.fingerprint)
+        manifests[label] = {"path": str(path), **manifest}
+        found[label] = load(path).to(device)
+    return Methods(_blocks(cfg, found.get("gate")), _routing(cfg, found), manifests, notes)
+
+
+def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:
+    """``{label: (kind, path)}`` of the artifacts to read, and a note for each kind that is neither named nor there.
+
+    A k-means that is named stands beside this name's own: with and without RoPE, say.
+    """
+    paths: dict[str, tuple[str, str | Path]] = {}
+    notes = []
+    for kind, command in COMMANDS.items():
+        own, named = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, kind), getattr(cfg.artifacts, kind)
+        if own.exists() and (named is None or kind == "kmeans"):
+            paths[kind] = (kind, own)
+        if named is not None and named != str(own):
+            paths["kmeans (named)" if kind == "kmeans" else kind] = (kind, named)
+        if named is None and not own.exists():
+            notes.append(f"No {kind} at {own}: `msattn {command} model={cfg.model.name} name={cfg.name}` makes one.")
+    return paths, notes
+
+
+def _blocks(cfg: EvalRunConfig, gate: "Gate | None") -> list[Blocks]:
+    size = gate.cfg.block_size if gate else cfg.select.block_size  # baselines choose among the gate's own blocks
+    trained = [Blocks("gate", replace(cfg.select, scores="gate"), gate)] if gate else []
+    return trained + [Blocks(name, replace(cfg.select, scores=name, block_size=size)) for name in cfg.eval.baselines]
+
+
+def _routing(cfg: EvalRunConfig, found: dict[str, Any]) -> list[Routing]:
+    window = (cfg.recent, cfg.sink, tuple(cfg.dense_layers))
+    names = {"qmodel": "classifier", "kmeans": "k-means", "kmeans (named)": "k-means (named)"}
+    routers = [(names[kind], found[kind]) for kind in names if kind in found]
+    named = [(f"{name}, RoPE" if getattr(router, "rope", False) else name, router) for name, router in routers]
+    return [Routing(name, router, *window) for name, router in named]

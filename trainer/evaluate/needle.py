@@ -1,0 +1,238 @@
+"""Needles in a haystack: is a number that was said once, somewhere in the context, still found?
+
+Answers are scored under teacher forcing: a sample counts when every answer token is the model's first choice, which is what
+greedy decoding would have to produce. Block selections read prompt and answer in one sparse prefill. Routing reads the context
+densely and decodes the question (or not: ``question=dense``) and the answer token by token. All methods see the same samples.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from msattn.trainer import data, models
+from msattn.trainer.config import DataConfig, EvalRunConfig
+from msattn.trainer.embedded.tasks import needle_prompt, question
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.cost import cost
+from msattn.trainer.evaluate.intervals import wilson
+from msattn.trainer.evaluate.methods import Methods, Routing
+from msattn.trainer.evaluate.perplexity import evaluation_data, logits, prefill
+from msattn.trainer.evaluate.row import WINDOW, Row
+from msattn.trainer.tap import run_backbone
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from msattn.trainer.attach import Sparse
+    from msattn.trainer.models import Loaded
+
+BATCH_TOKENS = 32768  # tokens that pass through the model at once
+HAYSTACK_TOKENS = 1_000_000  # of text, at most
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Prompts of one length, answers included.
+
+    Attributes
+    ----------
+    ids : LongTensor ``[n, length]``.
+    answers : number of answer tokens at the end of each.
+    decoded : how many of the last tokens a routed model decodes one by one, the very last (never read) included.
+    depths : where each needle that is asked for lies, 0 at the start.
+    """
+
+    ids: Tensor
+    answers: list[int]
+    decoded: int
+    depths: list[float]
+
+    @property
+    def longest(self) -> int:
+        """Answer tokens of the longest answer."""
+        return max(self.answers)
+
+    def batches(self) -> tuple[Tensor, ...]:
+        return self.ids.split(max(1, BATCH_TOKENS // self.ids.shape[1]))
+
+    def found(self, predicted: Tensor) -> list[bool]:
+        """Whether the whole answer is right, from the first choices ``[n, longest]`` for the last ``longest`` tokens."""
+        right = predicted.cpu() == self.ids[:, -self.longest :]
+        return [bool(row[-answer:].all()) for row, answer in zip(right, self.answers, strict=True)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one method in one setting did with :class:`Samples`.
+
+    Attributes
+    ----------
+    predicted : LongTensor ``[n, longest]``, the first choices for the last ``longest`` tokens.
+    seconds : of a prefill, or of a decoded token.
+    peak_mb : MiB.
+    sparsity : share of visible blocks not read; None for routing.
+    selectivity : share of visible keys read.
+    """
+
+    predicted: Tensor
+    seconds: float
+    peak_mb: float
+    sparsity: float | None
+    selectivity: float | None
+
+
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
+    """For each length a row for dense attention, one a block selection and sparsity, one a routing and number of probes."""
+    settings = cfg.eval.needle
+    for length in settings.lengths:
+        models.check_length(loaded.model.config, length)
+    haystack = read_haystack(cfg, loaded.tokenizer)
+    rows = []
+    for length in settings.lengths:
+        samples = make_samples(cfg, loaded.tokenizer, haystack, length)
+        blocks = [(method, *setting) for method in methods.blocks for setting in method.settings(settings.sparsities)]
+        routes = [
+            (method, label, probes)
+            for number, method in enumerate(methods.routing)
+            for label, probes in method.settings(settings.probes)
+            if probes or number == 0
+        ]
+        total = (1 + len(blocks) + len(routes)) * len(samples.batches())
+        advance = partial(progress.advance, progress.add_task(f"needle, {length} tokens", total=total))
+        dense = as_row("dense", "", samples, read_at_once(loaded, samples, advance), None, cfg)
+        rows.append(dense)
+        for method, label, select in blocks:
+            with method.attach(loaded.model, select) as sparse:
+                result = read_at_once(loaded, samples, advance, sparse)
+            rows.append(as_row(method.name, label, samples, result, dense, cfg))
+        for method in methods.routing:
+            plan = {label: probes for route, label, probes in routes if route is method}
+            for label, result in decode(loaded, samples, method, plan, advance).items():
+                rows.append(as_row(method.name if plan[label] else WINDOW, label, samples, result, dense, cfg))
+    return rows
+
+
+def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
+    """Tokens of the text that hides the needles, documents one after another."""
+    where = cfg.eval.needle.haystack
+    source = evaluation_data(DataConfig(source="text", path=where) if where else cfg.data)
+    enough = max(HAYSTACK_TOKENS, 2 * max(cfg.eval.needle.lengths))
+    tokens = data.encode(data.documents(source, heldout=True), tokenizer, at_least=enough)
+    return torch.from_numpy(tokens.astype(np.int64))
+
+
+def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: int) -> Samples:
+    """``samples`` prompts at each of ``depths``, the same for the same seed; each begins as the tokenizer begins a text."""
+    settings = cfg.eval.needle
+    text, opening = haystack.numpy(), tokenizer("").input_ids
+
+    def crop(rng: np.random.Generator, size: int) -> np.ndarray:
+        if size > len(text):
+            raise ValueError(f"the haystack holds {len(text)} tokens, {size} are needed")
+        start = rng.integers(len(text) - size + 1)
+        return text[start : start + size]
+
+    prompts, answers, depths = [], [], []
+    for number, depth in enumerate(settings.depths):
+        for sample in range(settings.samples):
+            rng = np.random.default_rng((cfg.seed, length, number, sample))
+            try:
+                ids, answer = needle_prompt(rng, length - len(opening), crop, tokenizer, count=settings.needles, depth=depth)
+            except ValueError as error:
+                raise UserError(f"eval.needle.lengths={length}: {error}") from error
+            prompts.append(torch.tensor([*opening, *ids]))
+            answers.append(answer)
+            depths.append(depth)
+    ids = torch.stack(prompts)
+    asked = question("|").partition("|")[0].rstrip()
+    start = last_start(ids, torch.tensor(tokenizer(f" {asked}", add_special_tokens=False).input_ids))
+    decoded = max(answers) + 1 if settings.question == "dense" else length - int(start.min())
+    return Samples(ids, answers, decoded, depths)
+
+
+def last_start(ids: Tensor, phrase: Tensor) -> Tensor:
+    """Where ``phrase [p]`` begins for the last time in each row of ``ids [n, N]``."""
+    begins = (ids.unfold(1, len(phrase), 1) == phrase).all(-1)
+    if not begins.any(1).all():
+        raise ValueError(f"phrase={phrase.tolist()}: not in every row of ids")
+    return (begins * torch.arange(begins.shape[1])).amax(1)
+
+
+@torch.inference_mode()
+def read_at_once(loaded: "Loaded", samples: Samples, advance: Callable[[], None], sparse: "Sparse | None" = None) -> Result:
+    """One prefill of prompt and answer, the way the model is attached now."""
+    predicted, seconds, peak = [], 0.0, 0.0
+    for ids in samples.batches():
+        with cost(loaded.model.device) as spent:
+            hidden = prefill(loaded, ids)
+        predicted.append(logits(loaded, hidden[:, -samples.longest - 1 : -1]).argmax(-1))
+        seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
+        advance()
+    sparsity = sparse.stats()["sparsity"] if sparse else 0.0
+    return Result(torch.cat(predicted), seconds / len(samples.ids), peak, sparsity, 1 - sparsity)
+
+
+@torch.inference_mode()
+def decode(
+    loaded: "Loaded", samples: Samples, method: Routing, plan: dict[str, int], advance: Callable[[], None]
+) -> dict[str, Result]:
+    """``{setting: result}`` for each number of probes in ``plan``; the context is read once a batch and shared by them all."""
+    from transformers import DynamicCache
+
+    predicted: dict[str, list[Tensor]] = {label: [] for label in plan}
+    seconds, peaks, selectivity = (dict.fromkeys(plan, 0.0) for _ in range(3))
+    for ids in samples.batches():
+        ids, share = ids.to(loaded.model.device), len(ids) / len(samples.ids)
+        context, steps = ids[:, : -samples.decoded], ids[:, -samples.decoded : -1]
+        cache = DynamicCache()
+        with method.attach(loaded.model, 0):
+            run_backbone(loaded.model, context, past_key_values=cache, use_cache=True)
+        for label, probes in plan.items():
+            with method.attach(loaded.model, probes) as sparse:
+                with cost(loaded.model.device) as spent:
+                    hidden = [run_backbone(loaded.model, id, past_key_values=cache, use_cache=True) for id in steps.split(1, 1)]
+                selectivity[label] += sparse.stats()["selectivity"] * share
+            cache.crop(-steps.shape[1])
+            predicted[label].append(logits(loaded, torch.cat(hidden[-samples.longest :], dim=1)).argmax(-1))
+            seconds[label] += spent.seconds / steps.shape[1] * share
+            peaks[label] = max(peaks[label], spent.peak_mb)
+            advance()
+    return {
+        label: Result(torch.cat(predicted[label]), seconds[label], peaks[label], None, selectivity[label]) for label in plan
+    }
+
+
+def as_row(method: str, setting: str, samples: Samples, result: Result, dense: Row | None, cfg: EvalRunConfig) -> Row:
+    """A result as a row; ``dense`` is dense attention's row, None for itself."""
+    found = samples.found(result.predicted)
+    accuracy = sum(found) / len(found)
+    by_depth: dict[str, list[bool]] = {}
+    for depth, hit in zip(samples.depths, found, strict=True):
+        by_depth.setdefault(f"{depth:g}", []).append(hit)
+    routed = result.sparsity is None
+    return Row(
+        task="needle",
+        method=method,
+        setting=setting,
+        score=accuracy,
+        score_name="needles found",
+        interval=wilson(sum(found), len(found)),
+        ratio_to_dense=1.0 if dense is None else accuracy / dense.score if dense.score else None,
+        sparsity=result.sparsity,
+        selectivity=result.selectivity,
+        latency_s=result.seconds,
+        peak_memory_mb=result.peak_mb,
+        samples=len(found),
+        extra={
+            "length": samples.ids.shape[1],
+            "needles": cfg.eval.needle.needles,
+            "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
+            "latency_of": "a decoded token, batched" if routed else "a prefill",
+            "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
+        },
+    )

@@ -1,0 +1,141 @@
+"""Perplexity of held-out text: dense, through the gate, and through the baselines, at each sparsity."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from msattn.trainer import data, models, tap
+from msattn.trainer.config import DataConfig, EvalRunConfig
+from msattn.trainer.evaluate.cost import cost
+from msattn.trainer.evaluate.intervals import mean_interval
+from msattn.trainer.evaluate.methods import Methods
+from msattn.trainer.evaluate.row import Row
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from msattn.trainer.attach import Sparse
+    from msattn.trainer.data import Chunks
+    from msattn.trainer.models import Loaded
+
+LOGIT_ROWS = 2048  # tokens whose logits exist at once: 128k vocabulary entries in fp32 are 1 GB
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method in one setting: mean loss a token of each chunk (nats), seconds of each prefill, peak MiB of all."""
+
+    losses: list[float]
+    seconds: list[float]
+    peak_mb: float
+    sparsity: float
+    recall: float | None = None
+
+
+def evaluation_data(cfg: DataConfig) -> DataConfig:
+    """The held-out side of ``cfg``. Of local text without held-out documents of its own, all is evaluated."""
+    return replace(cfg, heldout_path=cfg.path) if cfg.source == "text" and cfg.heldout_path is None else cfg
+
+
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
+    """One row for dense attention and one for each block selection at each sparsity, on the same chunks."""
+    settings = cfg.eval.perplexity
+    models.check_length(loaded.model.config, settings.length)
+    chunks = data.chunks(
+        evaluation_data(cfg.data),
+        loaded.tokenizer,
+        seed=cfg.seed,
+        heldout=True,
+        seq_len=settings.length,
+        num_chunks=settings.num_chunks,
+    )
+    num_bytes = sum(chunks.num_bytes(i) for i in range(len(chunks)))
+    bits_per_byte = len(chunks) * (settings.length - 1) / math.log(2) / num_bytes
+    plan = [(method, label, select) for method in methods.blocks for label, select in method.settings(settings.sparsities)]
+    advance = partial(progress.advance, progress.add_task("perplexity", total=(len(plan) + 1) * len(chunks)))
+    as_row = partial(row, bits_per_byte_of_nats=bits_per_byte, length=settings.length)
+    prefill(loaded, chunks[0]["input_ids"])  # the first pass pays for what later ones find ready
+    dense = measure(loaded, chunks, nullcontext(), advance)
+    rows = [as_row("dense", "", dense, dense)]
+    for method, label, select in plan:
+        with method.attach(loaded.model, select, measure_recall=True) as sparse:  # untimed: recall costs a dense pass
+            prefill(loaded, chunks[0]["input_ids"])
+            recall = sparse.stats()["recall"]
+        run = measure(loaded, chunks, method.attach(loaded.model, select), advance)
+        rows.append(as_row(method.name, label, replace(run, recall=recall), dense))
+    return rows
+
+
+@torch.inference_mode()
+def prefill(loaded: "Loaded", input_ids: Tensor) -> Tensor:
+    """Last hidden states ``[B, N, hidden]`` of tokens ``[N]`` or ``[B, N]``, in one pass without a cache."""
+    ids = torch.atleast_2d(input_ids).to(loaded.model.device)
+    return tap.run_backbone(loaded.model, ids)
+
+
+def logits(loaded: "Loaded", hidden: Tensor) -> Tensor:
+    """The model's head on ``hidden [..., hidden]``: ``[..., vocabulary]``."""
+    head: Any = loaded.model.get_output_embeddings()
+    return head(hidden)
+
+
+@torch.inference_mode()
+def token_losses(loaded: "Loaded", hidden: Tensor, input_ids: Tensor) -> Iterator[Tensor]:
+    """Cross-entropy (nats) of tokens 1, 2, ... of ``input_ids [N]`` from ``hidden [1, N, hidden]``, a piece at a time."""
+    targets = input_ids[1:].to(hidden.device)
+    for piece, target in zip(hidden[0, :-1].split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+        yield F.cross_entropy(logits(loaded, piece).float(), target, reduction="none")
+
+
+def measure(
+    loaded: "Loaded", chunks: "Chunks", attached: AbstractContextManager["Sparse | None"], advance: Callable[[], None]
+) -> Run:
+    """Loss and cost of every chunk under ``attached``."""
+    losses, seconds, peaks = [], [], []
+    with attached as sparse:
+        for i in range(len(chunks)):
+            ids = chunks[i]["input_ids"]
+            with cost(loaded.model.device) as spent:
+                hidden = prefill(loaded, ids)
+            seconds.append(spent.seconds)
+            peaks.append(spent.peak_mb)
+            losses.append(fmean(torch.cat(list(token_losses(loaded, hidden, ids))).double().tolist()))
+            advance()
+        return Run(losses, seconds, max(peaks), sparse.stats()["sparsity"] if sparse else 0.0)
+
+
+def row(method: str, setting: str, run: Run, dense: Run, bits_per_byte_of_nats: float, length: int) -> Row:
+    """A run as a row. The ratio's interval is of the paired differences: the same chunks, so most of the spread cancels."""
+    loss, spread = fmean(run.losses), mean_interval(run.losses)
+    if not math.isfinite(loss):
+        raise ArithmeticError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")
+    difference = [a - b for a, b in zip(run.losses, dense.losses, strict=True)]
+    ratio_spread = mean_interval(difference)
+    return Row(
+        task="perplexity",
+        method=method,
+        setting=setting,
+        score=math.exp(loss),
+        score_name="perplexity",
+        interval=spread and (math.exp(spread[0]), math.exp(spread[1])),
+        ratio_to_dense=math.exp(fmean(difference)),
+        sparsity=run.sparsity,
+        selectivity=1 - run.sparsity,
+        recall=run.recall,
+        latency_s=median(run.seconds),
+        peak_memory_mb=run.peak_mb,
+        samples=len(run.losses),
+        extra={
+            "length": length,
+            "bits_per_byte": loss * bits_per_byte_of_nats,
+            "ratio_interval": ratio_spread and [math.exp(bound) for bound in ratio_spread],
+        },
+    )

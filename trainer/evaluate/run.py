@@ -1,0 +1,95 @@
+"""``msattn eval``: what the model's artifacts read, what it costs, and what it does to the answers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.row import Row
+
+
+def evaluate(cfg: EvalRunConfig) -> Path:
+    """Run the tasks of ``cfg.eval`` and write the results.
+
+    Returns
+    -------
+    Path
+        ``outputs/<model>/<name>/eval``: tables, figures, ``report.html``. Results that stood there are kept beside it under
+        their time, or dropped with ``overwrite=true``.
+
+    Raises
+    ------
+    UserError
+        If an artifact is damaged or another model's, a length beyond the model's positions, more probes than buckets, or
+        results cannot be written there.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from msattn.trainer import models
+    from msattn.trainer.evaluate import methods, needle, perplexity, recall, report, tables
+    from msattn.trainer.tracker import Tracker
+
+    console = Console()
+    folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
+    _check_writable(folder)
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    device = loaded.model.device
+    found = methods.find(cfg, loaded, device)
+    tasks = {"perplexity": perplexity.run, "recall": recall.run, "needle": needle.run}
+    rows: list[Row] = []
+    with Progress(console=console, transient=True) as progress:
+        for task in cfg.eval.tasks:
+            rows += tasks[task](loaded, cfg, found, progress)
+    title = f"{cfg.model.name}, {cfg.name}: sparse attention measured"
+    about = report.context(title, asdict(cfg), found.manifests, found.notes, device)
+    with _published(folder, keep=not cfg.overwrite) as draft:
+        figures = report.write(draft, rows, about)
+    with Tracker.start(cfg.tracker, folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", config=asdict(cfg)) as tracker:
+        for name, path in figures.items():
+            tracker.image(name, folder / path.name)
+        tracker.summary(summary(rows))
+    tables.show(rows, found.notes, console)
+    console.print(f"Report: [bold]{folder / 'report.html'}[/bold]", soft_wrap=True)
+    return folder
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """``task/method/setting`` -> score, for a tracker; the needle's length is part of its setting."""
+    return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
+
+
+def _length(row: Row) -> str:
+    return str(row.extra["length"]) if row.task == "needle" else ""
+
+
+def _check_writable(folder: Path) -> None:
+    """Try, before the work, what has to succeed after it."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"outputs={folder}: a file stands where results go")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, prefix=".eval-"):
+            pass
+    except OSError as error:
+        raise UserError(f"outputs={folder.parent}: cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def _published(folder: Path, keep: bool) -> Iterator[Path]:
+    """An empty folder to write in, which becomes ``folder`` at the end: readers see the old results or the new, never a part.
+
+    With ``keep`` the old ones stay beside the new under the time they were written.
+    """
+    with TemporaryDirectory(dir=folder.parent, prefix=".eval-") as scratch:
+        draft, old = Path(scratch, "new"), Path(scratch, "old")
+        draft.mkdir()
+        yield draft
+        if folder.exists():
+            stamp = datetime.fromtimestamp(folder.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+            folder.rename(folder.with_name(f"{folder.name}-{stamp}") if keep else old)
+        draft.rename(folder)

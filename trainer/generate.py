@@ -1,0 +1,153 @@
+"""``msattn generate``: try the artifacts of a model on a prompt, sparse beside dense."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.config import GenerateConfig
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Greedy text, and what it cost: seconds to the first token, tokens a second after it."""
+
+    text: str
+    tokens: list[int]
+    first_token_s: float
+    tokens_per_s: float
+    stats: dict[str, Any]
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt, given as text or as a file.
+
+    Raises
+    ------
+    UserError : none or both given, a file that is missing or not UTF-8, an empty prompt.
+    """
+    if (prompt is None) == (prompt_file is None):
+        raise UserError("give one of --prompt and --prompt-file")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"--prompt-file {prompt_file}: not UTF-8 (byte {error.start})") from error
+        except OSError as error:
+            raise UserError(f"--prompt-file {prompt_file}: {error.strerror}") from error
+    assert prompt is not None
+    if not prompt.strip():
+        raise UserError(f"{'--prompt' if prompt_file is None else f'--prompt-file {prompt_file}'}: empty")
+    return prompt
+
+
+def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
+    """Answer ``prompt`` greedily, densely and through the artifacts; print both.
+
+    Returns
+    -------
+    ``dense`` and ``sparse``.
+
+    Raises
+    ------
+    UserError : no artifact to try, one that does not fit the model, or a prompt longer than the model's positions.
+    """
+    from msattn.trainer import models
+    from msattn.trainer.attach import attach
+
+    chosen = _artifacts(cfg)
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids.to(loaded.model.device)
+    models.check_length(loaded.model.config, ids.shape[1] + cfg.max_new_tokens)
+    serving = attach(
+        loaded.model,
+        gate=chosen["gate"],
+        select=cfg.select if chosen["gate"] else None,
+        qmodel=chosen["qmodel"] or chosen["kmeans"],
+        probes=cfg.probes,
+        recent=cfg.recent,
+        sink=cfg.sink,
+        dense_layers=tuple(cfg.dense_layers),
+    )
+    results = {
+        name: _greedy(loaded.model, loaded.tokenizer, ids, cfg.max_new_tokens, context)
+        for name, context in (("dense", nullcontext()), ("sparse", serving))
+    }
+    _print(results, ids.shape[1])
+    return results
+
+
+def _artifacts(cfg: GenerateConfig) -> dict[str, str | None]:
+    """The artifacts that were named, else those that lie in the model's folder."""
+    from msattn.trainer.artifacts import folder_of
+
+    chosen: dict[str, str | None] = {}
+    for kind in ("gate", "kmeans", "qmodel"):
+        folder = folder_of(cfg.outputs, cfg.model.name, cfg.name, kind)
+        chosen[kind] = getattr(cfg.artifacts, kind) or (str(folder) if folder.is_dir() else None)
+    if not any(chosen.values()):
+        folder = folder_of(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
+        raise UserError(f"{folder}: no artifact to try; train one, e.g. msattn train-gate model={cfg.model.name}")
+    return chosen
+
+
+def _greedy(model: Any, tokenizer: Any, ids: "Tensor", max_new_tokens: int, context: Any) -> Generation:
+    import torch
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        """Notes when each token arrives; the prompt comes first, before any work."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: Any) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    clock = Clock()
+    with context as sparse, torch.no_grad():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=clock,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        stats = sparse.stats() if sparse is not None else {}
+    tokens = output[0, ids.shape[1] :].tolist()
+    prompt_at, first, *rest = clock.times
+    rate = len(rest) / (rest[-1] - first) if rest else float("nan")
+    return Generation(tokenizer.decode(tokens), tokens, first - prompt_at, rate, stats)
+
+
+def _print(results: dict[str, Generation], prompt_tokens: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for name, result in results.items():
+        console.rule(name, align="left")
+        console.print(result.text, markup=False, highlight=False)
+    table = Table(title=f"{prompt_tokens} prompt tokens", title_justify="left")
+    for column in ("", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, result in results.items():
+        read = [_figure(result.stats.get(key)) for key in ("sparsity", "selectivity")]
+        table.add_row(name, str(len(result.tokens)), _figure(result.first_token_s), _figure(result.tokens_per_s), *read)
+    console.print(table)
+    dense, sparse = results["dense"].tokens, results["sparse"].tokens
+    same = next((i for i, (a, b) in enumerate(zip(dense, sparse, strict=False)) if a != b), min(len(dense), len(sparse)))
+    console.print(f"The first {same} of {len(dense)} tokens agree.")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.3g}"

@@ -1,0 +1,87 @@
+"""Which keys each bucket holds, and which buckets a query visits (SAAP, arXiv 2502.08213, sections 4 and 5).
+
+A :class:`Router` names the bucket of a key and scores the buckets for a query; :func:`build_index` turns buckets into the lists
+that :func:`msattn.kernels.bucket_decode.bucket_decode` reads.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.types import BucketIndex
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from msattn.trainer.tap import LayerInputs
+
+
+class Router(Protocol):
+    """What :class:`~msattn.trainer.saap.kmeans.KMeans` and :class:`~msattn.trainer.saap.qmodel.QModel` have in common.
+
+    Attributes
+    ----------
+    num_buckets : buckets of each key/value head.
+    layers : the model's layers that are routed.
+    """
+
+    num_buckets: int
+    layers: list[int]
+
+    def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
+        """Bucket of each key: int32 ``[B, Hkv, N]`` for keys ``[B, Hkv, N, D]`` before and after RoPE."""
+        ...
+
+    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Worth of each bucket for one token's query group: fp32 ``[B, Hkv, C]`` from queries ``[B, Hq, 1, D]``."""
+        ...
+
+
+def slot_of(layers: list[int], layer: int) -> int:
+    """Where ``layer`` stands among the routed ``layers``; ValueError when it is not routed."""
+    if layer not in layers:
+        raise ValueError(f"layer={layer}: this router holds layers {layers}")
+    return layers.index(layer)
+
+
+def build_index(buckets: Tensor, num_buckets: int) -> BucketIndex:
+    """Lists of the keys of each bucket, made on the device without waiting for it.
+
+    Parameters
+    ----------
+    buckets : Tensor
+        int32 ``[B, Hkv, n]``: the bucket of the key at each cache position; -1 leaves a key (padding) out.
+    num_buckets : int
+        ``C``; buckets are 0 to C - 1.
+
+    Returns
+    -------
+    BucketIndex
+        ``offsets [B, Hkv, C + 1]`` and ``order [B, Hkv, n]``, int32; a bucket's keys by position. Keys that are left
+        out stand behind the last offset.
+    """
+    by_bucket, order = torch.where(buckets < 0, num_buckets, buckets).sort(dim=-1, stable=True)
+    edges = torch.arange(num_buckets + 1, dtype=buckets.dtype, device=buckets.device)
+    offsets = torch.searchsorted(by_bucket, edges.expand(*buckets.shape[:2], -1).contiguous(), out_int32=True)
+    return BucketIndex(offsets, order.to(torch.int32))
+
+
+def top_buckets(scores: Tensor, probes: int) -> Tensor:
+    """The ``probes`` buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, in no particular order.
+
+    Raises
+    ------
+    UserError : ``probes`` is negative or more than there are buckets.
+    """
+    num_buckets = scores.shape[-1]
+    if not 0 <= probes <= num_buckets:
+        raise UserError(f"probes={probes}: accepted are 0 to {num_buckets}, the number of buckets")
+    return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
+
+
+def route(router: Router, x: "LayerInputs", probes: int) -> Tensor:
+    """Buckets that the newest token's query groups visit: int32 ``[B, Hkv, probes]``.
+
+    ``x`` holds one query a sequence; ``probes=0`` visits none. UserError: ``probes`` is more than there are buckets.
+    """
+    return top_buckets(router.scores(x.layer, x.q_nope, x.q), probes)

@@ -1,0 +1,54 @@
+"""Finished parts of a long job, kept so that an interrupted one goes on where it stopped."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from msattn.trainer.errors import UserError
+
+
+class FinishedParts:
+    """A folder of parts, a safetensors file each.
+
+    Parameters
+    ----------
+    folder : Path
+    settings : dict
+        All that the parts depend on. Parts made with other settings are refused with ``resume`` (UserError), else removed.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
+        self.folder = folder
+        described = json.dumps(settings, sort_keys=True, indent=1)
+        note = folder / "settings.json"
+        if note.exists() and note.read_text() != described:
+            if resume:
+                raise UserError(f"resume=true: what is in {folder} was made with other settings; resume=false starts again")
+            self.remove()
+        folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(described)
+
+    def path(self, name: str) -> Path:
+        """Where the part ``name`` is, or will be."""
+        return self.folder / f"{name}.safetensors"
+
+    def save(self, name: str, tensors: dict[str, Tensor], note: object = None) -> None:
+        """Keeps ``tensors`` and ``note`` (anything JSON) as the part ``name``; a file is there whole or not at all."""
+        partial = self.folder / f"{name}.{os.getpid()}.partial"
+        save_file(tensors, partial, metadata={"note": json.dumps(note)})
+        partial.rename(self.path(name))
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
+        """Tensors, mapped into memory rather than read, and note of the part ``name``."""
+        with safe_open(self.path(name), framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["note"])  # noqa: SIM118
+
+    def remove(self) -> None:
+        """Deletes all parts."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,212 @@
+"""``train-gate``: gates learn the frozen model's own block map (SeerAttention, section 4).
+
+The teacher runs without a graph. When a layer's queries and keys pass by, its attention and block map come from one kernel
+call, and the layer's gate loss and gradient are computed on the spot; only the small gradients live on. So training needs the
+memory of inference, and ``loss.backward()`` stays what a trainer expects.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer import artifacts, data, models
+from msattn.trainer.config import GateConfig, TrainGateConfig
+from msattn.trainer.loop import fit
+from msattn.trainer.seer.blocks import block_softmax, visible_blocks
+from msattn.trainer.seer.calibrate import calibrate
+from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.select import Oracle, Selection, TopK, normalize_rows, recall
+from msattn.trainer.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.tracker import Tracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CALIBRATION_CHUNKS = 8
+HEALTH_CHUNKS = 2
+HEALTH_SPARSITIES = (0.5, 0.8, 0.9)
+SMOOTH_L1_BETA = 0.01  # errors of probabilities rarely pass 1, torch's default, below which smooth L1 is half the MSE
+
+
+def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) -> Tensor:
+    """How far a gate's block probabilities are from the normalised block map.
+
+    Errors are summed over the blocks of a row and averaged over rows: a mean over blocks would shrink with the square of the
+    context length, and a clipped gradient with it.
+
+    Parameters
+    ----------
+    logits : fp32 ``[B, Hg, Tr, Tc]`` of the gate, before masking.
+    pooled : fp32 ``[B, Hq, Tr, Tc]``, from ``maxpool_attention``. Gates that serve a query group learn its mean map.
+    visible : bool ``[B | 1, 1, Tr, Tc]``. Rows that see nothing, and the first ``cfg.skip_rows``, do not count.
+    """
+    target = normalize_rows(pooled).unflatten(1, (logits.shape[1], -1)).mean(2)
+    if cfg.loss == "kl":
+        log_gate = logits.masked_fill(~visible, torch.finfo(logits.dtype).min).log_softmax(-1)
+        errors = torch.xlogy(target, target) - target * log_gate
+    elif cfg.loss == "mse":
+        errors = (block_softmax(logits, visible) - target).square()
+    else:
+        errors = F.smooth_l1_loss(block_softmax(logits, visible), target, reduction="none", beta=SMOOTH_L1_BETA)
+    rows = visible.any(-1)
+    rows = (rows & (torch.arange(rows.shape[-1], device=rows.device) >= cfg.skip_rows)).expand(errors.shape[:-1])
+    return (errors.sum(-1) * rows).sum() / rows.sum().clamp(min=1)
+
+
+class ReadyGradients(torch.autograd.Function):
+    """A loss whose gradients are known already: ``backward`` hands them to the parameters, as any other graph would."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *(grad_output * gradient for gradient in ctx.gradients)
+
+
+class GateDistiller(nn.Module):
+    """Gates in training beside their teacher, for the training loop.
+
+    Parameters
+    ----------
+    gate : trains; the only registered submodule, so the only thing saved and synchronised.
+    teacher : frozen, and kept out of the module tree.
+    """
+
+    def __init__(self, gate: Gate, teacher: "PreTrainedModel") -> None:
+        super().__init__()
+        self.gate = gate
+        self._teacher = (teacher,)  # a tuple hides it from nn.Module's registration
+
+    def forward(self, input_ids: Tensor) -> dict[str, Any]:
+        """One pass of the teacher over ``input_ids`` int64 ``[B, N]``.
+
+        Returns
+        -------
+        dict
+            ``loss``, the sum over layers, and ``parts``, ``{"layer i": loss}``; both detached but for ready gradients.
+        """
+        parts: dict[str, Tensor] = {}
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+
+        def attend(x: LayerInputs) -> Tensor:
+            cfg = self.gate.cfg
+            size = cfg.block_size
+            dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+            own = list(self.gate.layers[x.layer].parameters())
+            with torch.enable_grad():
+                loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
+            gradients.extend(torch.autograd.grad(loss, own))
+            parameters.extend(own)
+            parts[f"layer {x.layer}"] = loss.detach()
+            return dense.out
+
+        (teacher,) = self._teacher
+        with torch.no_grad(), tap(teacher, attend):
+            run_backbone(teacher, input_ids)
+        loss = torch.stack(list(parts.values())).sum()
+        return {"loss": ReadyGradients.apply(loss, gradients, *parameters), "parts": parts}
+
+
+@torch.no_grad()
+def health(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+    """Recall of attention mass under top-k selection, the gate's and the oracle's beside it.
+
+    Returns
+    -------
+    dict
+        ``recall/gate@0.9`` and the like, the mean over layers, and ``recall/gate@0.9/layer 3`` for each layer.
+    """
+    found: dict[str, list[Tensor]] = defaultdict(list)
+
+    def attend(x: LayerInputs) -> Tensor:
+        size = gate.cfg.block_size
+        dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+        for name, scores in (("gate", gate.scores(x)), ("oracle", normalize_rows(dense.pooled))):
+            for sparsity in HEALTH_SPARSITIES:
+                mask = Selection(TopK(sparsity), Oracle(size)).choose(scores, x)
+                share = recall(x, mask, size, dense.lse).mean()
+                found[f"recall/{name}@{sparsity}"].append(share)
+                found[f"recall/{name}@{sparsity}/layer {x.layer}"].append(share)
+        return dense.out
+
+    with tap(teacher, attend):
+        for chunk in chunks:
+            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    return {name: torch.stack(shares).mean().item() for name, shares in found.items()}
+
+
+def train_gate(cfg: TrainGateConfig) -> Path:
+    """Train the gates of one model and write them as an artifact: the job behind ``msattn train-gate``.
+
+    Returns
+    -------
+    Path
+        ``outputs/<model.name>/<name>/gate``. Checkpoints and metrics are in ``runs/gate`` beside it.
+
+    Raises
+    ------
+    UserError
+        Before any work: an artifact that stands there, a model that is not supported, chunks longer than its positions.
+    TrainingDiverged
+        When a loss is not finite; it names the layer, and the last good checkpoint stays.
+    """
+    folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "gate")
+    artifacts.check_writable(folder, cfg.overwrite)
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    models.check_length(loaded.model.config, cfg.data.seq_len)
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed)
+    heldout = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HEALTH_CHUNKS)
+    gate = Gate.build(loaded.model.config, cfg.gate).to(loaded.model.device)
+
+    def check_health() -> dict[str, float]:
+        return health(gate, loaded.model, (heldout[i] for i in range(len(heldout))))
+
+    work = folder.parent / "runs" / "gate"
+    config = asdict(cfg)
+    with Tracker.start(cfg.tracker, folder=work, run_name=f"{cfg.model.name}-gate-{cfg.name}", config=config) as tracker:
+        summary = fit(
+            GateDistiller(gate, loaded.model),
+            chunks,
+            train=cfg.train,
+            folder=work,
+            tracker=tracker,
+            device=loaded.model.device,
+            seed=cfg.seed,
+            resume=cfg.resume,
+            evaluate=check_health,
+        )
+        metrics = summary.metrics or check_health()
+        figures = {name: value for name, value in {**summary.losses, **metrics}.items() if "layer" not in name}
+        figures |= {"steps": summary.steps, "seconds": summary.seconds}
+        tracker.summary(figures)
+    seen = range(min(CALIBRATION_CHUNKS, len(chunks)))
+    gate.thresholds = calibrate(gate, loaded.model, (chunks[i] for i in seen))
+    if os.environ.get("RANK", "0") == "0":  # under torchrun all processes hold the same gates, and one writes them
+        artifacts.write(
+            folder,
+            kind="gate",
+            tensors=gate.tensors(),
+            config=config,
+            model=loaded.fingerprint,
+            details=gate.details(),
+            data=chunks.fingerprint,
+            seed=cfg.seed,
+            metrics=figures,
+            overwrite=cfg.overwrite,
+        )
+    return folder

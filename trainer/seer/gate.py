@@ -1,0 +1,195 @@
+"""AttnGate: which key blocks a query block needs, from pooled queries and keys (SeerAttention, section 3.1).
+
+Per layer and head, de-roped queries and keys are pooled over blocks, projected, rotated by the gate's own RoPE at the
+blocks' first positions, and compared: ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from msattn.trainer import artifacts, models, rope
+from msattn.trainer.config import GateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.seer.blocks import block_softmax, first_query, pool_blocks, row_span, visible_blocks
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from msattn.trainer.tap import LayerInputs
+
+
+INITIAL_SCALE = 0.5  # of queries and of keys: initial logits are a quarter of the block means' scaled products
+
+
+def matching_dimensions(head_dim: int, hidden: int) -> Tensor:
+    """``[hidden, head_dim]`` projection that keeps each rotated pair at its own frequency.
+
+    Gate pair ``j`` of ``hidden / 2`` turns with ``base ** (-2 j / hidden)``, as the model's pair ``j * head_dim / hidden``
+    does. The factor keeps the size of products scaled by ``hidden ** -0.5`` when ``hidden`` is not ``head_dim``.
+    """
+    pairs = torch.arange(hidden // 2) * head_dim // hidden
+    source = torch.cat([pairs, pairs + head_dim // 2])
+    weight = torch.zeros(hidden, head_dim)
+    weight[torch.arange(hidden), source] = (head_dim / hidden) ** 0.25
+    return weight
+
+
+class AttnGate(nn.Module):
+    """The gate of one layer.
+
+    Parameters
+    ----------
+    head_dim, num_heads, num_kv_heads : of the layer's attention.
+    cfg : poolings, width and heads. With ``heads="kv"`` a gate serves a whole query group: it takes the group's pooled
+        queries side by side.
+
+    Notes
+    -----
+    The weights start as scaled identities: every pooling of a tensor with equal weight, in the dimensions that carry
+    the same frequency. So an untrained gate ranks blocks as the model would compare their means (or mid-ranges), instead
+    of at random. ``INITIAL_SCALE`` flattens those scores, because the target is flat: a row block's maxima come from
+    different queries, each with the column it likes best. Started at full scale, a gate spends its steps on shrinking.
+    """
+
+    def __init__(self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.num_kv_heads = num_kv_heads
+        self.heads = num_heads if cfg.heads == "query" else num_kv_heads
+        self.hidden = cfg.hidden or head_dim
+        self.shared_queries = num_heads // self.heads  # query heads that one gate head looks at
+        match = matching_dimensions(head_dim, self.hidden)
+        query, key = (
+            match.repeat(1, parts) * (INITIAL_SCALE / parts)
+            for parts in (self.shared_queries * len(cfg.q_pool), len(cfg.k_pool))
+        )
+        self.query_weight = nn.Parameter(query.repeat(self.heads, 1, 1))  # [Hg, hidden, shared * pools * D]
+        self.key_weight = nn.Parameter(key.repeat(self.heads, 1, 1))  # [Hg, hidden, pools * D]
+
+    def pooled_inputs(self, q_nope: Tensor, k_nope: Tensor, kv_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
+        size = self.cfg.block_size
+        first = first_query(q_nope.shape[2], k_nope.shape[2], kv_start, q_nope.device)
+        pooled_q = pool_blocks(q_nope, self.cfg.q_pool, size, first)
+        pooled_q = pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
+        return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, size, None if kv_start is None else kv_start.long())
+
+    def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor, kv_start: Tensor | None = None) -> Tensor:
+        """Block scores before masking and softmax.
+
+        Parameters
+        ----------
+        q_nope : ``[B, Hq, N, D]`` before RoPE (after a q/k norm).
+        k_nope : ``[B, Hkv, M, D]``; queries are the last ``N`` of ``M`` positions.
+        inv_freq : fp32 ``[hidden / 2]``, the model's base at the gate's width.
+        kv_start : int32 ``[B]``, left padding.
+
+        Returns
+        -------
+        Tensor
+            fp32 ``[B, Hg, Tr, Tc]``, ``Hg`` the query heads (or key/value heads).
+        """
+        with torch.no_grad():
+            pooled_q, pooled_k = self.pooled_inputs(q_nope, k_nope, kv_start)
+        with torch.autocast(q_nope.device.type, enabled=False):
+            gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
+            key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
+            gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
+            if self.cfg.rope:
+                gate_q, gate_k = self._rotate(gate_q, gate_k, inv_freq, q_nope.shape[2], k_nope.shape[2], kv_start)
+            return gate_q @ gate_k.transpose(-1, -2) * self.hidden**-0.5
+
+    def _rotate(
+        self, gate_q: Tensor, gate_k: Tensor, inv_freq: Tensor, num_queries: int, num_keys: int, kv_start: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        size = self.cfg.block_size
+        rows, _ = row_span(num_queries, num_keys, size, kv_start, gate_q.device)
+        cols = torch.arange(0, num_keys, size, device=gate_q.device)[None]
+        rotated_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, rows))
+        return rotated_q, rope.rotate(gate_k, *rope.cos_sin(inv_freq, cols))
+
+
+class Gate(nn.Module):
+    """The gates of all layers of one model; what ``train-gate`` trains and ``attach`` serves.
+
+    Attributes
+    ----------
+    layers : one :class:`AttnGate` an attention layer.
+    inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
+    thresholds : which thresholds read which share of each layer's blocks (:func:`msattn.trainer.seer.calibrate.calibrate`);
+        None before training.
+    manifest : of the artifact it was loaded from; None for a gate that was just built.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, cfg: GateConfig, inv_freq: Tensor
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.manifest: dict[str, Any] | None = None
+        self.thresholds: dict[str, list] | None = None
+        self.layers = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, cfg) for _ in range(num_layers))
+        self.register_buffer("inv_freq", inv_freq.float())
+
+    @classmethod
+    def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "Gate":
+        """Untrained gates for a model's ``config``; yarn's attention factor does not enter them."""
+        head_dim = models.head_dim(config)
+        inv_freq, _ = rope.inverse_frequencies(config, dim=cfg.hidden or head_dim)
+        heads = models.num_heads(config), models.num_kv_heads(config)
+        return cls(models.num_layers(config), *heads, head_dim, cfg, inv_freq)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Gate":
+        """A trained gate from an artifact's folder or Hub id, on the CPU.
+
+        Raises
+        ------
+        UserError
+            If the artifact is missing, damaged, of another kind, or its tensors do not fit its manifest.
+        """
+        artifact = artifacts.read(path, kind="gate")
+        base, details = artifact.manifest["model"], artifact.manifest["details"]
+        cfg = GateConfig(**details["gate"])
+        sizes = (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
+        gate = cls(*sizes, cfg, torch.zeros((cfg.hidden or base["head_dim"]) // 2))
+        try:
+            gate.load_state_dict(artifact.tensors)
+        except RuntimeError as error:
+            raise UserError(f"gate={path}: its tensors do not fit its manifest: {error}") from error
+        gate.manifest, gate.thresholds = artifact.manifest, details["thresholds"]
+        return gate.requires_grad_(False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What an artifact stores: weights and frequencies, fp32."""
+        return dict(self.state_dict())
+
+    def details(self) -> dict[str, Any]:
+        """What an artifact's manifest must know to build this gate again."""
+        return {"gate": asdict(self.cfg), "thresholds": self.thresholds}
+
+    def logits(self, x: "LayerInputs") -> Tensor:
+        """Unmasked scores of one layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
+
+        Raises
+        ------
+        ValueError
+            If keys were cached before this pass: the gate pools keys before RoPE, which a cache does not hold.
+        """
+        if x.num_keys != x.k_nope.shape[2]:
+            raise ValueError(
+                f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}"
+            )
+        return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self.inv_freq, kv_start=x.kv_start)
+
+    @torch.no_grad()
+    def scores(self, x: "LayerInputs") -> Tensor:
+        """Block probabilities of one layer, fp32 ``[B, Hg, Tr, Tc]``; ``Hg`` as ``gate.heads`` says."""
+        visible = visible_blocks(x.num_queries, x.num_keys, self.cfg.block_size, x.kv_start, x.q.device)
+        return block_softmax(self.logits(x), visible)

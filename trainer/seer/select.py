@@ -1,0 +1,333 @@
+"""From block scores to the blocks that are read: a scorer, a policy, and what is always read.
+
+Scorers give each row block of a layer non-negative scores that sum to 1 over the causally visible blocks; policies turn
+them into a block mask for ``block_sparse_attention``. The gate's scores and the baselines that ask whether training it
+was worth it share one interface. Nothing here waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.seer.blocks import (
+    aligned_blocks,
+    block_softmax,
+    diagonal_blocks,
+    first_query,
+    pool_blocks,
+    sparsity,
+    visible_blocks,
+)
+from msattn.trainer.seer.calibrate import threshold_at
+
+if TYPE_CHECKING:
+    from msattn.trainer.seer.gate import Gate
+    from msattn.trainer.tap import LayerInputs
+
+__all__ = [
+    "GateScores",
+    "MeanPool",
+    "Nucleus",
+    "Oracle",
+    "Quest",
+    "Random",
+    "Selection",
+    "SinkLocal",
+    "Threshold",
+    "TokenBudget",
+    "TopK",
+    "recall",
+    "sparsity",
+    "visible_blocks",
+]
+
+QUEST_CHUNK_BYTES = 2**28
+
+
+class Scorer(Protocol):
+    """Block scores of one layer: fp32 ``[B, Hq | Hkv, Tr, Tc]``, rows sum to 1 over visible blocks, 0 elsewhere."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    def __call__(self, x: "LayerInputs") -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class GateScores:
+    """The trained gate's block probabilities."""
+
+    gate: "Gate"
+
+    @property
+    def block_size(self) -> int:
+        return self.gate.cfg.block_size
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        return self.gate.scores(x)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The true block map, max-pooled attention probabilities: what a gate is trained towards."""
+
+    block_size: int = 64
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        pooled = maxpool_attention(x.q, x.k, x.v, block_size=self.block_size, scale=x.scale, kv_start=x.kv_start).pooled
+        return normalize_rows(pooled)
+
+
+@dataclass(frozen=True)
+class Random:
+    """Uniform scores, the same for a seed, layer and shape."""
+
+    block_size: int = 64
+    seed: int = 0
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        visible = _visible(x, self.block_size)
+        generator = torch.Generator(x.q.device).manual_seed(self.seed * 1_000_003 + x.layer)
+        shape = (x.q.shape[0], x.q.shape[1], *visible.shape[2:])
+        return normalize_rows(torch.rand(shape, generator=generator, device=x.q.device) * visible)
+
+
+@dataclass(frozen=True)
+class SinkLocal:
+    """First block, then the nearest ones (the A shape of streaming attention); blind to content."""
+
+    block_size: int = 64
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        visible = _visible(x, self.block_size)
+        cols = torch.arange(visible.shape[-1], device=x.q.device)
+        distance = visible.sum(-1, keepdim=True) - 1 - cols
+        scores = visible / (1 + distance.clamp(min=0)).masked_fill(cols == 0, 1)
+        return normalize_rows(scores).expand(x.q.shape[0], x.q.shape[1], -1, -1)
+
+
+@dataclass(frozen=True)
+class MeanPool:
+    """Training-free: softmax over products of block means of queries and keys after RoPE."""
+
+    block_size: int = 64
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        mean_q = pool_blocks(x.q, ["avg"], self.block_size, _first_query(x))
+        mean_k = pool_blocks(x.k, ["avg"], self.block_size, _first_key(x))
+        mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # a query group's rows share one product
+        logits = (mean_q @ mean_k.transpose(-1, -2)).unflatten(2, (-1, _row_blocks(x, self.block_size)))
+        return block_softmax(logits.flatten(1, 2) * x.scale, _visible(x, self.block_size))
+
+
+@dataclass(frozen=True)
+class Quest:
+    """Training-free: the largest score that any query of the row block could have with a key inside a block's bounds.
+
+    The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, taken for each query of a row block.
+    Worked through in chunks of row blocks, so that bounds of single queries never fill more than ``QUEST_CHUNK_BYTES``.
+    """
+
+    block_size: int = 64
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        queries = aligned_blocks(x.q, _first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
+        bounds = pool_blocks(x.k, ["max", "min"], self.block_size, _first_key(x))  # [B, Hkv, Tc, 2 D]
+        bounds = bounds.transpose(-1, -2)
+        row_bytes = 4 * queries.shape[0] * queries.shape[1] * self.block_size * (bounds.shape[-1] + bounds.shape[-2])
+        logits = [
+            self._largest(rows, bounds) * x.scale for rows in queries.split(max(1, QUEST_CHUNK_BYTES // row_bytes), dim=2)
+        ]
+        return block_softmax(torch.cat(logits, dim=2), _visible(x, self.block_size))
+
+    def _largest(self, rows: Tensor, bounds: Tensor) -> Tensor:
+        signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], dim=-1).float()
+        grouped = signed.unflatten(1, (bounds.shape[1], -1))  # [B, Hkv, G, rows, block, 2 D]
+        products = grouped.flatten(2, 4) @ bounds
+        return products.unflatten(2, grouped.shape[2:5]).amax(dim=4).flatten(1, 2)
+
+
+class Policy(Protocol):
+    """Scores to a mask: bool ``[B, H, Tr, Tc]``, True in ``always`` and nowhere but in ``visible``."""
+
+    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The best ``max(1, round((1 - sparsity) * v))`` of the ``v`` visible blocks of each row and head."""
+
+    sparsity: float
+
+    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+        share = 1 - self.sparsity
+        counts = (visible.sum(-1, keepdim=True).double() * share).round().clamp(min=1)
+        return keep_best(scores, counts, max(1, round(share * scores.shape[-1])), visible, always)
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """The best blocks that hold ``tokens`` keys together, in each row and head; one block at least."""
+
+    tokens: int
+    block_size: int
+
+    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+        count = max(1, self.tokens // self.block_size)
+        return keep_best(scores, torch.full_like(visible[..., :1], count, dtype=torch.long), count, visible, always)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Every block whose score is at least ``threshold``."""
+
+    threshold: float
+
+    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+        return (scores >= self.threshold) & visible | always
+
+
+@dataclass(frozen=True)
+class Nucleus:
+    """The fewest blocks of each row whose scores sum to ``mass``, what is always read among them."""
+
+    mass: float
+
+    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+        order = scores.masked_fill(always, torch.inf).argsort(dim=-1, descending=True)
+        ranked = scores.gather(-1, order)
+        before = ranked.cumsum(-1) - ranked
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, before < self.mass)
+        return mask & visible | always
+
+
+def keep_best(scores: Tensor, counts: Tensor, most: int, visible: Tensor, always: Tensor) -> Tensor:
+    """The ``counts`` best visible blocks of each row, those in ``always`` first.
+
+    Parameters
+    ----------
+    scores : fp32 ``[B, H, Tr, Tc]``.
+    counts : blocks a row, ``[B | 1, 1, Tr, 1]``; where more are in ``always``, those are read and no others.
+    most : the largest of ``counts``, known without asking the device.
+    """
+    counts = torch.minimum(counts, visible.sum(-1, keepdim=True))
+    ranked = scores.masked_fill(~visible, -1).masked_fill_(always, torch.inf)
+    best = ranked.topk(min(most, scores.shape[-1]), dim=-1).indices
+    keep = torch.arange(best.shape[-1], device=scores.device) < counts
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, keep.expand_as(best))
+    return mask | always
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which blocks of a layer are read.
+
+    Attributes
+    ----------
+    policy, scorer : how many blocks (a policy for all layers, or one for each), and by whose scores.
+    sink_blocks : first blocks that every row reads. They and the row's own (diagonal) block count within the policy's
+        share.
+    """
+
+    policy: Policy | Sequence[Policy]
+    scorer: Scorer
+    sink_blocks: int = 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block, as the scorer has it."""
+        return self.scorer.block_size
+
+    @classmethod
+    def from_config(cls, cfg: SelectConfig, gate: "Gate | None" = None) -> "Selection":
+        """The selection that ``select.*`` describes.
+
+        Raises
+        ------
+        UserError
+            If the gate's scores are asked for and there is no gate, or a calibrated policy that the gate does not carry.
+        """
+        if cfg.scores == "gate" and gate is None:
+            raise UserError("select.scores=gate: needs a gate artifact (train-gate makes one), or choose a baseline's scores")
+        scorers: dict[str, Callable[[], Scorer]] = {
+            "gate": lambda: GateScores(gate),  # pyright: ignore[reportArgumentType]
+            "oracle": lambda: Oracle(cfg.block_size),
+            "random": lambda: Random(cfg.block_size, cfg.seed),
+            "sink_local": lambda: SinkLocal(cfg.block_size),
+            "mean_pool": lambda: MeanPool(cfg.block_size),
+            "quest": lambda: Quest(cfg.block_size),
+        }
+        scorer = scorers[cfg.scores]()
+        policies: dict[str, Callable[[], Policy | Sequence[Policy]]] = {
+            "topk": lambda: TopK(cfg.sparsity),
+            "threshold": lambda: Threshold(cfg.threshold),
+            "nucleus": lambda: Nucleus(cfg.mass),
+            "token_budget": lambda: TokenBudget(cfg.tokens, scorer.block_size),
+            "calibrated": lambda: _calibrated(cfg, scorer),
+        }
+        return cls(policies[cfg.policy](), scorer, cfg.sink_blocks)
+
+    def mask(self, x: "LayerInputs") -> Tensor:
+        """Blocks to read of one layer: bool ``[B, Hq | Hkv, Tr, Tc]``, never empty in a row that sees a key."""
+        return self.choose(self.scorer(x), x)
+
+    def choose(self, scores: Tensor, x: "LayerInputs") -> Tensor:
+        """The same from scores at hand (several policies on one scorer's scores)."""
+        visible = _visible(x, self.block_size)
+        always = diagonal_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        first = torch.arange(visible.shape[-1], device=x.q.device) < self.sink_blocks
+        policy = self.policy[x.layer] if isinstance(self.policy, Sequence) else self.policy
+        return policy(scores, visible, always | visible & first)
+
+
+def _calibrated(cfg: SelectConfig, scorer: Scorer) -> list[Policy]:
+    table = scorer.gate.thresholds if isinstance(scorer, GateScores) else None
+    if table is None:
+        raise UserError(f"select.policy=calibrated: needs the scores of a trained gate, not select.scores={cfg.scores}")
+    if cfg.sparsity > table["sparsities"][-1]:
+        raise UserError(f"select.sparsity={cfg.sparsity}: the gate is calibrated up to {table['sparsities'][-1]}")
+    return [Threshold(threshold_at(table, layer, cfg.sparsity)) for layer in range(len(table["layers"]))]
+
+
+def recall(x: "LayerInputs", mask: Tensor, block_size: int, dense_lse: Tensor) -> Tensor:
+    """Share of the attention mass that lies in the blocks read, a head: fp32 ``[Hq]``, the mean over batch and queries.
+
+    The mass a query reads is ``exp(lse_sparse - lse_dense)``: the kernels' own statistics say it exactly.
+
+    Parameters
+    ----------
+    mask : bool ``[B | 1, Hq | Hkv | 1, Tr, Tc]``.
+    dense_lse : ``[B, Hq, N]`` of dense attention over the same inputs; -inf (padding) rows do not count.
+    """
+    lse = block_sparse_attention(x.q, x.k, x.v, mask, block_size=block_size, scale=x.scale, kv_start=x.kv_start).lse
+    real = dense_lse > -torch.inf
+    share = (lse - dense_lse).exp().clamp(max=1).masked_fill(~real, 0)
+    return share.sum((0, 2)) / real.sum((0, 2)).clamp(min=1)
+
+
+def normalize_rows(scores: Tensor) -> Tensor:
+    """Rows divided by their sums; a row of zeros stays 0."""
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def _visible(x: "LayerInputs", block_size: int) -> Tensor:
+    return visible_blocks(x.num_queries, x.num_keys, block_size, x.kv_start, x.q.device)
+
+
+def _first_query(x: "LayerInputs") -> Tensor | None:
+    return first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
+
+
+def _first_key(x: "LayerInputs") -> Tensor | None:
+    return None if x.kv_start is None else x.kv_start.long()
+
+
+def _row_blocks(x: "LayerInputs", block_size: int) -> int:
+    return -(-x.num_queries // block_size)

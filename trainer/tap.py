@@ -1,0 +1,268 @@
+"""See, and replace, the attention of each layer of a running decoder.
+
+Within ``tap(model, attend)`` every attention layer hands its :class:`LayerInputs` to ``attend`` and goes on with what that
+returns. transformers' own extension points carry it: an attention function and a mask function registered under one name, and
+module hooks for what those are not given (queries and keys before RoPE, cos and sin, the cache). Leaving the context removes
+every hook and restores the configuration.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IMPLEMENTATION = "msattn_tap"
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What one attention layer works on: N current tokens, M keys (those of the cache included).
+
+    Attributes
+    ----------
+    layer : index of the layer.
+    q, k, v : Tensor [B, Hq, N, D], [B, Hkv, M, D], [B, Hkv, M, D], after RoPE.
+    q_nope, k_nope : Tensor [B, Hq, N, D], [B, Hkv, N, D]
+        The current tokens before RoPE; a q/k norm, where the model has one, is applied.
+    cos, sin : Tensor [B or 1, N, D], of the current tokens.
+    scale : what scores are multiplied with.
+    kv_start : int32 Tensor [B] or None
+        Padded positions before each sequence; None without padding.
+    cache : this layer's cache object (transformers' ``CacheLayerMixin``), already updated, or None.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_nope: Tensor
+    k_nope: Tensor
+    cos: Tensor
+    sin: Tensor
+    scale: float
+    kv_start: Tensor | None
+    cache: Any
+
+    @property
+    def num_queries(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def num_keys(self) -> int:
+        return self.k.shape[2]
+
+
+Attend = Callable[[LayerInputs], Tensor]
+"""From a layer's inputs to its attention output ``[B, Hq, N, D]``."""
+
+
+class _LayerTap:
+    """The hooks of one attention module; holds q and k before RoPE from their projection until they are attended."""
+
+    def __init__(self, module: Any, attend: Attend) -> None:
+        self.attend = attend
+        self.q_nope = self.k_nope = self.position_embeddings = self.past_key_values = None
+        self.handles = [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True),
+            getattr(module, "q_norm", module.q_proj).register_forward_hook(self._keep_q),
+            getattr(module, "k_norm", module.k_proj).register_forward_hook(self._keep_k),
+        ]
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        self.position_embeddings, self.past_key_values = kwargs["position_embeddings"], kwargs.get("past_key_values")
+        return args, {**kwargs, IMPLEMENTATION: self}  # unknown keywords reach the attention function
+
+    def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
+        self.q_nope = output
+
+    def _keep_k(self, module: nn.Module, args: tuple, output: Tensor) -> None:
+        self.k_nope = output
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, scale: float) -> Tensor:
+        assert self.q_nope is not None
+        assert self.k_nope is not None
+        assert self.position_embeddings is not None
+        batch, _, tokens, size = q.shape
+        inputs = LayerInputs(
+            layer=layer,
+            q=q,
+            k=k,
+            v=v,
+            q_nope=self.q_nope.view(batch, tokens, -1, size).transpose(1, 2),
+            k_nope=self.k_nope.view(batch, tokens, -1, size).transpose(1, 2),
+            cos=self.position_embeddings[0],
+            sin=self.position_embeddings[1],
+            scale=scale,
+            kv_start=kv_start,
+            cache=self.past_key_values.layers[layer] if self.past_key_values is not None else None,
+        )
+        self.clear()
+        return self.attend(inputs)
+
+    def clear(self) -> None:
+        """Drop references, so that nothing of a layer outlives it."""
+        self.q_nope = self.k_nope = self.position_embeddings = self.past_key_values = None
+
+    def remove(self) -> None:
+        self.clear()
+        for handle in self.handles:
+            handle.remove()
+
+
+def _tapped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    msattn_tap: _LayerTap,
+    **unused: object,  # what transformers passes to every attention function
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls; ``attention_mask`` is what :func:`_left_padding` made."""
+    if attention_mask is not None and attention_mask.ndim != 1:
+        raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
+    out = msattn_tap(int(module.layer_idx), query, key, value, attention_mask, scaling)  # pyright: ignore[reportArgumentType]
+    return out.transpose(1, 2), None
+
+
+def _left_padding(
+    *,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: Tensor | None,
+    q_offset: int | Tensor | None = None,
+    kv_offset: int = 0,
+    **unused: object,  # what transformers passes to every mask function
+) -> Tensor | None:
+    """The mask function that transformers calls: a 2D padding mask becomes ``kv_start``, None where there is no padding."""
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is not causal_mask_function:
+        raise UserError("position_ids: packed sequences are not supported; one sequence a row, padded on the left")
+    if isinstance(q_offset, Tensor) or kv_offset != 0 or (q_offset is not None and q_offset + q_length != kv_length):
+        raise UserError("past_key_values: accepted is a cache that grows (DynamicCache), not a static or a sliding one")
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length:
+        shape = tuple(attention_mask.shape)
+        raise UserError(f"attention_mask of shape {shape}: accepted is [batch, {kv_length}], the cached tokens included")
+    if attention_mask.all():
+        return None
+    kv_start = kv_length - attention_mask.sum(dim=1)
+    positions = torch.arange(kv_length, device=attention_mask.device)
+    if not torch.equal(attention_mask.bool(), positions >= kv_start[:, None]):
+        raise UserError("attention_mask: accepted is left padding only (tokenizer.padding_side='left'), without holes")
+    return kv_start.to(torch.int32)
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _left_padding)
+
+
+@contextmanager
+def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
+    """Let ``attend`` compute the attention of every layer of ``model`` while the context lasts.
+
+    Works under ``generate`` with a growing cache, with left padding, with and without gradients. Nothing of a layer is held
+    once its attention is done.
+
+    Parameters
+    ----------
+    model : a Llama, Mistral, Qwen2 or Qwen3 decoder, with or without its language model head
+    attend : called once a layer and forward pass
+
+    Raises
+    ------
+    UserError : the model is tapped already; while running: right padding, 4D masks, packed sequences, static caches.
+    """
+    _register()
+    before = model.config._attn_implementation
+    if before == IMPLEMENTATION:
+        raise UserError("model: it is tapped (or attached) already; leave that context first")
+    taps: list[_LayerTap] = []
+    try:
+        for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            taps.append(_LayerTap(layer.self_attn, attend))
+        model.config._attn_implementation = IMPLEMENTATION
+        yield
+    finally:
+        model.config._attn_implementation = before
+        for item in taps:
+            item.remove()
+
+
+def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> Tensor:
+    """Forward pass without the language model head.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    input_ids : LongTensor [B, N]
+    inputs : further arguments of the model's forward, such as ``attention_mask``; ``use_cache`` is off unless given
+
+    Returns
+    -------
+    Tensor [B, N, hidden] : the last hidden states. Frozen parameters keep no graph; ``torch.no_grad`` is the caller's choice.
+    """
+    return model.base_model(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
+
+
+def dense_attention(x: LayerInputs) -> Tensor:
+    """Exact causal attention of ``x`` through PyTorch's SDPA: ``[B, Hq, N, D]``.
+
+    Bottom-right aligned when there are more keys than queries. Padded queries return 0, never NaN.
+    """
+    if x.num_queries == 1:
+        return _dense_decode(x)
+    if x.kv_start is None:
+        return _causal(x.q, x.k, x.v, x.scale)
+    past = x.num_keys - x.num_queries
+    out = torch.zeros_like(x.q)
+    for b, start in enumerate(x.kv_start.tolist()):  # a row of a padded batch is the unpadded sequence
+        first = max(start - past, 0)
+        if first < x.num_queries:
+            row = slice(b, b + 1)
+            out[row, :, first:] = _causal(x.q[row, :, first:], x.k[row, :, start:], x.v[row, :, start:], x.scale)
+    return out
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if q.is_cuda and q.dtype == torch.float32:  # SDPA's only memory-bounded fp32 kernel wants as many key heads as queries
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    gqa = q.shape[1] != k.shape[1]
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias: Any = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
+
+
+def _dense_decode(x: LayerInputs) -> Tensor:
+    """One query a head: a group's queries become the rows of its key head, which SDPA serves with a padding mask too."""
+    batch, _, _, size = x.q.shape
+    q = x.q.reshape(batch, x.k.shape[1], -1, size)
+    if x.kv_start is None:
+        return F.scaled_dot_product_attention(q, x.k, x.v, scale=x.scale).reshape(x.q.shape)
+    visible = torch.arange(x.num_keys, device=q.device) >= x.kv_start[:, None]
+    empty = ~visible.any(dim=1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, x.k, x.v, attn_mask=(visible | empty)[:, None, None], scale=x.scale)
+    return out.masked_fill(empty[:, None, None], 0).reshape(x.q.shape)
