@@ -1,7 +1,8 @@
 """Kernels beside their peers on this machine: a small timing core, one row a measurement, and a sweep over tiles.
 
-A measurement is only taken after the kernel agreed with its reference on a slice of the same kind of input. Times are medians with
-quartiles; each comes with the ratio to the peers of the same run, because a machine's clock drifts more than kernels differ.
+A measurement is only taken after the kernel agreed with its reference on a slice of the same kind of input. Times are
+medians with quartiles; each comes with the ratio to the peers of the same run, because a machine's clock drifts more than
+kernels differ.
 
     python -m msattn.kernels.bench --op block_sparse_attention --lengths 8192 32768 131072 --out rows.csv
     python -m msattn.kernels.bench --op maxpool_attention --lengths 32768 --sweep
@@ -74,7 +75,7 @@ class Row:
 
 
 def time_ms(fn: Callable[[], object], repeats: int = 20, budget_s: float = 5.0) -> Milliseconds:
-    """Time ``fn`` by itself, warm: CUDA events on a GPU, else the clock. At least 5 repeats, fewer than asked if they take long."""
+    """Time ``fn`` by itself, warm: CUDA events on a GPU, else the clock. 5 repeats or more, but few long ones."""
     fn()
     start = time.perf_counter()
     fn()
@@ -183,7 +184,7 @@ def maxpool_attention(shape: Shape, tile: tuned.Tile | None) -> Iterator[Candida
 
 
 def block_sparse_attention(shape: Shape, tile: tuned.Tile | None) -> Iterator[Candidate]:
-    """Random masks of each query head, the diagonal included, at 90, 80 and 50 % sparsity; and one mask a query group at 90 %."""
+    """Random masks of each query head with the diagonal, at 90, 80 and 50 % sparsity; and one mask a query group at 90 %."""
     from msattn.kernels import block_sparse_attention as op
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
@@ -211,7 +212,9 @@ def bucket_decode(shape: Shape, tile: tuned.Tile | None) -> Iterator[Candidate]:
             if tile is None:
                 out = op.bucket_decode(q, k, v, index, probes, recent=recent)
             else:
-                out = op.launch(q, k, v, *index, probes, None, recent, 1, shape.head_size**-0.5, None, None, tile)
+                out = op.launch(
+                    q, k, v, index.offsets, index.order, probes, None, recent, 1, shape.head_size**-0.5, None, None, tile
+                )
         return out
 
     def inputs(shape: Shape, layers: int, num_buckets: int, recent: int) -> list[tuple[Any, ...]]:
@@ -329,9 +332,12 @@ def measure(operation: str, shape: Shape, tiles: list[tuned.Tile | None]) -> Ite
 
     def row(candidate: Candidate) -> Row:
         took = timed(candidate)
+        quartiles = {"ms": took.median, "q1": took.q1, "q3": took.q3}
         ratios = {f"times_{name}": round(dense.get(name, float("nan")) / took.median, 3) for name in ("flash", "cudnn")}
-        memory = peak_memory_gb(candidate.call)
-        return Row(operation, candidate.variant, shape.length, candidate.sparsity, *took, memory, **ratios, **where)
+        return Row(
+            op=operation, variant=candidate.variant, length=shape.length, sparsity=candidate.sparsity, **quartiles,
+            memory_gb=peak_memory_gb(candidate.call), **ratios, **where,
+        )  # fmt: skip
 
     for candidate in PEERS.get(operation, prefill_peers)(shape):
         dense[candidate.variant] = timed(candidate).median
@@ -378,7 +384,9 @@ def main(arguments: list[str] | None = None) -> None:
     for operation in options.op:
         tiles: list[tuned.Tile | None] = [*SWEEPS[operation]] if options.sweep else [None]
         for length in options.lengths:
-            shape = Shape(length, *options.heads, options.head_size, getattr(torch, options.dtype), options.device)
+            q_heads, kv_heads = options.heads
+            dtype = getattr(torch, options.dtype)
+            shape = Shape(length, q_heads, kv_heads, options.head_size, dtype, options.device)
             for row in measure(operation, shape, tiles):
                 rows.append(row)
                 writer.writerow(dataclasses.astuple(row))

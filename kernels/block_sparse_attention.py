@@ -108,7 +108,8 @@ def _operator(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
-        return launch(q, k, v, block_mask, kv_start, block_size, causal, scale)
+        with torch.cuda.device_of(q):
+            return launch(q, k, v, block_mask, kv_start, block_size, causal, scale)
     return reference.block_sparse_attention(
         q, k, v, block_mask, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start
     )

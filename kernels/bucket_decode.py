@@ -269,8 +269,8 @@ def _split_kernel(
 def _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL: tl.constexpr):
     """Begin and size ``[BL]`` of the buckets that ``probes[first : first + BL]`` name; size 0 for -1 and for repetitions.
 
-    Only this round is searched for repetitions: a loop over the earlier ones, inside the caller's loop, would hide the alignment
-    of K and V from the compiler, which then reads two bytes at a time.
+    Only this round is searched for repetitions: a loop over earlier ones, inside the caller's loop, would hide the alignment of
+    K and V from the compiler, which then reads two bytes at a time.
     """
     slot = first + tl.arange(0, BL)
     bucket = tl.load(probes + slot, mask=slot < num_probes, other=-1)

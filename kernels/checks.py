@@ -6,6 +6,7 @@ The references, which run where looking is free, check them.
 
 import math
 import os
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from msattn.kernels.types import Backend, BucketIndex
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE = 256
+HAS_TRITON = find_spec("triton") is not None
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -23,12 +25,15 @@ def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Back
     Raises
     ------
     ValueError
-        For an unknown name, and for ``"triton"`` where it cannot run: fp64, or a CPU tensor without the interpreter.
+        For an unknown name, and for ``"triton"`` where it cannot run: no triton, fp64, or a CPU tensor without
+        the interpreter.
     """
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend={backend!r}: expected 'triton', 'torch' or None")
     chosen = backend or ("triton" if q.is_cuda else "torch")
     if chosen == "triton":
+        if not HAS_TRITON:
+            raise ValueError("backend='triton': triton is not installed here, use backend='torch'")
         if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 f"backend='triton' for a tensor on {q.device}: expected CUDA, or TRITON_INTERPRET=1 set before start"

@@ -97,7 +97,8 @@ def _operator(
     q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int, causal: bool, scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
-        return launch(q, k, v, kv_start, block_size, causal, scale)
+        with torch.cuda.device_of(q):
+            return launch(q, k, v, kv_start, block_size, causal, scale)
     return reference.maxpool_attention(q, k, v, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
 
 

@@ -44,7 +44,10 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
 
 @torch.library.custom_op("msattn::merge_states", mutates_args=())
 def _operator(outs: Tensor, lses: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    return launch(outs, lses) if backend == "triton" else reference.merge_states(outs, lses)
+    if backend == "torch":
+        return reference.merge_states(outs, lses)
+    with torch.cuda.device_of(outs):
+        return launch(outs, lses)
 
 
 @_operator.register_fake

@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import triton.language as tl
 
-    triton: Any  # a checker takes a launch, kernel[grid](...), for a call of the kernel
+    triton: Any = None  # else a checker takes a launch, kernel[grid](...), for a call of the kernel
 else:
     try:
         import triton

@@ -145,8 +145,8 @@ def _selected(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """What a block mask selects, some R row blocks at a time: those with lists of like length go together.
 
-    Yields sequence ``b [R, 1]`` and query head ``h [R, 1]``, queries ``i [R, block]`` and keys ``j [R, S]``, which of the queries
-    exist ``[R, block]``, and which of the keys they see ``[R, block, S]``.
+    Yields sequence ``b [R, 1]`` and query head ``h [R, 1]``, queries ``i [R, block]`` and keys ``j [R, S]``, which of the
+    queries exist ``[R, block]``, and which of the keys they see ``[R, block, S]``.
     """
     within = torch.arange(block_size, device=q.device)
     mask = block_mask.expand(q.shape[0], -1, -1, -1)

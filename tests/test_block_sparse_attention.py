@@ -80,8 +80,8 @@ def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
     mask = random_block_mask(1, 2, 5, 5, 0.5, device)
     alone = block_sparse_attention(q, k, v, mask[:, :, :4, :4], block_size=32, backend=backend)
     pad = 45
-    padded = [torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in (q, k, v)]
-    got = block_sparse_attention(*padded, mask, block_size=32, kv_start=starts([pad], device), backend=backend)
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in (q, k, v))
+    got = block_sparse_attention(q, k, v, mask, block_size=32, kv_start=starts([pad], device), backend=backend)
     assert (got.out[:, :, :pad] == 0).all()
     assert (got.lse[:, :, :pad] == -torch.inf).all()
     torch.testing.assert_close(got.out[:, :, pad:], alone.out)
@@ -158,12 +158,12 @@ def test_operator(backend: Backend, device: str) -> None:
 def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
     """Through out and lse, against autograd of dense fp64 attention; rows that see nothing get exactly 0."""
     case = Case(2, 4, 2, 40, 40, 8, torch.float64, True, padding, 16)
-    inputs = [x.requires_grad_() for x in case.qkv()]
+    q, k, v = inputs = [x.requires_grad_() for x in case.qkv()]
     mask = random_block_mask(2, 2, *case.blocks, 0.4)
     mask[1, 0, 1] = False
     seen = seen_tokens(mask, case, "cpu")
-    got = block_sparse_attention(*inputs, mask, **case.options())
-    want = dense_attention(*inputs, seen)
+    got = block_sparse_attention(q, k, v, mask, **case.options())
+    want = dense_attention(q, k, v, seen)
     dout, dlse = torch.randn_like(got.out), torch.randn_like(got.lse)
     empty = ~seen.any(-1)
 
@@ -171,7 +171,7 @@ def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
         loss = (out * dout).sum() + (lse.masked_fill(empty, 0) * dlse).sum()
         return torch.autograd.grad(loss, inputs)
 
-    exact = dense_attention(*inputs, seen | empty[..., None])  # no NaN from rows that see nothing: they count as 0 below
+    exact = dense_attention(q, k, v, seen | empty[..., None])  # no NaN from rows that see nothing: they count as 0 below
     torch.testing.assert_close(got, (want.out, want.lse))
     wanted = gradients(exact.out * ~empty[..., None], exact.lse)
     gotten = gradients(*got)
@@ -183,11 +183,11 @@ def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
 def test_gradients_compile_and_are_checked() -> None:
     from msattn.kernels import block_sparse_attention as module
 
-    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=8, dtype=torch.float64)]
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=8, dtype=torch.float64)]
     mask = random_block_mask(1, 1, 3, 3, 0.5)
     torch.library.opcheck(module._operator, (*inputs, mask, None, 16, True, 0.3, "torch"))
     compiled = torch.compile(block_sparse_attention, fullgraph=True)
-    got, want = (f(*inputs, mask, block_size=16).out.sum() for f in (compiled, block_sparse_attention))
+    got, want = (f(q, k, v, mask, block_size=16).out.sum() for f in (compiled, block_sparse_attention))
     torch.testing.assert_close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs))
 
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from msattn.kernels import bucket_decode as module
 from msattn.kernels import reference
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.testing import assert_within_budget, bucket_index, dense_attention, random_buckets, random_qkv, starts
-from msattn.kernels.types import BucketIndex
-from torch import Tensor
+from msattn.kernels.types import Backend, BucketIndex
 
 BACKENDS = ["torch", "triton"]
 HALF, FULL = torch.float16, torch.float32
@@ -64,7 +65,7 @@ def keys_read(case: Case, index: BucketIndex, probes: Tensor) -> Tensor:
     return read.to(probes.device)
 
 
-def check(case: Case, backend: str, device: str) -> None:
+def check(case: Case, backend: Backend, device: str) -> None:
     q, k, v, index, probes = case.inputs(device)
     read = keys_read(case, index, probes)
     seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
@@ -98,7 +99,7 @@ CASES = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_fp64(case: Case, backend: str, device: str, poisoned: None) -> None:
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
     check(case, backend, device)
 
 
@@ -122,7 +123,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_keys: int, poisone
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_read(backend: str, device: str) -> None:
+def test_nothing_to_read(backend: Backend, device: str) -> None:
     q, k, v, index, _ = Case(2, 4, 2, 40, 64).inputs(device)
     none = torch.full((2, 2, 3), -1, dtype=torch.int32, device=device)
     got = bucket_decode(q, k, v, index, none, recent=0, sink=0, backend=backend)
@@ -131,7 +132,7 @@ def test_nothing_to_read(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_buckets_are_dense_attention(backend: str, device: str) -> None:
+def test_all_buckets_are_dense_attention(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(2, 4, 2, 1, 130, device=device)
     index = bucket_index(random_buckets(2, 2, 130, 70, device).clamp(min=0), 70)
     probes = torch.arange(70, dtype=torch.int32, device=device).expand(2, 2, -1)
@@ -164,7 +165,7 @@ def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, re
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_index_may_list_what_is_no_key(backend: str, device: str) -> None:
+def test_index_may_list_what_is_no_key(backend: Backend, device: str) -> None:
     """Entries before the sequence, past its filled part and past the cache are passed over."""
     q, k, v = random_qkv(1, 1, 1, 1, 20, device=device)
     order = torch.tensor([[[-3, 0, 1, 7, 12, 19, 40]]], dtype=torch.int32, device=device)
@@ -177,28 +178,29 @@ def test_index_may_list_what_is_no_key(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_equals_unpadded(backend: str, device: str) -> None:
+def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
     """A row of a padded batch gives what the sequence gives alone."""
     case = Case(1, 4, 2, 100, 64)
     q, k, v, index, probes = case.inputs(device)
     alone = bucket_decode(q, k, v, index, probes, recent=9, backend=backend)
     left, right = 45, 20
-    padded = [torch.nn.functional.pad(x, (0, 0, left, right), value=float("nan")) for x in (k, v)]
-    lengths = {"kv_start": starts([left], device), "kv_len": starts([left + 100], device)}
+    wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, left, right), value=float("nan")) for x in (k, v))
+    lengths: dict[str, Any] = {"kv_start": starts([left], device), "kv_len": starts([left + 100], device)}
     moved = BucketIndex(index.offsets, index.order + left)
-    got = bucket_decode(q, *padded, moved, probes, recent=9, **lengths, backend=backend)
+    got = bucket_decode(q, wide_k, wide_v, moved, probes, recent=9, **lengths, backend=backend)
     for x, y in zip(got, alone, strict=True):
         torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: str, device: str) -> None:
+def test_operator(backend: Backend, device: str) -> None:
     q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     recent, lengths = starts([5, 9], device), starts([70, 30], device)
     arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, None, lengths, backend)
     torch.library.opcheck(module._operator, arguments)
     compiled = torch.compile(bucket_decode, fullgraph=True)
-    for options in ({"recent": recent, "kv_len": lengths}, {"recent": 5}):
+    choices: list[dict[str, Any]] = [{"recent": recent, "kv_len": lengths}, {"recent": 5}]
+    for options in choices:
         got = compiled(q, k, v, index, probes, **options, backend=backend)
         for x, y in zip(got, bucket_decode(q, k, v, index, probes, **options, backend=backend), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
@@ -217,7 +219,7 @@ def test_reads_views(device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_has_no_gradient(backend: str, device: str) -> None:
+def test_has_no_gradient(backend: Backend, device: str) -> None:
     q, k, v, index, probes = Case(1, 2, 1, 20, 64).inputs(device)
     out = bucket_decode(q.requires_grad_(), k, v, index, probes, recent=3, backend=backend).out
     with pytest.raises(NotImplementedError, match="no gradient"):
@@ -284,14 +286,14 @@ def test_cuda_graph() -> None:
     """A captured step follows probes, lengths, window and index that change in place."""
     case = Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8)
     q, k, v, index, probes = case.inputs("cuda")
-    recent, kv_len = starts([9, 30], "cuda"), starts([400, 300], "cuda")
+    recent, kv_len = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([9, 30], [400, 300]))
     bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len)
     probes.random_(-1, 32)
-    recent.copy_(starts([64, 1], "cuda"))
-    kv_len.copy_(starts([500, 1], "cuda"))
+    recent.copy_(torch.tensor([64, 1]))
+    kv_len.copy_(torch.tensor([500, 1]))
     for x, y in zip(index, bucket_index(random_buckets(2, 2, 500, 32, "cuda", seed=1), 32), strict=True):
         x.copy_(y)
     graph.replay()

@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from msattn.kernels import bucket_mass as module
 from msattn.kernels import reference
 from msattn.kernels.bucket_mass import bucket_mass, tile_keys
 from msattn.kernels.testing import assert_within_budget, dense_attention, random_buckets, random_qkv
-from torch import Tensor
+from msattn.kernels.types import Backend
 
 BACKENDS = ["torch", "triton"]
 HALF, FULL = torch.float16, torch.float32
@@ -57,7 +59,7 @@ def by_bucket(probs: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
     return probs @ member.repeat_interleave(probs.shape[1] // buckets.shape[1], 1).to(probs.dtype)
 
 
-def check(case: Case, backend: str, device: str) -> None:
+def check(case: Case, backend: Backend, device: str) -> None:
     q, k, buckets = case.inputs(device)
     q_pos, k_pos = case.positions(device)
     distance = q_pos[:, None].long() - k_pos[None, :].long()
@@ -99,7 +101,7 @@ CASES = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_fp64(case: Case, backend: str, device: str, poisoned: None) -> None:
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
     check(case, backend, device)
 
 
@@ -163,7 +165,7 @@ def test_tiles_hold_each_key_once(num_keys: int, num_buckets: int, size: int, se
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_left(backend: str, device: str) -> None:
+def test_nothing_left(backend: Backend, device: str) -> None:
     q, k, _ = random_qkv(1, 2, 1, 5, 20, device=device)
     got = bucket_mass(q, k, torch.full((1, 1, 20), -1, dtype=torch.int32, device=device), num_buckets=7, backend=backend)
     assert (got.mass == 0).all()
@@ -172,7 +174,7 @@ def test_nothing_left(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: str, device: str) -> None:
+def test_operator(backend: Backend, device: str) -> None:
     q, k, buckets = Case(1, 4, 2, 20, 70, 64).inputs(device)
     torch.library.opcheck(module._operator, (q, k, buckets, None, None, 10, True, 0.1, 3, backend))
     compiled = torch.compile(bucket_mass, fullgraph=True)
@@ -192,7 +194,7 @@ def test_reads_views(device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_has_no_gradient(backend: str, device: str) -> None:
+def test_has_no_gradient(backend: Backend, device: str) -> None:
     q, k, buckets = Case(1, 2, 1, 5, 20, 64).inputs(device)
     mass = bucket_mass(q.requires_grad_(), k, buckets, num_buckets=10, backend=backend).mass
     with pytest.raises(NotImplementedError, match="no gradient"):

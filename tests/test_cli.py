@@ -1,9 +1,9 @@
 """The command line: speed, exit codes, one clear line for each mistake, sweeps, completion."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def _spent_by_children() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
 def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom msattn.cli import main\ntry: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
@@ -56,10 +61,10 @@ def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     seconds = []
-    for _ in range(5):  # the best of five: other processes share this machine
-        start = time.perf_counter()
+    for _ in range(5):  # processor time, the best of five: other processes share this machine
+        start = _spent_by_children()
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_spent_by_children() - start)
         assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
     assert min(seconds) < 0.3

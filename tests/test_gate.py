@@ -13,12 +13,12 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models, rope
 from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import block_softmax, visible_blocks
+from msattn.trainer.seer.blocks import block_softmax, diagonal_blocks, visible_blocks
 from msattn.trainer.seer.blocks import sparsity as realised
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.distill import GateDistiller, gate_loss, health
 from msattn.trainer.seer.gate import INITIAL_SCALE, AttnGate, Gate, matching_dimensions
-from msattn.trainer.seer.select import Selection
+from msattn.trainer.seer.select import Selection, TopK
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 from tests.factory import random_tokens, tiny_config, tiny_model
 
@@ -277,17 +277,20 @@ def test_training_brings_recall_nearer_to_the_oracle(loss):
         assert trained[name] == pytest.approx(sum(layers) / 2)
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.75])
 @pytest.mark.parametrize("sparsity", [0.0, 0.03, 0.4, 0.62, 0.8])
-def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity):
+def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity, floor):
     model = tiny_model(initializer_range=0.3)
     gate = noisy_gate(config(), std=0.2)
     ids = topical_tokens(4, 16, seed=2)
-    gate.thresholds = calibrate(gate, model, [{"input_ids": row} for row in ids])
+    gate.thresholds = calibrate(gate, model, [{"input_ids": row} for row in ids], floor)
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
-    visible = visible_blocks(256, 256, BLOCK, None, CPU)
+    visible, diagonal = (blocks(256, 256, BLOCK, None, CPU) for blocks in (visible_blocks, diagonal_blocks))
     for x in passes(model, ids):
         mask = selection.mask(x)
+        # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
         assert realised(mask, visible).item() == pytest.approx(sparsity, abs=0.02)
+        assert (TopK(1 - (1 - sparsity) * floor)(gate.scores(x), visible, diagonal) <= mask).all()
         counts = mask.sum((0, 2, 3))
         assert sparsity == 0 or counts.min() < counts.max()  # heads have budgets of their own
 

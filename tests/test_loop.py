@@ -83,15 +83,20 @@ def weights(module: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for weight in module.parameters()]
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
+    """The weights that a run in one go ends with."""
+    module = Regression()
+    run(module, tmp_path_factory.mktemp("whole"))
+    return weights(module)
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("stopped_after", [5, 9, 11])  # the 10 items are passed over 4.8 times: also within a later pass
-def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int) -> None:
-    whole = Regression()
-    run(whole, tmp_path / "whole")
-
+def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterrupted: list[Tensor]) -> None:
     class Stopped(Exception):
         pass
 
@@ -106,15 +111,15 @@ def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int) -> None:
 
     cut.register_forward_pre_hook(stop)
     with pytest.raises(Stopped):
-        run(cut, tmp_path / "cut")
+        run(cut, tmp_path)
     again = Regression()
-    summary = run(again, tmp_path / "cut", resume=True)
+    summary = run(again, tmp_path, resume=True)
     assert again.calls == 2 * (12 - stopped_after // 4 * 4)
     assert summary.steps == 12
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
 
 
-def test_kill_while_saving_falls_back_to_the_complete_checkpoint(tmp_path: Path) -> None:
+def test_kill_while_saving_falls_back_to_the_complete_checkpoint(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
     script = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -134,10 +139,9 @@ run(Regression(), Path({str(tmp_path)!r}))
     checkpoints = tmp_path / "checkpoints"
     assert (checkpoints / "checkpoint-8" / "model.safetensors").exists()
     assert newest_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
-    again, whole = Regression(), Regression()
+    again = Regression()
     run(again, tmp_path, resume=True)
-    run(whole, tmp_path / "whole")
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
 
 
 def test_a_finished_run_is_read_back_without_a_step(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_a_finished_run_is_read_back_without_a_step(tmp_path: Path) -> None:
 def test_nan_stops_the_run_and_names_the_part(tmp_path: Path, part: str) -> None:
     module = Regression()
     module.poison = (2 * 6 + 1, part)
-    with pytest.raises(TrainingDiverged, match=f"the loss of {part} is not finite at step 8.*checkpoint-4"):
+    with pytest.raises(TrainingDiverged, match=f"the loss of {part} is not finite, seen at step 8.*checkpoint-4"):
         run(module, tmp_path, replace(TRAIN, log_every=100))
     assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
 
@@ -169,23 +173,22 @@ def test_an_infinite_gradient_never_reaches_a_checkpoint(tmp_path: Path) -> None
     assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
 
 
-def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
     usual = signal.getsignal(signal.SIGINT)
     module = Regression()
     module.interrupt_at = 2 * 5 + 1  # within step 6
     with pytest.raises(KeyboardInterrupt, match=r"after step 6 of 12.*resume=true"):
         run(module, tmp_path)
     assert signal.getsignal(signal.SIGINT) is usual
-    again, whole = Regression(), Regression()
+    again = Regression()
     run(again, tmp_path, resume=True)
     assert again.calls == 2 * 6
-    run(whole, tmp_path / "whole")
-    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(again), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
 
 
 def test_accumulated_batches_equal_whole_ones(tmp_path: Path) -> None:
     # A forward with **kwargs must not switch the division by the number of micro-batches off.
-    train = replace(TRAIN, max_grad_norm=0.0)
+    train = replace(TRAIN, max_grad_norm=0.0, steps=6)
     split, whole = Regression(dropout=0.0), Regression(dropout=0.0)
     run(split, tmp_path / "split", replace(train, micro_batch_size=1))
     run(whole, tmp_path / "whole", replace(train, micro_batch_size=4))
@@ -231,7 +234,7 @@ def test_adam_decays_inside_the_gradient(tmp_path: Path) -> None:
     results: dict[str, list[Tensor]] = {}
     for optimizer in ("adam", "adamw"):
         module = Regression()
-        run(module, tmp_path / optimizer, optimizer=optimizer)
+        run(module, tmp_path / optimizer, replace(TRAIN, steps=2), optimizer=optimizer)
         results[optimizer] = weights(module)
     assert not torch.equal(results["adam"][0], results["adamw"][0])
 
@@ -246,16 +249,17 @@ def test_bad_settings_are_refused(tmp_path: Path, change: dict[str, Any], named:
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
-    run(Regression(), tmp_path)
+    train = replace(TRAIN, steps=1)
+    run(Regression(), tmp_path, train)
     with pytest.raises(UserError, match=r"lr=0\.01, not 0\.02"):
-        run(Regression(), tmp_path, replace(TRAIN, lr=0.02), resume=True)
+        run(Regression(), tmp_path, replace(train, lr=0.02), resume=True)
     wider = nn.ModuleDict({"other": nn.Linear(2, 2)})
     with pytest.raises(UserError, match="does not fit the module"):
-        run(wider, tmp_path, resume=True)
+        run(wider, tmp_path, train, resume=True)
 
 
 def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:
-    run(Regression(), tmp_path)
+    run(Regression(), tmp_path, replace(TRAIN, steps=4))
     run(Regression(), tmp_path, replace(TRAIN, steps=3))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-3"]
 

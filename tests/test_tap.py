@@ -156,8 +156,8 @@ def test_dense_attention_on_the_gpu(dtype: torch.dtype) -> None:
         start = None if x.kv_start is None else x.kv_start.cpu()
         out = dense_attention(x)
         expected = dense_attention(replace(x, **exact, kv_start=start))
-        rounding = torch.finfo(dtype).eps * float(exact["v"].abs().max())  # probabilities and output are rounded once each
-        torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=4 * max(rounding, 1e-6))
+        error = 2 * torch.finfo(dtype).eps + 1e-5  # probabilities and output rounded; fp32 scores of some tens
+        torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=error * float(exact["v"].abs().max()))
         return out
 
     with tap(model, attend):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msattn import __version__
 from msattn.trainer.errors import UserError
 
 FORMAT_VERSION = 1
@@ -204,9 +205,14 @@ def _finite(figures: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
+    import transformers
 
-    return {"python": platform.python_version()} | {name: version(name) for name in ("msattn", "torch", "transformers")}
+    return {
+        "msattn": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def read(path: str | Path, kind: str | None = None) -> Artifact:

@@ -48,9 +48,11 @@ class Suits:
     qmodel_hidden : width of the query classifier.
     qmodel_steps, qmodel_lr : its optimizer steps and learning rate.
     gate_lr, gate_steps, gate_batch : learning rate of the gates, optimizer steps, chunks a step.
+    gate_loss, gate_q_pool, gate_k_pool : their loss and poolings.
     kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, whose queries are learnt from.
     probes : buckets visited a query.
     recent : dense window, in tokens.
+    needles : whether training text has needles woven in.
     eval_chunks : held-out chunks that perplexity is measured on.
     needle_samples : needles a cell of the depth x length grid.
     eval_probes : the numbers of probes at which routing is measured (0: the dense window alone).
@@ -65,10 +67,14 @@ class Suits:
     gate_lr: float = 1e-3
     gate_steps: int = 500
     gate_batch: int = 16
+    gate_loss: str = "mse"
+    gate_q_pool: list[str] = field(default_factory=lambda: ["avg"])
+    gate_k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
     kmeans_prompts: int = 8
     qmodel_prompts: int = 48
     probes: int = 32
     recent: int = 2047
+    needles: bool = False
     eval_chunks: int = 16
     needle_samples: int = 8
     eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32])
@@ -115,10 +121,13 @@ class DataConfig:
     ----------
     source : ``stdlib`` (the running interpreter's library), ``text`` (local files) or ``hub`` (streamed).
     path : file, folder or glob of txt, jsonl or parquet, .gz and .zst too (``text``); dataset id (``hub``).
-    heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, by a hash of their name.
+    heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, by a hash of their name, or the
+        last tenth of a lone document.
     subset, split, column : of a Hub dataset; ``column`` also of jsonl and parquet.
     seq_len : tokens a chunk.
     num_chunks : at most so many chunks (None: all; a streamed source needs a number).
+    needles : weave sentences into the text that are said once and again much later, as the embedded model was trained on:
+        plain text seldom asks for what ``eval=needle`` asks for.
     """
 
     source: str
@@ -129,6 +138,7 @@ class DataConfig:
     column: str = "text"
     seq_len: int = 4096
     num_chunks: int | None = None
+    needles: bool = False
 
     def __post_init__(self) -> None:
         _one_of("data.source", self.source, ("stdlib", "text", "hub"))

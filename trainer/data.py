@@ -11,7 +11,7 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from msattn.trainer.config import DataConfig
+from msattn.trainer.embedded.tasks import scatter_needles
 from msattn.trainer.errors import UserError
 
-HELD_OUT_SHARE = 10  # one document in so many
+HELD_OUT_SHARE = 10  # one document in so many, or the last one in so many of a lone document's characters
 _SUFFIXES = (".txt", ".jsonl", ".parquet")
 _ENCODE_AT_ONCE = 64  # documents
 
@@ -39,23 +40,52 @@ class Document:
 def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     """The training documents of ``cfg``, or the held-out ones, in a fixed order.
 
+    ``cfg.heldout_path`` names held-out documents of their own. Without it a tenth of the documents is held out, by a hash of
+    their names; where that leaves one side with none (a lone document, or a few), the last tenth of each one's text is.
+    ``cfg.needles`` weaves sentences into either side (:func:`msattn.trainer.embedded.tasks.scatter_needles`).
+
     Raises
     ------
-    UserError : a path that does not exist or holds no text file, a file that is not UTF-8 (named with the byte), a missing
-        column, a Hub dataset that does not load.
+    UserError : a path that does not exist or holds no text file, a file that is not UTF-8 (named with the byte), damaged
+        or of another kind, a missing column, a Hub dataset that does not load.
     """
+    for document in _plain(cfg, heldout=heldout):
+        yield Document(document.name, scatter_needles(document.text, document.name)) if cfg.needles else document
+
+
+def _plain(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
+    """The documents as they stand."""
     if cfg.source == "text" and cfg.heldout_path is not None:
-        yield from _local(
-            "data.heldout_path" if heldout else "data.path", cfg.heldout_path if heldout else cfg.path, cfg.column
-        )
+        key, path = ("data.heldout_path", cfg.heldout_path) if heldout else ("data.path", str(cfg.path))
+        yield from _local(key, path, cfg.column)
         return
     if cfg.source == "stdlib":
         found = _library()
     elif cfg.source == "text":
-        found = _local("data.path", cfg.path, cfg.column)
+        found = _local("data.path", str(cfg.path), cfg.column)
     else:
         found = _hub(cfg)
-    yield from (document for document in found if is_held_out(document.name) == heldout)
+    yield from _side(found, heldout=heldout)
+
+
+def _side(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
+    """The training or the held-out side of ``found``; both have something."""
+    first: list[Document] = []
+    for document in found:
+        first.append(document)
+        if is_held_out(document.name) != is_held_out(first[0].name):
+            break
+    else:
+        for document in first:
+            cut = len(document.text) * (HELD_OUT_SHARE - 1) // HELD_OUT_SHARE
+            # Names of their own: the needles that are woven in are drawn from them.
+            yield (
+                Document(f"{document.name}, end", document.text[cut:])
+                if heldout
+                else Document(document.name, document.text[:cut])
+            )
+        return
+    yield from (document for document in chain(first, found) if is_held_out(document.name) == heldout)
 
 
 def is_held_out(name: str) -> bool:
@@ -73,25 +103,34 @@ def _library() -> Iterator[Document]:
             yield Document(".".join(parts), path.read_text(encoding="utf-8", errors="replace"))
 
 
-def _local(key: str, path: str | None, column: str) -> Iterator[Document]:
-    """Documents of a file, a folder (searched to the bottom) or a glob; a jsonl or parquet row is one document."""
-    root = Path(str(path)).expanduser()
+def _local(key: str, path: str, column: str) -> Iterator[Document]:
+    """Documents of a file, a folder (searched to the bottom) or a glob, without empty ones; a jsonl or parquet row is one."""
+    root = Path(path).expanduser()
     if root.is_dir():
         files = sorted(file for file in root.rglob("*") if file.is_file() and _kind(file) is not None)
+    elif root.is_file():  # its name may hold what a glob would take for a pattern
+        files = [root]
     else:
         files = sorted(Path(name) for name in glob.glob(str(root), recursive=True) if Path(name).is_file())
     if not files:
         raise UserError(f"{key}={path}: no such file, or no {', '.join(_SUFFIXES)} (.gz, .zst) file in it")
     for file in files:
         name = str(file.relative_to(root)) if root.is_dir() else file.name
-        kind = _kind(file)
-        if kind is None:
-            raise UserError(f"{key}={file}: accepted are {', '.join(_SUFFIXES)}, also packed as .gz or .zst")
-        if kind == ".txt":
-            yield Document(name, _text(file))
-        else:
-            rows = _parquet_rows(file, column) if kind == ".parquet" else _json_rows(file, column)
-            yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
+        for document in _read(file, name, column, f"{key}={file}"):
+            if document.text:
+                yield document
+
+
+def _read(file: Path, name: str, column: str, where: str) -> Iterator[Document]:
+    kind = _kind(file)
+    if kind is None:
+        raise UserError(f"{where}: accepted are {', '.join(_SUFFIXES)}, also packed as .gz or .zst")
+    content = _unpacked(file, where)
+    if kind == ".txt":
+        yield Document(name, _decoded(content, where))
+    else:
+        rows = _parquet_rows(content, column, where) if kind == ".parquet" else _json_rows(content, column, where)
+        yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
 
 
 def _kind(file: Path) -> str | None:
@@ -102,65 +141,73 @@ def _kind(file: Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in _SUFFIXES else None
 
 
-def _bytes(file: Path) -> bytes:
+def _unpacked(file: Path, where: str) -> bytes:
     import pyarrow
 
     try:
         with pyarrow.input_stream(str(file), compression="detect") as stream:  # unpacks .gz and .zst
             return stream.read()
     except OSError as error:
-        raise UserError(f"data.path={file}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
-def _text(file: Path) -> str:
+def _decoded(content: bytes, where: str) -> str:
     try:
-        return _bytes(file).decode("utf-8").replace("\r\n", "\n")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"data.path={file}: not UTF-8 at byte {error.start}") from error
+        raise UserError(f"{where}: not UTF-8 at byte {error.start}") from error
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-def _json_rows(file: Path, column: str) -> Iterator[str]:
-    for number, line in enumerate(_text(file).splitlines(), start=1):
+def _json_rows(content: bytes, column: str, where: str) -> Iterator[str]:
+    # Not splitlines(): it also splits at what may stand unescaped within a JSON string, as U+2028.
+    for number, line in enumerate(_decoded(content, where).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"data.path={file}: line {number} is not JSON ({error.msg})") from error
-        yield _column(row, column, f"{file}, line {number}")
+            raise UserError(f"{where}: line {number} is not JSON ({error.msg})") from error
+        yield _column(row, column, f"{where}, line {number}")
 
 
-def _parquet_rows(file: Path, column: str) -> Iterator[str]:
+def _parquet_rows(content: bytes, column: str, where: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(io.BytesIO(_bytes(file)))
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"data.path={file}: {error}") from error
-    for batch in table.iter_batches():
-        for row in batch.to_pylist():
-            yield _column(row, column, str(file))
+        table = pyarrow.parquet.ParquetFile(io.BytesIO(content))
+        names = table.schema_arrow.names
+        texts = table.read(columns=[column]).column(column).to_pylist() if column in names else []
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{where}: {error}") from error
+    if column not in names:
+        raise UserError(f"data.column={column}: {where} has no such column (there are: {', '.join(names)})")
+    for number, text in enumerate(texts):
+        yield _column({column: text}, column, f"{where}, row {number}")
 
 
 def _column(row: Any, column: str, where: str) -> str:
-    text = row.get(column) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"data.column={column}: {where} has no such text (there are: {names})")
-    return text
+    if not isinstance(row, dict) or column not in row:
+        names = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, no object"
+        raise UserError(f"data.column={column}: {where} has no such column (there are: {names})")
+    if not isinstance(row[column], str):
+        raise UserError(f"data.column={column}: {where} holds {row[column]!r:.40} there, not text")
+    return row[column]
 
 
 def _hub(cfg: DataConfig) -> Iterator[Document]:
     """A streamed Hub dataset, in its own order; a document's number is its name."""
-    import datasets
-
     try:
+        import datasets
+
         rows = datasets.load_dataset(str(cfg.path), cfg.subset, split=cfg.split, streaming=True)
+    except ModuleNotFoundError as error:
+        raise UserError(f"data=hub: {error}; pip install datasets, or data=text") from error
     except (OSError, ValueError) as error:
         raise UserError(f"data.path={cfg.path}: {error}") from error
     for number, row in enumerate(rows):
-        yield Document(f"{cfg.path}:{number}", _column(row, cfg.column, str(cfg.path)))
+        yield Document(f"{cfg.path}:{number}", _column(row, cfg.column, f"data.path={cfg.path}, row {number}"))
 
 
 class Chunks(Dataset[dict[str, Tensor]]):
@@ -224,6 +271,8 @@ def chunks(
         what = "held-out documents" if heldout else "documents"
         hint = "; data.heldout_path names others" if heldout and cfg.source == "text" else ""
         where = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source}"
+        if heldout and cfg.heldout_path is not None:
+            what, hint, where = "documents", "", f"data.heldout_path={cfg.heldout_path}"
         raise UserError(f"data.seq_len={seq_len}: the {what} of {where} hold only {len(tokens)} tokens{hint}")
     order = np.random.default_rng(seed).permutation(count)[:num_chunks]
     return Chunks(tokens[: count * seq_len].reshape(count, seq_len)[order], tokenizer)

@@ -6,55 +6,35 @@ not finite, and Ctrl-C that saves first. The step itself never waits for the dev
 they are logged or a checkpoint is due.
 """
 
-import json
-import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_model, save_model
+from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from msattn.trainer.checkpoints import (
+    WEIGHTS,
+    Summary,
+    load_weights,
+    newest_checkpoint,
+    outcome_of,
+    settings_of,
+    starting_point,
+)
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged, UserError
 from msattn.trainer.tracker import Tracker
+from msattn.trainer.watch import Watch
 
-WEIGHTS = "model.safetensors"
-MARKER = "complete.json"  # written last: a checkpoint without it was cut short and does not count
+__all__ = ["Summary", "TrainingDiverged", "fit", "newest_checkpoint"]
+
 _SCHEDULES = tuple(kind.value for kind in SchedulerType)
-# What may differ between a run and its continuation without changing the result.
-_FREE_TO_CHANGE = ("log_every", "save_every", "num_workers")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Outcome of :func:`fit`.
-
-    Attributes
-    ----------
-    steps : optimizer steps done, over all continuations.
-    seconds : wall-clock time, over all continuations.
-    losses : means since the line before the last: ``loss`` and one entry a part.
-    metrics : of the last evaluation.
-    """
-
-    steps: int
-    seconds: float
-    losses: dict[str, float]
-    metrics: dict[str, float]
 
 
 def fit(
@@ -76,7 +56,7 @@ def fit(
     Parameters
     ----------
     module : ``forward(**batch)`` returns a dict with ``loss`` (scalar, mean over the micro-batch) and, optionally, ``parts``
-        (name -> scalar) to be logged and watched. Only registered parameters and buffers are saved.
+        (name -> scalar, the same names each time) to be logged and watched. Only registered parameters and buffers are saved.
     dataset : map-style, its items a function of the index alone. Passed over as often as needed, each time in an order
         drawn from ``seed``.
     folder : work folder; checkpoints go to ``folder/checkpoints``.
@@ -95,16 +75,16 @@ def fit(
     """
     checkpoints = Path(folder) / "checkpoints"
     arguments = _arguments(train, checkpoints, device, seed)
-    settings = _settings(train, seed, optimizer, arguments.world_size)
-    last = _starting_point(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
-    done = _outcome(last) if last is not None else Summary(0, 0.0, {}, {})
+    settings = settings_of(train, seed, optimizer, arguments.world_size)
+    last = starting_point(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
+    done = outcome_of(last) if last is not None else Summary(0, 0.0, {}, {})
     if last is not None and done.steps >= train.steps:
-        _load_weights(module, last)
+        load_weights(module, last)
         return done
 
     if train.compile:
         module.compile(dynamic=False)
-    watch = _Watch(module, train, tracker, evaluate, settings, done)
+    watch = Watch(module, train, tracker, evaluate, settings, done)
     kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam
     options = {"lr": train.lr, "betas": (0.9, train.beta2), "fused": True}
     trainer = _Trainer(
@@ -201,7 +181,7 @@ class _Order(Dataset[Any]):
 class _Trainer(Trainer):
     """Takes the loss from the module's output and saves the module whole, tied weights once."""
 
-    watch: "_Watch"
+    watch: Watch
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -226,205 +206,4 @@ class _Trainer(Trainer):
             save_model(cast(nn.Module, self.model), str(target / WEIGHTS))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        _load_weights(cast(nn.Module, self.model), Path(resume_from_checkpoint))
-
-
-class _Watch(TrainerCallback):
-    """Sums losses on the device; logs, evaluates, stops what diverges, and marks complete checkpoints."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        train: TrainConfig,
-        tracker: Tracker,
-        evaluate: Callable[[], dict[str, float]] | None,
-        settings: dict[str, Any],
-        done: Summary,
-    ) -> None:
-        self.module = module
-        self.train = train
-        self.tracker = tracker
-        self.evaluate = evaluate if train.eval_every else None
-        self.settings = settings
-        self.done = done
-        self.losses = done.losses
-        self.metrics = done.metrics
-        self.interrupted = False
-        self.console = Console()
-        self._sums: dict[str, Tensor] = {}
-        self._count = 0
-        self._tokens = 0
-        self._started = self._window_started = time.perf_counter()
-
-    def summary(self, steps: int) -> Summary:
-        return Summary(steps, self.done.seconds + time.perf_counter() - self._started, self.losses, self.metrics)
-
-    def add(self, outputs: dict[str, Any], inputs: dict[str, Any]) -> None:
-        """Take in the losses of one micro-batch without waiting for the device."""
-        for name, value in {"loss": outputs["loss"], **outputs.get("parts", {})}.items():
-            value = value.detach()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
-        self._count += 1
-        if "input_ids" in inputs:
-            self._tokens += inputs["input_ids"].numel()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        step, finished = state.global_step, state.global_step >= state.max_steps
-        if finished:
-            control.should_log = True
-        if self.interrupted:
-            control.should_save = control.should_training_stop = True
-        if control.should_log or control.should_save:
-            self._read_losses(step, args)
-        if control.should_save:
-            self._check_weights(step, args)
-        if self.evaluate is not None and (step % self.train.eval_every == 0 or finished):
-            self._run_evaluation(step, args.process_index == 0)
-        return control
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs is None or "grad_norm" not in logs:
-            return
-        if not np.isfinite(logs["grad_norm"]):
-            self._stop(state.global_step, args, "the gradient")
-        seconds = time.perf_counter() - self._window_started
-        figures = {**self.losses, "grad_norm": logs["grad_norm"], "lr": logs["learning_rate"]}
-        if self._tokens:
-            figures["tokens_per_s"] = self._tokens * args.world_size / seconds
-        self._sums, self._count, self._tokens, self._window_started = {}, 0, 0, time.perf_counter()
-        if args.process_index == 0:
-            self.tracker.log(figures, state.global_step)
-            self._show(state.global_step, figures)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if args.world_size > 1:
-            torch.distributed.barrier()  # every process has its random state in the checkpoint
-        if args.process_index == 0:
-            marker = Path(cast(str, args.output_dir)) / f"checkpoint-{state.global_step}" / MARKER
-            marker.write_text(json.dumps({"settings": self.settings, **asdict(self.summary(state.global_step))}))
-
-    def _read_losses(self, step: int, args: TrainingArguments) -> None:
-        if not self._count:
-            return
-        names = list(self._sums)
-        values = (torch.stack([self._sums[name].float() for name in names]) / self._count).tolist()
-        # The sum over the window is what is checked: NaN and infinity survive addition.
-        broken = [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]
-        if broken:
-            parts = [name for name in broken if name != "loss"]
-            self._stop(step, args, f"the loss of {', '.join(parts)}" if parts else "the loss")
-        self.losses = dict(zip(names, values, strict=True))
-
-    def _check_weights(self, step: int, args: TrainingArguments) -> None:
-        trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
-        finite = torch.stack([weight.detach().isfinite().all() for _, weight in trained]).tolist()
-        if not all(finite):
-            self._stop(step, args, f"the weight {trained[finite.index(False)][0]}")
-
-    def _stop(self, step: int, args: TrainingArguments, what: str) -> None:
-        last = newest_checkpoint(Path(cast(str, args.output_dir)))
-        kept = f"the last good checkpoint is {last}" if last is not None else "there is no checkpoint yet"
-        raise TrainingDiverged(f"{what} is not finite at step {step}; {kept}")
-
-    def _run_evaluation(self, step: int, reports: bool) -> None:
-        self.module.eval()
-        started = time.perf_counter()
-        self.metrics = cast(Callable[[], dict[str, float]], self.evaluate)()
-        self._window_started += time.perf_counter() - started
-        if reports:
-            self.tracker.log(self.metrics, step)
-            self._show(step, self.metrics)
-
-    def _show(self, step: int, figures: dict[str, float]) -> None:
-        line = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        if self.console.is_terminal:
-            self._progress.update(self._task, completed=step, figures=line)
-        else:
-            print(f"step {step}/{self.train.steps}  {line}", flush=True)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """A progress bar on a terminal; plain lines elsewhere."""
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-        )
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as self._progress:
-            self._task = self._progress.add_task("", total=self.train.steps, completed=self.done.steps, figures="")
-            yield
-
-    @contextmanager
-    def interruptible(self, processes: int) -> Iterator[None]:
-        """The first Ctrl-C finishes and saves the step, the second stops at once.
-
-        Several processes would stop at different steps and wait for each other, and only the main thread may handle
-        signals: there Ctrl-C keeps its usual meaning.
-        """
-        if processes > 1 or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        usual = signal.getsignal(signal.SIGINT)
-
-        def finish_step(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, usual)
-
-        signal.signal(signal.SIGINT, finish_step)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, usual)
-
-
-def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the most steps in ``checkpoints``, or None."""
-    complete = [marker.parent for marker in checkpoints.glob(f"checkpoint-*/{MARKER}")]
-    return max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
-
-
-def _settings(train: TrainConfig, seed: int, optimizer: str, processes: int) -> dict[str, Any]:
-    kept = {key: value for key, value in asdict(train).items() if key not in _FREE_TO_CHANGE}
-    return {**kept, "seed": seed, "optimizer": optimizer, "processes": processes}
-
-
-def _starting_point(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
-    """The checkpoint to go on from; what is of no more use is removed."""
-    last = newest_checkpoint(checkpoints) if resume else None
-    if last is not None:
-        before = json.loads((last / MARKER).read_text())["settings"]
-        for key, value in settings.items():
-            if before.get(key) != value:
-                raise UserError(
-                    f"resume=true: the run in {checkpoints} has {key}={before.get(key)}, not {value}; "
-                    "use the same settings, or resume=false to start again"
-                )
-    if writes:
-        for path in checkpoints.glob("checkpoint-*"):
-            if not resume or not (path / MARKER).exists():
-                shutil.rmtree(path)
-    return last
-
-
-def _outcome(checkpoint: Path) -> Summary:
-    marker = json.loads((checkpoint / MARKER).read_text())
-    del marker["settings"]
-    return Summary(**marker)
-
-
-def _load_weights(module: nn.Module, checkpoint: Path) -> None:
-    try:
-        load_model(module, checkpoint / WEIGHTS)
-    except RuntimeError as error:
-        raise UserError(f"resume=true: {checkpoint} does not fit the module: {error}") from error
+        load_weights(cast(nn.Module, self.model), Path(resume_from_checkpoint))

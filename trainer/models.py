@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -221,6 +221,20 @@ def _quiet_hub() -> Iterator[None]:
         logger.setLevel(before)
 
 
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without transformers' progress bar: what lies on this disk is there in seconds."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 def _source(path: str) -> str | Path:
     """A local folder, or the Hub id as it is."""
     if path == "embedded":
@@ -253,9 +267,10 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
 
     source = _source(cfg.path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, config=config, revision=cfg.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
-        )
+        with _no_bar() if isinstance(source, Path) else nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, config=config, revision=cfg.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(cfg.path, source, error) from error
     model, info = loaded

@@ -34,7 +34,7 @@ class Tracker:
 
         Raises
         ------
-        UserError : wandb is asked for and not installed.
+        UserError : wandb is asked for and not installed, or its server cannot be reached with the key that there is.
         """
         folder = Path(folder)
         writes = os.environ.get("RANK", "0") == "0"
@@ -80,7 +80,7 @@ class Tracker:
         if self._run is not None:
             run, self._run = self._run, None
             offline, folder = run.offline, Path(run.dir).parent
-            run.finish(quiet=True)
+            run.finish()
             if offline:
                 print(f"wandb sync {folder}")
 
@@ -96,13 +96,16 @@ def _start_wandb(cfg: TrackerConfig, folder: Path, run_name: str, config: dict[s
         import wandb
     except ModuleNotFoundError as error:
         raise UserError("tracker=wandb: wandb is not installed; pip install wandb, or tracker=none") from error
-    # Online without a key would prompt or fail, so the mode is chosen first.
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    return wandb.init(
-        project=cfg.project,
-        name=run_name,
-        dir=str(folder),
-        config=config,
-        mode=mode,  # pyright: ignore[reportArgumentType]
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    try:
+        # Online without a key would prompt or fail, so the mode is chosen first.
+        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+        return wandb.init(
+            project=cfg.project,
+            name=run_name,
+            dir=str(folder),
+            config=config,
+            mode=mode,  # pyright: ignore[reportArgumentType]
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+    except wandb.Error as error:
+        raise UserError(f"tracker=wandb: {error}; WANDB_MODE=offline keeps the run here, or tracker=none") from error

@@ -5,6 +5,8 @@ repetition's answer tokens carry weight in the loss, what could only be guessed 
 weight 1. Evaluation hides the same sentences, so the wording lives here.
 """
 
+import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,6 +57,34 @@ def random_keys(rng: np.random.Generator, count: int) -> list[str]:
 def random_value(rng: np.random.Generator) -> str:
     """Five digits, the first not 0."""
     return str(rng.integers(10 ** (ANSWER_DIGITS - 1), 10**ANSWER_DIGITS))
+
+
+def scatter_needles(text: str, name: str, every: int = 350, remembered: int = 16) -> str:
+    """``text`` with a needle's sentence after every few lines: half of them new, half repeating one of the last few.
+
+    Plain text asks for nothing that was said long before; what is trained to find such things has to see some.
+
+    Parameters
+    ----------
+    name : seeds the sentences.
+    every : characters between two sentences, at least.
+    remembered : how many of the latest sentences may be repeated.
+    """
+    rng = np.random.default_rng(list(hashlib.sha256(name.encode()).digest()))
+    latest: deque[str] = deque(maxlen=remembered)
+    pieces: list[str] = []
+    since = 0
+    for line in text.splitlines(keepends=True):
+        pieces.append(line)
+        since += len(line)
+        if since >= every:
+            since = 0
+            if not latest or rng.random() < 0.5:
+                latest.append(needle(random_key(rng), random_value(rng)))
+                pieces.append(f" {latest[-1]} ")
+            else:
+                pieces.append(f" {latest[rng.integers(len(latest))]} ")
+    return "".join(pieces)
 
 
 class Tokenizer(Protocol):
@@ -168,7 +198,10 @@ def pairs(rng: np.random.Generator, length: int, crop: Crop, phrases: Phrases, a
 
 
 def copies(rng: np.random.Generator, length: int, crop: Crop, phrases: Phrases, answer_weight: float) -> tuple[Tokens, Weights]:
-    """A passage, as it stands in the text or its tokens shuffled, and the same passage again after a gap, twice at most."""
+    """A passage, as it stands in the text or its tokens shuffled, and the same passage again after a gap, twice at most.
+
+    Repeated passages weigh as much as text does, whatever ``answer_weight``: they are long.
+    """
     size = int(rng.integers(8, max(9, min(256, length // 5))))
     passage = crop(rng, size)
     shuffled = rng.random() < 0.5

@@ -35,8 +35,8 @@ class Blocks:
     gate: "Gate | None" = None
 
     def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
-        """Top-k at each sparsity; a policy that sets its own sparsity stands once, as it is configured."""
-        if self.select.policy == "topk":
+        """Each sparsity in turn; a policy that sets its own sparsity stands once, as it is configured."""
+        if self.select.policy in ("topk", "calibrated"):
             return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
         value = {"threshold": "threshold", "nucleus": "mass", "token_budget": "tokens"}[self.select.policy]
         return [(f"{self.select.policy} {getattr(self.select, value):g}", self.select)]
@@ -115,22 +115,25 @@ def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[
         own, named = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, kind), getattr(cfg.artifacts, kind)
         if own.exists() and (named is None or kind == "kmeans"):
             paths[kind] = (kind, own)
-        if named is not None and named != str(own):
-            paths["kmeans (named)" if kind == "kmeans" else kind] = (kind, named)
-        if named is None and not own.exists():
+        if named is not None:
+            beside = kind in paths and Path(named).resolve() != own.resolve()
+            paths[f"{kind} (named)" if beside else kind] = (kind, named)
+        if kind not in paths:
             notes.append(f"No {kind} at {own}: `msattn {command} model={cfg.model.name} name={cfg.name}` makes one.")
     return paths, notes
 
 
 def _blocks(cfg: EvalRunConfig, gate: "Gate | None") -> list[Blocks]:
     size = gate.cfg.block_size if gate else cfg.select.block_size  # baselines choose among the gate's own blocks
+    fixed = replace(cfg.select, policy="topk") if cfg.select.policy == "calibrated" else cfg.select  # only gates carry thresholds
     trained = [Blocks("gate", replace(cfg.select, scores="gate"), gate)] if gate else []
-    return trained + [Blocks(name, replace(cfg.select, scores=name, block_size=size)) for name in cfg.eval.baselines]
+    if gate and fixed != cfg.select:
+        trained.append(Blocks("gate, top-k", replace(fixed, scores="gate"), gate))
+    return trained + [Blocks(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
 
 
 def _routing(cfg: EvalRunConfig, found: dict[str, Any]) -> list[Routing]:
     window = (cfg.recent, cfg.sink, tuple(cfg.dense_layers))
     names = {"qmodel": "classifier", "kmeans": "k-means", "kmeans (named)": "k-means (named)"}
-    routers = [(names[kind], found[kind]) for kind in names if kind in found]
-    named = [(f"{name}, RoPE" if getattr(router, "rope", False) else name, router) for name, router in routers]
-    return [Routing(name, router, *window) for name, router in named]
+    rope = {label: ", RoPE" if getattr(router, "rope", False) else "" for label, router in found.items()}
+    return [Routing(name + rope[label], found[label], *window) for label, name in names.items() if label in found]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from msattn.trainer import data, models
+from msattn.trainer import data
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.embedded.tasks import needle_prompt, question
 from msattn.trainer.errors import UserError
@@ -89,8 +89,6 @@ class Result:
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
     """For each length a row for dense attention, one a block selection and sparsity, one a routing and number of probes."""
     settings = cfg.eval.needle
-    for length in settings.lengths:
-        models.check_length(loaded.model.config, length)
     haystack = read_haystack(cfg, loaded.tokenizer)
     rows = []
     for length in settings.lengths:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer import data, models, tap
+from msattn.trainer import data, tap
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
@@ -48,7 +48,6 @@ def evaluation_data(cfg: DataConfig) -> DataConfig:
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
     """One row for dense attention and one for each block selection at each sparsity, on the same chunks."""
     settings = cfg.eval.perplexity
-    models.check_length(loaded.model.config, settings.length)
     chunks = data.chunks(
         evaluation_data(cfg.data),
         loaded.tokenizer,

@@ -16,7 +16,7 @@ from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.trainer import data, models
+from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import Blocks, Methods, Routing
@@ -82,7 +82,6 @@ class Tally:
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
     """A row for each block selection at each sparsity, and for each routing (and the oracle's) with each number of probes."""
     settings = cfg.eval.recall
-    models.check_length(loaded.model.config, settings.length)
     chunks = data.chunks(
         evaluation_data(cfg.data),
         loaded.tokenizer,

@@ -6,10 +6,15 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import Row
+
+if TYPE_CHECKING:
+    from msattn.trainer.evaluate.methods import Methods
+    from msattn.trainer.models import Loaded
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
@@ -40,6 +45,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     device = loaded.model.device
     found = methods.find(cfg, loaded, device)
+    _check_sizes(cfg, loaded, found)
     tasks = {"perplexity": perplexity.run, "recall": recall.run, "needle": needle.run}
     rows: list[Row] = []
     with Progress(console=console, transient=True) as progress:
@@ -65,6 +71,24 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 def _length(row: Row) -> str:
     return str(row.extra["length"]) if row.task == "needle" else ""
+
+
+def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None:
+    """Refuse, before the first task, lengths and probes that a later one would refuse."""
+    from msattn.trainer.models import check_length
+
+    sections = cfg.eval
+    lengths = {
+        "perplexity": [sections.perplexity.length],
+        "recall": [sections.recall.length],
+        "needle": sections.needle.lengths,
+    }
+    probes = {"perplexity": [], "recall": sections.recall.probes, "needle": sections.needle.probes}
+    for task in sections.tasks:
+        for length in lengths[task]:
+            check_length(loaded.model.config, length)
+        for routing in found.routing:
+            routing.settings(probes[task])
 
 
 def _check_writable(folder: Path) -> None:

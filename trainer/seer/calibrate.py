@@ -1,17 +1,19 @@
 """Thresholds that read a given share of blocks on average: budgets go to the rows and heads that need them.
 
-Top-k gives each row of each head the same share. One threshold on a layer's block probabilities reads the same number of
-blocks where they hold more: many in early rows and flat heads, few where attention is sharp. Which threshold reads which
-share is measured on text, once, and kept with the gate.
+Top-k gives each row of each head the same share. Here a row keeps only a part of that share for itself (``FLOOR``); for
+the rest, one threshold a layer on the gate's block probabilities decides, so that blocks are read where they hold most: many
+in early rows, few where attention is sharp. Which threshold reads which share is measured on text, once, and kept with
+the gate. A row's choice hangs on no later row.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from msattn.trainer.seer.blocks import diagonal_blocks, visible_blocks
+from msattn.trainer.seer.policies import TopK
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 
 if TYPE_CHECKING:
@@ -19,53 +21,63 @@ if TYPE_CHECKING:
 
     from msattn.trainer.seer.gate import Gate
 
+FLOOR = 0.75  # with less, late rows of long prompts lose blocks that answers are read from; 1 is top-k
 SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOWEST = -30.0  # log2 of the smallest probability that is told apart
 BINS = 3000  # a hundredth of a factor of two each
 
 
 @torch.no_grad()
-def calibrate(gate: "Gate", teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> dict[str, list]:
+def calibrate(
+    gate: "Gate", teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], floor: float = FLOOR
+) -> dict[str, Any]:
     """Thresholds of each layer for a grid of mean sparsities.
 
     Parameters
     ----------
     chunks : items ``{"input_ids": int64 [N]}``; text the gate may know, and no test should.
+    floor : part of its share that each row keeps, in [0, 1].
 
     Returns
     -------
     dict
-        ``sparsities``, increasing, and ``layers``: for each layer, a threshold for each sparsity.
+        ``floor``; ``sparsities``, increasing; ``layers``: for each layer, a threshold for each sparsity.
     """
-    counts = [torch.zeros(BINS, dtype=torch.float64, device=teacher.device) for _ in gate.layers]
+    kept = [floor_of(sparsity, floor) for sparsity in SPARSITIES]
+    counts = torch.zeros(len(gate.layers), len(SPARSITIES), BINS, dtype=torch.float64, device=teacher.device)
 
     def attend(x: LayerInputs) -> Tensor:
-        counts[x.layer] += histogram(gate.scores(x), x, gate.cfg.block_size)
+        place = (x.num_queries, x.num_keys, gate.cfg.block_size, x.kv_start, x.q.device)
+        scores, visible, diagonal = gate.scores(x), visible_blocks(*place), diagonal_blocks(*place)
+        counts[x.layer] += torch.stack([histogram(scores, visible, keep(scores, visible, diagonal)) for keep in kept])
         return dense_attention(x)
 
     with tap(teacher, attend):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
-    return {"sparsities": list(SPARSITIES), "layers": [thresholds(found.cpu()) for found in counts]}
+    return {"floor": floor, "sparsities": list(SPARSITIES), "layers": [thresholds(found) for found in counts.cpu()]}
 
 
-def histogram(scores: Tensor, x: LayerInputs, block_size: int) -> Tensor:
-    """How many visible blocks have a score in each bin of its logarithm, float64 ``[BINS]``; the diagonal is in the last."""
-    place = (x.num_queries, x.num_keys, block_size, x.kv_start, x.q.device)
-    logs = scores.masked_fill(diagonal_blocks(*place), 1).log2().clamp_(LOWEST, 0)
-    logs = logs.masked_fill_(~visible_blocks(*place), LOWEST - 1)  # out of range: not counted
-    return logs.histc(BINS, LOWEST, 0).double()
+def floor_of(sparsity: float, floor: float) -> TopK:
+    """What each row reads whatever the threshold."""
+    return TopK(1 - (1 - sparsity) * floor)
+
+
+def histogram(scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+    """Visible blocks by the logarithm of their score: counts, float64 ``[BINS]``; those of ``always`` are in the last bin."""
+    logs = scores.masked_fill(always, 1).log2().clamp_(LOWEST, 0)
+    return logs.masked_fill_(~visible, LOWEST - 1).histc(BINS, LOWEST, 0).double()  # out of range is not counted
 
 
 def thresholds(counts: Tensor) -> list[float]:
-    """For each of ``SPARSITIES`` the largest lower edge of a bin above which at least the share to be read lies."""
-    read = counts.flip(0).cumsum(0)
-    needed = (1 - torch.tensor(SPARSITIES, dtype=torch.float64)) * read[-1]
-    bins = BINS - 1 - torch.searchsorted(read, needed)
+    """Largest threshold that reads enough, for each of ``SPARSITIES``; a row of ``counts [len(SPARSITIES), BINS]`` each."""
+    read = counts.flip(1).cumsum(1)
+    needed = (1 - torch.tensor(SPARSITIES, dtype=torch.float64))[:, None] * read[:, -1:]
+    bins = BINS - 1 - torch.searchsorted(read, needed)[:, 0]
     return (2.0 ** (LOWEST + bins * (-LOWEST / BINS))).tolist()
 
 
-def threshold_at(table: dict[str, list], layer: int, sparsity: float) -> float:
+def threshold_at(table: dict[str, Any], layer: int, sparsity: float) -> float:
     """The threshold of one layer for any sparsity up to the grid's last, by interpolation of its logarithm; 0 at 0."""
     if sparsity == 0:
         return 0.0

@@ -31,7 +31,7 @@ from msattn.trainer.tracker import Tracker
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CALIBRATION_CHUNKS = 8
+CALIBRATION_CHUNKS = 4
 HEALTH_CHUNKS = 2
 HEALTH_SPARSITIES = (0.5, 0.8, 0.9)
 SMOOTH_L1_BETA = 0.01  # errors of probabilities rarely pass 1, torch's default, below which smooth L1 is half the MSE

@@ -51,8 +51,8 @@ class AttnGate(nn.Module):
     -----
     The weights start as scaled identities: every pooling of a tensor with equal weight, in the dimensions that carry
     the same frequency. So an untrained gate ranks blocks as the model would compare their means (or mid-ranges), instead
-    of at random. ``INITIAL_SCALE`` flattens those scores, because the target is flat: a row block's maxima come from
-    different queries, each with the column it likes best. Started at full scale, a gate spends its steps on shrinking.
+    of at random. ``INITIAL_SCALE`` flattens those scores, because the target is flatter than they are: a row block's maxima
+    come from different queries, each with the column it likes best.
     """
 
     def __init__(self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig) -> None:
@@ -133,7 +133,7 @@ class Gate(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.manifest: dict[str, Any] | None = None
-        self.thresholds: dict[str, list] | None = None
+        self.thresholds: dict[str, Any] | None = None
         self.layers = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, cfg) for _ in range(num_layers))
         self.register_buffer("inv_freq", inv_freq.float())
 
