@@ -57,9 +57,9 @@ class Plan:
     """Everything that decides what comes out, besides the text."""
 
     stages: tuple[Stage, ...] = (
-        Stage(512, 256, 5000, {"needles": 0.2, "pairs": 0.15, "copies": 0.15}, warmup_steps=300),
-        Stage(1024, 128, 1000, {"needles": 0.2, "pairs": 0.1, "copies": 0.1}),
-        Stage(4096, 48, 4000, {"needles": 0.16, "pairs": 0.03, "copies": 0.05}, schedule="cosine"),
+        Stage(512, 256, 800, {"needles": 0.2, "pairs": 0.15, "copies": 0.15}, warmup_steps=300),
+        Stage(1024, 128, 200, {"needles": 0.2, "pairs": 0.1, "copies": 0.1}),
+        Stage(4096, 48, 400, {"needles": 0.16, "pairs": 0.03, "copies": 0.05}, schedule="cosine"),
     )
     architecture: dict[str, Any] = field(
         default_factory=lambda: {

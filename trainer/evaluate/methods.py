@@ -125,7 +125,9 @@ def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[
 
 def _blocks(cfg: EvalRunConfig, gate: "Gate | None") -> list[Blocks]:
     size = gate.cfg.block_size if gate else cfg.select.block_size  # baselines choose among the gate's own blocks
-    fixed = replace(cfg.select, policy="topk") if cfg.select.policy == "calibrated" else cfg.select  # only gates carry thresholds
+    fixed = (
+        replace(cfg.select, policy="topk") if cfg.select.policy == "calibrated" else cfg.select
+    )  # only gates carry thresholds
     trained = [Blocks("gate", replace(cfg.select, scores="gate"), gate)] if gate else []
     if gate and fixed != cfg.select:
         trained.append(Blocks("gate, top-k", replace(fixed, scores="gate"), gate))
