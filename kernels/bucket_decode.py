@@ -1,4 +1,4 @@
-"""Decoding over the dense window and the probed buckets (SAAP, arXiv 2502.08213, Algorithm 2).
+"""Decoding over the dense window and the probed buckets (SAAP, arXiv 2502.08246, Algorithm 2).
 
 One query group, the ``G = Hq / Hkv`` query heads of a key/value head, reads a list of keys::
 

@@ -1,4 +1,4 @@
-"""Attention mass by bucket (SAAP, arXiv 2502.08213, section 3: the training target ``A . H_k``), without the attention matrix.
+"""Attention mass by bucket (SAAP, arXiv 2502.08246, section 3: the training target ``A . H_k``), without the attention matrix.
 
 The keys are sorted by bucket and laid out in tiles of one bucket each, a bucket's last tile filled up with -1::
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which stay apart for colour-blind eyes; trained methods are drawn stronger.
 STYLE: dict[str, dict[str, Any]] = {
     "gate": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "gate, top-k": {"color": "#0072B2", "marker": "o", "linestyle": ":", "fillstyle": "none"},
     "classifier": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 4},
     "oracle": {"color": "#333333", "marker": "D", "linestyle": "--"},
     "oracle routing": {"color": "#7A7A7A", "marker": "D", "linestyle": "--"},

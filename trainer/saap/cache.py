@@ -1,4 +1,4 @@
-"""The KV cache that keeps its keys in buckets, and one decoding step over it (SAAP, arXiv 2502.08213, section 5).
+"""The KV cache that keeps its keys in buckets, and one decoding step over it (SAAP, arXiv 2502.08246, section 5).
 
 In the attention function that :func:`msattn.trainer.tap.tap` calls with ``x: LayerInputs``, the cache being up to date::
 

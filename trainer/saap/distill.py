@@ -1,4 +1,4 @@
-"""``train-qmodel``: query classifiers learn where the frozen model's attention falls (SAAP, arXiv 2502.08213, section 4).
+"""``train-qmodel``: query classifiers learn where the frozen model's attention falls (SAAP, arXiv 2502.08246, section 4).
 
 Queries, keys and the partition are frozen, so that the target of a query is a constant: the share of its attention that each
 bucket holds. The long-range queries of some prompts are taken with their targets once and kept in files; training reads those.

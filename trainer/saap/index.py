@@ -1,4 +1,4 @@
-"""Which keys each bucket holds, and which buckets a query visits (SAAP, arXiv 2502.08213, sections 4 and 5).
+"""Which keys each bucket holds, and which buckets a query visits (SAAP, arXiv 2502.08246, sections 4 and 5).
 
 A :class:`Router` names the bucket of a key and scores the buckets for a query; :func:`build_index` turns buckets into the lists
 that :func:`msattn.kernels.bucket_decode.bucket_decode` reads.

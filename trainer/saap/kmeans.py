@@ -1,4 +1,4 @@
-"""Spherical k-means on keys: the partition that SAAP routes over (arXiv 2502.08213, sections 3 and 4).
+"""Spherical k-means on keys: the partition that SAAP routes over (arXiv 2502.08246, sections 3 and 4).
 
 Keys are taken before RoPE, a partition for each layer and key/value head; position 0, the attention sink, is left out. Faiss
 fits on the CPU; on a GPU all heads of a layer are fitted at once by :func:`batched_kmeans`, the same algorithm in products.

@@ -1,4 +1,4 @@
-"""SAAP's query classifiers: which buckets hold the keys that a query attends to (arXiv 2502.08213, section 4 and appendix A).
+"""SAAP's query classifiers: which buckets hold the keys that a query attends to (arXiv 2502.08246, section 4 and appendix A).
 
 One small MLP for each layer and key/value head (or query head): ``D -> hidden -> C`` with batch norm and ReLU, from the query
 before RoPE to a distribution over the buckets of :class:`~msattn.trainer.saap.kmeans.KMeans`. All heads go in batched products.
