@@ -195,6 +195,16 @@ def test_a_cache_goes_on_in_the_next_context(model: Any) -> None:
 
 
 @torch.no_grad()
+def test_a_cache_of_another_partition_is_refused(model: Any) -> None:
+    ids, cache = random_tokens(1, 40), DynamicCache(config=model.config)
+    with attach(model, qmodel=partition(0), probes=1, dense_layers=()):
+        model(ids[:, :30], past_key_values=cache)
+    with attach(model, qmodel=partition(0), probes=1, dense_layers=()):  # the same centroids, loaded again
+        model(ids[:, 30:31], past_key_values=cache)
+    with attach(model, qmodel=partition(1), probes=1, dense_layers=()), pytest.raises(UserError, match="another k-means"):
+        model(ids[:, 31:32], past_key_values=cache)
+
+
 def test_beam_search(model: Any) -> None:
     ids = random_tokens(2, 30)
     expected = generate(model, ids, num_beams=3)

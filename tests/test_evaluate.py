@@ -1,6 +1,7 @@
 """The evaluation job on a small random model: what reads everything equals dense attention, and nothing is written in parts."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from rich.progress import Progress
 from torch.nn import functional as F
 
-from msattn.trainer import artifacts, models
+from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import (
     ArtifactsConfig,
     DataConfig,
@@ -262,3 +263,29 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="outputs"):
         evaluate(replace(cfg, outputs=str(tmp_path / "file")))
+
+
+def test_evaluation_reads_held_out_documents_alone(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} " * 300)
+    cfg = replace(config(tmp_path / "out", str(tmp_path)), data=DataConfig("text", path=str(tmp_path), seq_len=64))
+    trained_on = {d.name for d in data.documents(cfg.data, heldout=False)}
+    seen: set[str] = set()
+
+    def watched(source: DataConfig, *, heldout: bool) -> Iterator[data.Document]:
+        for document in documents(source, heldout=heldout):
+            seen.add(document.name)
+            yield document
+
+    documents = data.documents
+    monkeypatch.setattr(data, "documents", watched)
+    evaluate(replace(cfg, eval=replace(cfg.eval, tasks=["perplexity", "recall", "needle"])))
+    assert seen
+    assert not seen & trained_on
+
+
+def test_recall_needs_more_than_the_window(trained: Path, text: str) -> None:
+    cfg = config(trained, text)
+    short = replace(cfg, recent=cfg.eval.recall.length)
+    with pytest.raises(UserError, match=r"eval\.recall\.length"):
+        evaluate(replace(short, eval=replace(short.eval, tasks=["recall"])))

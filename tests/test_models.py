@@ -17,6 +17,7 @@ from msattn.trainer.models import (
     load,
     max_length,
     num_kv_heads,
+    require_one_process,
     resolve_device,
     resolve_dtype,
 )
@@ -202,3 +203,18 @@ def test_random_8b_is_up_in_seconds(tmp_path: Path) -> None:
     assert time.perf_counter() - begin < 30
     assert loaded.model.dtype == torch.bfloat16
     assert torch.cuda.max_memory_allocated() < 1.2 * 2 * loaded.model.num_parameters()
+
+
+def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve_device("cuda") == torch.device("cuda", 1)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_jobs_of_one_process_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_one_process("fit-kmeans")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="fit-kmeans runs in one process"):
+        require_one_process("fit-kmeans")

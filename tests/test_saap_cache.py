@@ -160,6 +160,21 @@ def random_partition(seed: int = 0) -> KMeans:
     return KMeans(torch.nn.functional.normalize(centroids, dim=-1), list(range(LAYERS)))
 
 
+def read_mask(layer: BucketLayer, probes: Tensor, *, recent: int, sink: int, kv_start: Tensor | None = None) -> Tensor:
+    """Which keys :func:`decode` reads, bool ``[B, Hkv, M]``; looks at every key's bucket."""
+    batch, kv_heads, num_keys = *layer.index.offsets.shape[:2], layer.get_seq_length()
+    visited = torch.zeros(batch, kv_heads, layer.num_buckets + 1, dtype=torch.bool, device=probes.device)
+    visited.scatter_(2, probes.long(), True)
+    assert layer.buckets is not None
+    listed = torch.where(layer.buckets < 0, layer.num_buckets, layer.buckets).long()[:, :, : layer.indexed]
+    read = torch.zeros(batch, kv_heads, num_keys, dtype=torch.bool, device=probes.device)
+    read[:, :, : layer.indexed] = visited.gather(2, listed)
+    position = torch.arange(num_keys, device=probes.device)
+    start = torch.zeros_like(position[:1]) if kv_start is None else kv_start[:, None, None]
+    dense = (position < start + sink) | (position >= num_keys - layer.window(recent))
+    return (read | dense) & (position >= start)
+
+
 class Serving:
     """Attention as `attach` does it: dense prompts, routed tokens."""
 
@@ -179,7 +194,7 @@ class Serving:
         self.decoded += 1
         out, lse = decode(x, visited, recent=self.recent, sink=1)
         if self.check:
-            read = layer.read_mask(visited, recent=self.recent, sink=1, kv_start=x.kv_start)
+            read = read_mask(layer, visited, recent=self.recent, sink=1, kv_start=x.kv_start)
             count = layer.keys_read(visited, recent=self.recent, sink=1, kv_start=x.kv_start)
             assert torch.equal(count, read.sum(-1))
             seen = read.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1)[:, :, None]

@@ -133,9 +133,9 @@ class Sparse:
         assert self.router is not None
         visited = route(self.router, x, self.probes)
         out, lse = decode(x, visited, recent=self.recent, sink=self.sink)
-        read = layer.read_mask(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
+        read = layer.keys_read(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
         padded = 0 if x.kv_start is None else x.kv_start[:, None]
-        self._selectivity.add((read.sum(-1) / (x.num_keys - padded)).mean())
+        self._selectivity.add((read / (x.num_keys - padded)).mean())
         if self.measure_recall:
             dense = bucket_decode(
                 x.q, x.k, x.v, layer.index, visited, recent=x.num_keys, sink=0, scale=x.scale, kv_start=x.kv_start
@@ -156,7 +156,20 @@ class Sparse:
         if cache is not None and cache.get_seq_length() == 0 and not any(isinstance(c, BucketLayer) for c in cache.layers):
             dense = tuple(set(range(num_layers(config))) - self.routed)
             install(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
+        if cache is not None:
+            self._claim(cache)
         return args, {**kwargs, "past_key_values": cache}
+
+    def _claim(self, cache: Any) -> None:
+        """Refuse a cache whose buckets are another partition's: its lists would be read with the wrong centroids."""
+        partition: Any = getattr(self.router, "partition", self.router)  # a classifier routes over a k-means
+        for layer in cache.layers:
+            if not isinstance(layer, BucketLayer):
+                continue
+            if layer.partition is None:
+                layer.partition = partition
+            elif layer.partition is not partition and not torch.equal(layer.partition.centroids, partition.centroids):
+                raise UserError("past_key_values: its buckets were made with another k-means than the one attached now")
 
 
 def _mass_read(lse: Tensor, dense_lse: Tensor) -> Tensor:

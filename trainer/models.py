@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -124,18 +125,23 @@ def sliding_layers(config: "PreTrainedConfig") -> list[int]:
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is CUDA where there is one.
+    """``auto`` is CUDA where there is one; of several GPUs under ``torchrun``, the process's own.
 
     Raises
     ------
     UserError : ``cuda`` without a GPU.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device={device}: PyTorch sees no CUDA GPU; device=cpu works everywhere")
-    return resolved
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: PyTorch sees no CUDA GPU; device=cpu works everywhere")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device(device)
+
+
+def require_one_process(command: str) -> None:
+    """UserError under ``torchrun`` with more than one process, for jobs that are not shared out among them."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"{command} runs in one process: start it without torchrun; only train-gate shares out its work")
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -21,7 +21,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import Methods, Routing
-from msattn.trainer.evaluate.perplexity import evaluation_data, logits, prefill
+from msattn.trainer.evaluate.perplexity import logits, prefill
 from msattn.trainer.evaluate.row import WINDOW, Row
 from msattn.trainer.tap import run_backbone
 
@@ -118,7 +118,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
 def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
     """Tokens of the text that hides the needles, documents one after another."""
     where = cfg.eval.needle.haystack
-    source = evaluation_data(DataConfig(source="text", path=where) if where else cfg.data)
+    source = DataConfig(source="text", path=where, heldout_path=where) if where else cfg.data
     enough = max(HAYSTACK_TOKENS, 2 * max(cfg.eval.needle.lengths))
     tokens = data.encode(data.documents(source, heldout=True), tokenizer, at_least=enough)
     return torch.from_numpy(tokens.astype(np.int64))
@@ -191,6 +191,9 @@ def decode(
         with method.attach(loaded.model, 0):
             run_backbone(loaded.model, context, past_key_values=cache, use_cache=True)
         for label, probes in plan.items():
+            with method.attach(loaded.model, probes):  # untimed: kernels compile at their first call
+                run_backbone(loaded.model, steps[:, :1], past_key_values=cache, use_cache=True)
+            cache.crop(-1)
             with method.attach(loaded.model, probes) as sparse:
                 with cost(loaded.model.device) as spent:
                     hidden = [run_backbone(loaded.model, id, past_key_values=cache, use_cache=True) for id in steps.split(1, 1)]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.trainer import data, tap
-from msattn.trainer.config import DataConfig, EvalRunConfig
+from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import Methods
@@ -37,19 +37,14 @@ class Run:
     seconds: list[float]
     peak_mb: float
     sparsity: float
-    recall: float | None = None
-
-
-def evaluation_data(cfg: DataConfig) -> DataConfig:
-    """The held-out side of ``cfg``. Of local text without held-out documents of its own, all is evaluated."""
-    return replace(cfg, heldout_path=cfg.path) if cfg.source == "text" and cfg.heldout_path is None else cfg
+    recall: float | None = None  # of the first chunk alone
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
     """One row for dense attention and one for each block selection at each sparsity, on the same chunks."""
     settings = cfg.eval.perplexity
     chunks = data.chunks(
-        evaluation_data(cfg.data),
+        cfg.data,
         loaded.tokenizer,
         seed=cfg.seed,
         heldout=True,

@@ -20,7 +20,7 @@ from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import Blocks, Methods, Routing
-from msattn.trainer.evaluate.perplexity import evaluation_data, prefill
+from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.row import WINDOW, Row
 from msattn.trainer.saap.index import build_index, top_buckets
 from msattn.trainer.seer.select import Selection, sparsity, visible_blocks
@@ -83,7 +83,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
     """A row for each block selection at each sparsity, and for each routing (and the oracle's) with each number of probes."""
     settings = cfg.eval.recall
     chunks = data.chunks(
-        evaluation_data(cfg.data),
+        cfg.data,
         loaded.tokenizer,
         seed=cfg.seed,
         heldout=True,
@@ -140,7 +140,7 @@ def read_buckets(
     """
     if x.layer in method.dense_layers or x.layer not in method.router.layers:
         return {}
-    begin = min(method.recent + method.sink, x.num_keys - 1)
+    begin = method.recent + method.sink
     count = min(cfg.eval.recall.num_queries, x.num_keys - begin)
     positions = torch.linspace(begin, x.num_keys - 1, count, device=x.q.device).round().int()
     buckets = method.router.assign(x.layer, x.k_nope, x.k)

@@ -89,6 +89,11 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None
             check_length(loaded.model.config, length)
         for routing in found.routing:
             routing.settings(probes[task])
+            exact = routing.recent + routing.sink
+            if task == "recall" and sections.recall.length <= exact:
+                raise UserError(
+                    f"eval.recall.length={sections.recall.length}: more than recent + sink = {exact} tokens is accepted"
+                )
 
 
 def _check_writable(folder: Path) -> None:

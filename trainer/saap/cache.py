@@ -48,6 +48,8 @@ class BucketLayer(DynamicLayer):
         int32 ``[B, Hkv, M]``, the bucket of each key; -1 for padding.
     indexed : int
         Keys ``[0, indexed)`` are in the lists.
+    partition : KMeans or None
+        Whose buckets they are, once a model with that partition attached has used the layer.
     """
 
     def __init__(self, num_buckets: int, merge_every: int = 64) -> None:
@@ -56,6 +58,7 @@ class BucketLayer(DynamicLayer):
             raise ValueError(f"merge_every={merge_every}: expected a number of tokens, 1 or more")
         self.num_buckets = num_buckets
         self.merge_every = merge_every
+        self.partition: Any = None
         self.reset()
 
     def reset(self) -> None:
@@ -124,20 +127,6 @@ class BucketLayer(DynamicLayer):
         bucket = self.buckets.gather(2, position.long()).clamp(min=0).long()
         listed_too = exact & (position < self.indexed) & visited.gather(2, bucket)
         return (offsets.diff() * visited).sum(-1) + exact.sum(-1) - listed_too.sum(-1)
-
-    def read_mask(self, probes: Tensor, *, recent: int, sink: int, kv_start: Tensor | None = None) -> Tensor:
-        """Which keys :func:`decode` reads, bool ``[B, Hkv, M]``; looks at every key's bucket."""
-        batch, kv_heads, num_keys = *self.index.offsets.shape[:2], self.get_seq_length()
-        visited = torch.zeros(batch, kv_heads, self.num_buckets + 1, dtype=torch.bool, device=probes.device)
-        visited.scatter_(2, probes.long(), True)
-        assert self.buckets is not None
-        listed = torch.where(self.buckets < 0, self.num_buckets, self.buckets).long()[:, :, : self.indexed]
-        read = torch.zeros(batch, kv_heads, num_keys, dtype=torch.bool, device=probes.device)
-        read[:, :, : self.indexed] = visited.gather(2, listed)
-        position = torch.arange(num_keys, device=probes.device)
-        start = torch.zeros_like(position[:1]) if kv_start is None else kv_start[:, None, None]
-        dense = (position < start + sink) | (position >= num_keys - self.window(recent))
-        return (read | dense) & (position >= start)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last tokens, by the sign convention of the installed transformers."""

@@ -252,6 +252,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     """
     folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
     artifacts.check_writable(folder, cfg.overwrite)
+    models.require_one_process("train-qmodel")
     if cfg.qmodel.long_range >= cfg.data.seq_len:
         raise UserError(f"qmodel.long_range={cfg.qmodel.long_range}: accepted is less than data.seq_len={cfg.data.seq_len}")
     source = cfg.artifacts.kmeans or artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "kmeans")

@@ -234,6 +234,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     ------
     UserError : the artifact exists, the model or data cannot serve, more buckets than keys, no Faiss on a CPU.
     """
+    models.require_one_process("fit-kmeans")
     folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
