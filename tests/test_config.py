@@ -149,3 +149,29 @@ def test_every_schema_is_frozen() -> None:
     classes = [c for c in vars(schemas).values() if isinstance(c, type) and is_dataclass(c)]
     assert len(classes) > 10
     assert all(c.__dataclass_params__.frozen for c in classes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1",
+        "seed=4294967296",
+        "outputs=",
+        "name=..",
+        "train.lr=.inf",
+        "train.weight_decay=.nan",
+        "train.warmup_steps=-3",
+        "train.max_grad_norm=-1",
+        "train.beta2=1.0",
+        "data.path=book.txt",
+    ],
+)
+def test_values_out_of_range_name_their_key(override: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose("train-gate", [override])
+    assert str(error.value).startswith(override.partition("=")[0])
+    assert "\n" not in str(error.value)
+
+
+def test_what_serves_keeps_its_name_in_a_sweep() -> None:
+    assert [name for name, command in COMMANDS.items() if command.trains] == ["train-gate", "fit-kmeans", "train-qmodel"]

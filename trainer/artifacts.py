@@ -204,6 +204,12 @@ def _finite(figures: Any) -> Any:
     return None if isinstance(figures, float) and not math.isfinite(figures) else figures
 
 
+def announce(folder: Path, metrics: Mapping[str, float]) -> None:
+    """One closing line on the terminal: where an artifact stands, and its figures but those of single layers."""
+    figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "layer" not in name)
+    print(f"{folder}  {figures}", flush=True)
+
+
 def _versions() -> dict[str, str]:
     import transformers
 

@@ -30,6 +30,11 @@ class Command:
     schema: type[RunConfig]
     job: str
 
+    @property
+    def trains(self) -> bool:
+        """Whether the job writes an artifact; the others read them."""
+        return not issubclass(self.schema, schemas.ServingConfig)
+
     def run(self, cfg: RunConfig, arguments: dict[str, Any]) -> Any:
         """Import the job and call it."""
         module, function = self.job.split(":")
@@ -66,7 +71,7 @@ def launch(
     command : a key of :data:`COMMANDS`.
     overrides : Hydra overrides.
     config_dir : a further folder of configuration groups.
-    multirun : sweep over comma-separated values; jobs are named by their number unless ``name`` is given.
+    multirun : sweep over comma-separated values; training jobs are named by their number unless ``name`` is given.
     **arguments : passed to the job beside its configuration.
 
     Returns
@@ -82,7 +87,8 @@ def launch(
     task = functools.partial(_task, command=command, arguments=arguments)
     with _hydra(command, config_dir) as hydra:
         if multirun:
-            if not any(override.startswith("name=") for override in overrides):
+            # What trains writes an artifact a job; what serves reads those of the name it is given.
+            if COMMANDS[command].trains and not any(override.startswith("name=") for override in overrides):
                 overrides = [*overrides, "name=${hydra:job.num}"]
             batches = hydra.multirun(config_name=name, task_function=task, overrides=overrides)
             results = [job.return_value for batch in batches for job in batch]
@@ -103,6 +109,7 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
     """Print the composed YAML: ``kind`` is ``job``, ``hydra`` or ``all``."""
     overrides = _with_search_path(overrides, config_dir)
     with _hydra(command, config_dir) as hydra:
+        _typed(hydra.compose_config(COMMANDS[command].config, overrides, _run_mode("RUN")), command)
         hydra.show_cfg(COMMANDS[command].config, overrides, cfg_type=kind, package=None)
 
 

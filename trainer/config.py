@@ -6,6 +6,7 @@ carry the sizes that suit it.
 """
 
 import difflib
+import math
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -143,6 +144,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _one_of("data.source", self.source, ("stdlib", "text", "hub"))
         _require(self.source == "stdlib" or bool(self.path), "data.path", self.path, f"data={self.source} needs a path")
+        ok = self.source != "stdlib" or self.path is None
+        _require(ok, "data.path", self.path, "data=stdlib reads no path; add data=text or data=hub")
         _require(self.seq_len > 0, "data.seq_len", self.seq_len, "a positive number of tokens")
         _require(self.num_chunks is None or self.num_chunks > 0, "data.num_chunks", self.num_chunks, "null or positive")
 
@@ -182,7 +185,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for key in ("lr", "steps", "batch_size", "micro_batch_size", "log_every", "save_every"):
-            _require(getattr(self, key) > 0, f"train.{key}", getattr(self, key), "a positive number")
+            ok = 0 < getattr(self, key) < math.inf
+            _require(ok, f"train.{key}", getattr(self, key), "a positive number")
+        for key in ("warmup_steps", "weight_decay", "max_grad_norm", "eval_every", "num_workers"):
+            _require(0 <= getattr(self, key) < math.inf, f"train.{key}", getattr(self, key), "0 or more")
+        _require(0 <= self.beta2 < 1, "train.beta2", self.beta2, "in [0, 1)")
         _require(
             self.batch_size % self.micro_batch_size == 0,
             "train.batch_size",
@@ -458,7 +465,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
-        _require(bool(self.name) and "/" not in self.name, "name", self.name, "a folder name")
+        _require(self.name not in ("", ".", "..") and "/" not in self.name, "name", self.name, "a folder name")
+        _require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 4294967295")
 
 
 @dataclass(frozen=True, kw_only=True)

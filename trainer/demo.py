@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from msattn.trainer.compose import launch
+from msattn.trainer.compose import compose, launch
 
 LINE = {
     "train-gate": "SeerAttention gates: which key blocks does each query block need?",
@@ -27,6 +27,8 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     """
     from rich.console import Console
 
+    for command in LINE:  # an override that a later command refuses stops the line before its first
+        compose(command, ["experiment=demo", *overrides])
     console = Console()
     begin = time.perf_counter()
     folder = Path()

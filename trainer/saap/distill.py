@@ -316,7 +316,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         )
         metrics = {**summary.losses, **routing_recall(qmodel.eval(), health)}
         tracker.summary(metrics)
-    return artifacts.write(
+    artifacts.write(
         folder,
         kind="qmodel",
         tensors={name: value.cpu().contiguous() for name, value in qmodel.state_dict().items()},
@@ -335,3 +335,5 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         metrics=metrics,
         overwrite=cfg.overwrite,
     )
+    artifacts.announce(folder, metrics)
+    return folder

@@ -269,4 +269,5 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
         overwrite=cfg.overwrite,
     )
     parts.remove()
+    artifacts.announce(folder, metrics)
     return folder

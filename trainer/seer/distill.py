@@ -209,4 +209,5 @@ def train_gate(cfg: TrainGateConfig) -> Path:
             metrics=figures,
             overwrite=cfg.overwrite,
         )
+        artifacts.announce(folder, figures)
     return folder
