@@ -22,6 +22,7 @@ from msattn.kernels.checks import (
     query_offset,
     resolve_backend,
     resolve_scale,
+    statistics_dtype,
 )
 from msattn.kernels.primitives import (
     LOG2_E,
@@ -117,7 +118,7 @@ def _operator(
 
 @_operator.register_fake
 def _(q, k, v, block_mask, kv_start, block_size, causal, scale, backend):
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(q)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics)
 
 
@@ -189,8 +190,9 @@ def launch(
     _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), out, lse, lists, lengths, kv_start,
         *out.stride()[:3],
-        kv_heads, num_queries, num_keys, row_blocks, col_blocks, lists.shape[0], lists.shape[1], offset, scale * LOG2_E,
-        GROUP=q_heads // kv_heads, HEAD=head, COLS=cols, BM=rows, BN=keys,
+        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, lists.shape[0], lists.shape[1],
+        offset, scale * LOG2_E,
+        HEAD=head, COLS=cols, BM=rows, BN=keys,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
@@ -226,7 +228,7 @@ def compact(
     return lists, lengths
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "col_blocks", "offset"])
 def _compact_kernel(
     p_mask, p_lists, p_lengths, p_kv_start,
     stride_b, stride_h, stride_r, stride_c,
@@ -258,25 +260,29 @@ def _compact_kernel(
     tl.store(p_lengths + row * 2 + 1, found)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "list_batch", "list_heads", "offset"
+    ]
+)  # fmt: skip
 def _block_sparse_attention_kernel(
     q_desc, k_desc, v_desc, p_out, p_lse, p_lists, p_lengths, p_kv_start,
     stride_b, stride_h, stride_n,
-    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A group's heads come together, to meet in the L2 cache; long rows come first.
     pid = tl.program_id(0)
-    r = row_blocks - 1 - pid // GROUP % row_blocks
-    kv_head = pid // (GROUP * row_blocks) % kv_heads
-    h = kv_head * GROUP + pid % GROUP
-    b = pid // (GROUP * row_blocks * kv_heads)
+    r = row_blocks - 1 - pid // group % row_blocks
+    kv_head = pid // (group * row_blocks) % kv_heads
+    h = kv_head * group + pid % group
+    b = pid // (group * row_blocks * kv_heads)
     first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
 
-    list_head = h * list_heads // (kv_heads * GROUP)
+    list_head = h * list_heads // (kv_heads * group)
     row = ((b % list_batch).to(tl.int64) * list_heads + list_head) * row_blocks + r
     p_list = p_lists + row * col_blocks
     full, all_blocks = tl.load(p_lengths + row * 2), tl.load(p_lengths + row * 2 + 1)
@@ -295,5 +301,5 @@ def _block_sparse_attention_kernel(
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_end(m, l, acc, t < queries)
-    store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * GROUP, num_queries,
+    store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip

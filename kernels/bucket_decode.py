@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.checks import check_bucket_decode, resolve_backend, resolve_scale
+from msattn.kernels.checks import check_bucket_decode, resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.primitives import (
     LN_2,
     LOG2_E,
@@ -125,7 +125,7 @@ def _operator(
 
 @_operator.register_fake
 def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend):
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(q)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.checks import check_bucket_mass, resolve_backend, resolve_scale
+from msattn.kernels.checks import check_bucket_mass, resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.primitives import LN_2, LOG2_E, num_processors, padded_head, precision, tl, triton
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketMass
@@ -107,7 +107,7 @@ def _operator(
 
 @_operator.register_fake
 def _(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, min_distance, backend):
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(q)
     mass = q.new_empty((*q.shape[:3], num_buckets), dtype=statistics)
     return mass, q.new_empty(q.shape[:3], dtype=statistics), q.new_empty(q.shape[:3], dtype=torch.int32)
 

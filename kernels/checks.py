@@ -104,11 +104,16 @@ def check_states(outs: Tensor, lses: Tensor) -> None:
     """``outs [S, B, H, N, D]`` and ``lses [S, B, H, N]`` are parts of one result; else ValueError."""
     if outs.dim() != 5 or min(outs.shape) < 1 or outs.dtype not in (*FLOATS, torch.float64):
         raise ValueError(f"outs is {outs.dtype} {tuple(outs.shape)}: expected a float [parts, batch, heads, tokens, head size]")
-    statistics = torch.float64 if outs.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(outs)
     if lses.dtype != statistics or lses.shape != outs.shape[:4]:
         raise ValueError(f"lses is {lses.dtype} {tuple(lses.shape)}: expected {statistics} {tuple(outs.shape[:4])}")
     if lses.device != outs.device:
         raise ValueError(f"lses.device={lses.device}: expected outs' device, {outs.device}")
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Precision of sums, maxima and LSEs: fp32, and fp64 for fp64 input."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def resolve_scale(scale: float | None, head_size: int) -> float:

@@ -22,6 +22,7 @@ from msattn.kernels.checks import (
     query_offset,
     resolve_backend,
     resolve_scale,
+    statistics_dtype,
 )
 from msattn.kernels.primitives import (
     LOG2_E,
@@ -104,7 +105,7 @@ def _operator(
 
 @_operator.register_fake
 def _(q, k, v, kv_start, block_size, causal, scale, backend):
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(q)
     blocks = [(x.shape[2] + block_size - 1) // block_size for x in (q, k)]
     return (
         torch.empty_like(q),
@@ -153,21 +154,25 @@ def launch(
         tile_view(q, tile.rows), tile_view(k, keys), tile_view(v, keys),
         out, lse, pooled, scratch, next_tile, kv_start,
         *out.stride()[:3],
-        tiles, row_tiles, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
+        tiles, row_tiles, q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
         query_offset(num_queries, num_keys, causal), scale * LOG2_E,
-        GROUP=q_heads // kv_heads, HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, W=strip,
+        HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, W=strip,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse, pooled
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "tiles", "row_tiles", "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "strips", "offset"
+    ]
+)  # fmt: skip
 def _maxpool_attention_kernel(
     q_desc, k_desc, v_desc, p_out, p_lse, p_pooled, p_scratch, p_next_tile, p_kv_start,
     stride_b, stride_h, stride_n,
-    tiles, row_tiles, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     p_scratch += tl.program_id(0).to(tl.int64) * strips * BM
@@ -175,10 +180,10 @@ def _maxpool_attention_kernel(
     # Whoever is free takes the next tile. A group's heads come together, to meet in the L2 cache; long rows come first.
     tile = tl.atomic_add(p_next_tile, 1)
     while tile < tiles:
-        row_tile = row_tiles - 1 - tile // GROUP % row_tiles
-        kv_head = tile // (GROUP * row_tiles) % kv_heads
-        h = kv_head * GROUP + tile % GROUP
-        b = tile // (GROUP * row_tiles * kv_heads)
+        row_tile = row_tiles - 1 - tile // group % row_tiles
+        kv_head = tile // (group * row_tiles) % kv_heads
+        h = kv_head * group + tile % group
+        b = tile // (group * row_tiles * kv_heads)
         first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
         t0 = row_tile * BM
         t = t0 + tl.arange(0, BM)
@@ -204,11 +209,11 @@ def _maxpool_attention_kernel(
             v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
             m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
         out, lse2 = softmax_end(m, l, acc, t < queries)
-        store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * GROUP, num_queries,
+        store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                    stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
         tl.debug_barrier()  # every thread's maxima are in the scratch before any is read
-        p_map = p_pooled + (b * kv_heads * GROUP + h).to(tl.int64) * row_blocks * col_blocks
+        p_map = p_pooled + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
         _pool(p_map, p_scratch, lse2, last, t0 // BLOCK, row_blocks, col_blocks, scale2, BM, BLOCK, W)
         tl.debug_barrier()  # and all are read before the next tile's
         tile = tl.atomic_add(p_next_tile, 1)

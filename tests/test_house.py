@@ -85,7 +85,8 @@ def ours(path: Path) -> set[str]:
 def test_every_package_on_disk_is_listed() -> None:
     """What is not listed imports in an editable install and is missing from the wheel."""
     on_disk = {"msattn", "msattn.kernels", "msattn.conf", "msattn.trainer"}
-    on_disk |= {f"msattn.trainer.{path.parent.name}" for path in (ROOT / "trainer").glob("*/__init__.py")}
+    for folder in ("kernels", "trainer"):
+        on_disk |= {f"msattn.{folder}.{path.parent.name}" for path in (ROOT / folder).glob("*/__init__.py")}
     assert set(SETUPTOOLS["packages"]) == on_disk == set(SETUPTOOLS["package-dir"])
     assert not (ROOT / "kernels/__init__.py").exists(), "it would shadow Hugging Face's package of that name"
     assert not (ROOT / "conftest.py").exists()

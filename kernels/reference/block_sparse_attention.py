@@ -1,0 +1,112 @@
+"""Attention over the blocks a mask selects, gathered; and its gradient."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import check_block_mask, check_per_sequence, check_qkv, resolve_scale, statistics_dtype
+from msattn.kernels.reference.common import SCORES_AT_ONCE, attend, sequences
+from msattn.kernels.types import SparseAttention
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: Tensor,
+    *,
+    block_size: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+) -> SparseAttention:
+    """Reference of :func:`msattn.kernels.block_sparse_attention.block_sparse_attention`, differentiable: gathers, attends.
+
+    Raises
+    ------
+    ValueError
+        If arguments do not fit, or a sequence starts outside of the keys.
+    """
+    check_qkv(q, k, v)
+    check_block_mask(block_mask, q, k, block_size)
+    check_per_sequence("kv_start", kv_start, q)
+    scale = resolve_scale(scale, q.shape[3])
+    statistics = statistics_dtype(q)
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
+    for b, h, i, j, exists, seen in _selected(q, k, block_mask, block_size, causal, kv_start):
+        keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
+        rows_out, rows_lse = attend(q[b, h, i].to(statistics), keys, values, seen, scale)
+        rows = b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]
+        out[rows] = rows_out[exists].to(q.dtype)
+        lse[rows] = rows_lse[exists]
+    return SparseAttention(out, lse)
+
+
+def block_sparse_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_mask: Tensor,
+    *,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    kv_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v: ``dS = P * (dP - rowsum(dO * O) + dlse)``, with P made again from the LSE."""
+    statistics = statistics_dtype(q)
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v))
+    for b, h, i, j, exists, seen in _selected(q, k, block_mask, block_size, causal, kv_start):
+        queries, dout_rows, out_rows = (x[b, h, i].to(statistics) for x in (q, dout, out))
+        keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
+        probs = (queries @ keys.mT * scale - lse[b, h, i][..., None]).masked_fill(~seen, -math.inf).exp()
+        rows = (dlse[b, h, i] - (dout_rows * out_rows).sum(-1))[..., None]
+        dscores = (probs * (dout_rows @ values.mT + rows)).masked_fill(~seen, 0) * scale
+        dq[b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]] = (dscores @ keys)[exists]
+        dk.index_put_((b, h // group, j), dscores.mT @ queries, accumulate=True)
+        dv.index_put_((b, h // group, j), probs.mT @ dout_rows, accumulate=True)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _selected(
+    q: Tensor, k: Tensor, block_mask: Tensor, block_size: int, causal: bool, kv_start: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """What a block mask selects, some R row blocks at a time: those with lists of like length go together.
+
+    Yields sequence ``b [R, 1]`` and query head ``h [R, 1]``, queries ``i [R, block]`` and keys ``j [R, S]``, which of the
+    queries exist ``[R, block]``, and which of the keys they see ``[R, block, S]``.
+    """
+    within = torch.arange(block_size, device=q.device)
+    mask = block_mask.expand(q.shape[0], -1, -1, -1)
+    for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
+        n, m = q.shape[2] - first_query, k.shape[2] - first_key
+        first_t, first_u = (torch.arange(x, device=q.device) * block_size for x in mask.shape[2:])
+        last = (first_t + block_size).clamp(max=n) + delta if causal else torch.full_like(first_t, m)
+        readable = (first_u < last[:, None]) & (first_u < m) & (first_t < n)[:, None]
+        selected = (mask[batch] & readable).repeat_interleave(q.shape[1] // mask.shape[1], dim=1)  # [B, Hq, Tr, Tc]
+        lengths = selected.sum(-1)
+        rows = lengths.flatten().argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
+        while rows.numel():
+            width = int(lengths.flatten()[rows[0]])
+            some, rows = rows.tensor_split([max(1, SCORES_AT_ONCE // (block_size**2 * width))])
+            b, h, r = torch.unravel_index(some, lengths.shape)
+            on, c = selected[b, h, r].to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+            on, c = on[:, :width].bool(), c[:, :width]
+            c = c.where(on, c[:, :1])  # a shorter list is filled with what it reads anyway
+            u = (c[..., None] * block_size + within).flatten(1)
+            t = r[:, None] * block_size + within
+            exists = t < n
+            seen = exists[..., None] & (on.repeat_interleave(block_size, 1) & (u < m))[:, None]
+            if causal:
+                seen = seen & (u[:, None] <= t[..., None] + delta)
+            i, j = first_query + t.clamp(max=n - 1), first_key + u.clamp(max=m - 1)
+            yield b[:, None] + (batch.start or 0), h[:, None], i, j, exists, seen

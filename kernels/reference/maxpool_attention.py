@@ -1,0 +1,68 @@
+"""Dense attention and its block map, the scores of a few row blocks at a time."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import check_block_size, check_per_sequence, check_qkv, resolve_scale, statistics_dtype
+from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
+from msattn.kernels.types import MaxPoolAttention
+
+
+def maxpool_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+) -> MaxPoolAttention:
+    """Reference of :func:`msattn.kernels.maxpool_attention.maxpool_attention`: the scores of a few row blocks at a time.
+
+    Raises
+    ------
+    ValueError
+        If arguments do not fit, or a sequence starts outside of the keys.
+    """
+    check_qkv(q, k, v)
+    check_block_size(block_size)
+    check_per_sequence("kv_start", kv_start, q)
+    scale = resolve_scale(scale, q.shape[3])
+    statistics = statistics_dtype(q)
+    blocks = [-(-x.shape[2] // block_size) for x in (q, k)]
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
+    pooled = q.new_zeros((*q.shape[:2], *blocks), dtype=statistics)
+
+    for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
+        queries = q[batch, :, first_query:].unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, D]
+        keys, values = (x[batch, :, None, first_key:].to(statistics) for x in (k, v))  # [B, Hkv, 1, m, D]
+        n, m = queries.shape[3], keys.shape[3]
+        if m == 0:
+            continue
+        row_blocks = max(1, SCORES_AT_ONCE // (queries[..., 0, 0].numel() * m * block_size))
+        for t in torch.arange(n, device=q.device).split(row_blocks * block_size):
+            begin, end = int(t[0]), int(t[-1]) + 1
+            last = min(m, end + delta) if causal else m
+            scores = queries[..., begin:end, :].to(statistics) @ keys[..., :last, :].mT * scale
+            if causal:
+                scores.masked_fill_(torch.arange(last, device=q.device) > t[:, None] + delta, -math.inf)
+            maxima = _into_blocks(scores, -1, block_size).amax(-1)  # [B, Hkv, G, rows, c]
+            row_lse = scores.logsumexp(-1)
+            probs = scores.sub_(row_lse[..., None]).exp_()
+            block_map = _into_blocks(maxima - row_lse[..., None], -2, block_size).amax(-2).exp()  # [B, Hkv, G, r, c]
+            rows = slice(first_query + begin, first_query + end)
+            out[batch, :, rows] = (probs @ values[..., :last, :]).flatten(1, 2).to(q.dtype)
+            lse[batch, :, rows] = row_lse.flatten(1, 2)
+            r = begin // block_size
+            pooled[batch, :, r : r + block_map.shape[-2], : block_map.shape[-1]] = block_map.flatten(1, 2)
+    return MaxPoolAttention(out, lse, pooled)
+
+
+def _into_blocks(x: Tensor, dim: int, size: int) -> Tensor:
+    """Cut a dimension, counted from the end, into ``(blocks, size)``; the last block is filled up with -inf."""
+    missing = -x.shape[dim] % size
+    return torch.nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing), value=-math.inf).unflatten(dim, (-1, size))
