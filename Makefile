@@ -1,6 +1,8 @@
 # Everything runs in $(VENV), which the first target that needs it makes; later calls go straight on.
 PYTHON ?= python3
 VENV ?= .venv
+# Of gpu-test, some 12 GB of GPU memory each.
+WORKERS ?= 8
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
@@ -30,7 +32,7 @@ lint: $(INSTALLED)  ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 gpu-test: $(INSTALLED)  ## what needs a GPU
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu -n $(WORKERS)
 
 clean:  ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info

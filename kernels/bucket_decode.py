@@ -170,8 +170,8 @@ def launch(
     _split_kernel[(splits, kv_heads, batch)](
         q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_out, part_lse,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
-        num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
-        GROUP=group, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
+        group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
+        HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
         BL=max(16, min(ROUND, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -195,12 +195,12 @@ def _distinct(probes: Tensor) -> Tensor:
     return probes.masked_fill(repeated, -1)
 
 
-@triton.jit(do_not_specialize=["num_keys", "num_listed", "num_buckets", "num_probes", "recent", "sink"])
+@triton.jit(do_not_specialize=["group", "num_keys", "num_listed", "num_buckets", "num_probes", "recent", "sink"])
 def _split_kernel(
     q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_out, part_lse,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
-    num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
+    group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
+    HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A query group's attention to a split's share of its keys: ``part_out [B, Hq, S, D]``, base-2 ``part_lse [B, Hq, S]``."""
@@ -224,8 +224,8 @@ def _split_kernel(
     dense = num_sink + end - recent_begin
 
     o_head, o_d = tl.arange(0, BH), tl.arange(0, BD)
-    m_head, m_d = o_head < GROUP, o_d < HEAD
-    q_head = kv_head * GROUP + o_head
+    m_head, m_d = o_head < group, o_d < HEAD
+    q_head = kv_head * group + o_head
     p_q = q + batch * stride_qb + q_head[:, None] * stride_qh + o_d[None, :] * stride_qd
     b_q = tl.load(p_q, mask=m_head[:, None] & m_d[None, :], other=0.0)  # [BH, BD]
     m = tl.full([BH], float("-inf"), tl.float32)
@@ -260,7 +260,7 @@ def _split_kernel(
             m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
 
     out, lse2 = softmax_end(m, l, acc, m_head)
-    part = (batch * kv_heads * GROUP + q_head) * num_splits + split  # [BH]
+    part = (batch * kv_heads * group + q_head) * num_splits + split  # [BH]
     tl.store(part_lse + part, lse2, mask=m_head)
     tl.store(part_out + part[:, None] * HEAD + o_d[None, :], out, mask=m_head[:, None] & m_d[None, :])
 
@@ -281,7 +281,7 @@ def _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL: tl.cons
     return begin, end - begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(part_out, part_lse, out, lse, num_splits, HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
     """Merge the splits of one query head: ``out [B, Hq, 1, D]``, natural-log ``lse [B, Hq, 1]``."""
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)

@@ -148,8 +148,8 @@ def launch(
     part_key = q.new_empty((splits, *shape), dtype=torch.int32)
     _mass_kernel[(row_tiles, q_heads, batch * splits)](
         q, k, *tiles, q_pos, k_pos, log_mass, part_score, part_key, *q.stride(), *k.stride(),
-        num_queries, num_buckets, tiles.bucket_of.shape[2], splits, min_distance or 0, scale * LOG2_E,
-        GROUP=q_heads // kv_heads, HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
+        q_heads // kv_heads, num_queries, num_buckets, tiles.bucket_of.shape[2], splits, min_distance or 0, scale * LOG2_E,
+        HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
         BM=tile.rows, BN=tile.keys, BD=cols, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -213,19 +213,19 @@ def tile_keys(buckets: Tensor, num_buckets: int, size: int) -> KeyTiles:
     return KeyTiles(slots.scatter_(-1, slot, order.int()), bucket_of.int(), first_tile.int())
 
 
-@triton.jit(do_not_specialize=["min_distance"])
+@triton.jit(do_not_specialize=["group", "num_tiles", "num_splits", "min_distance"])
 def _mass_kernel(
     q, k, slots, bucket_of, first_tile, q_pos, k_pos, log_mass, part_score, part_key,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
-    num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
+    group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2,
+    HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split's buckets: base-2 ``log_mass [B, Hq, C, n_q]``, best score and key ``[S, B, Hq, n_q]``."""
     head, q_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     batch, split = tl.program_id(2).to(tl.int64) // num_splits, tl.program_id(2) % num_splits
-    kv_head = head // GROUP
-    tiles = batch * (q_heads // GROUP) + kv_head
+    kv_head = head // group
+    tiles = batch * (q_heads // group) + kv_head
     slots += tiles * (num_tiles + 1) * BN
     bucket_of += tiles * num_tiles
     first_tile += tiles * (num_buckets + 1)
@@ -283,7 +283,7 @@ def _mass_kernel(
     tl.store(part_key + part * num_queries + row, top_key, mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _normalise_kernel(
     log_mass, part_score, part_key, mass, lse, top_key,
     num_queries, num_buckets, num_splits, BM: tl.constexpr, BC: tl.constexpr,

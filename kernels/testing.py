@@ -199,8 +199,9 @@ def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor
     """``actual`` is as near to ``exact`` as the eager form of its own precision, up to a rounding band.
 
     The band, relative to the largest exact value (or 1): one unit in the last place of ``actual``'s dtype, for rounding
-    the result, and ``2 ** -20``, for what fp32 kernels do otherwise than eager code: ``exp2`` of the hardware (2 ulp),
-    scores taken to base 2 (1 ulp of scores up to 4), and sums rebased tile by tile. Infinities must stand at the same
+    the result, and ``3 * 2 ** -21``, for what fp32 kernels do otherwise than eager code: ``exp2`` of the hardware (2 ulp of
+    1), scores taken to base 2 (1 ulp of scores up to 8: normal inputs of some 10^8 pairs reach 6.8), and sums rebased tile
+    by tile (2 ulp of 1). Infinities must stand at the same
     places; NaN is never right.
     """
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
@@ -212,7 +213,7 @@ def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor
     want = exact[finite].double()
     error = (actual[finite].double() - want).abs().max().item()
     eager_error = (eager[finite].double() - want).abs().max().item()
-    band = (torch.finfo(actual.dtype).eps + 2**-20) * max(want.abs().max().item(), 1.0)
+    band = (torch.finfo(actual.dtype).eps + 3 * 2**-21) * max(want.abs().max().item(), 1.0)
     assert error <= eager_error + band, f"{name}: error {error:.3e} above eager's {eager_error:.3e} + band {band:.3e}"
 
 
