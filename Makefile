@@ -1,8 +1,8 @@
 # Everything runs in $(VENV), which the first target that needs it makes; later calls go straight on.
 PYTHON ?= python3
 VENV ?= .venv
-# Of gpu-test, some 12 GB of GPU memory each.
-WORKERS ?= 8
+# Of gpu-test: some 12 GB of GPU memory each, and 60 GB for tests of offsets beyond 2**31 elements.
+WORKERS ?= 4
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 

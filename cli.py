@@ -119,6 +119,12 @@ def generate(
     _run("generate", overrides, config_dir, cfg, multirun, prompt=text)
 
 
+@app.command("bench", cls=Composed)
+def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
+    """Time a kernel beside its peers on this machine, once it agrees with its reference."""
+    _run("bench", overrides, config_dir, cfg, multirun)
+
+
 @app.command("demo")
 def demo(overrides: Overrides = None) -> None:
     """Run the whole line on the embedded model, on any machine, in a few minutes."""
@@ -138,7 +144,7 @@ def doctor() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run ``msattn`` on ``arguments`` (default: those of the process) and exit."""
-    from msattn.trainer.errors import UserError
+    from msattn.trainer.errors import CheckFailed, UserError
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -147,4 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
         message = str(error) if isinstance(error, UserError) else error.format_message()
         print(f"msattn: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
+    except CheckFailed as error:
+        print(f"msattn: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

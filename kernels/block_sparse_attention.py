@@ -2,18 +2,19 @@
 
     out_i = softmax over keys j in the True blocks of i's row block (and j <= i if causal) of (scale * q_i k_j), times v_j
 
-The mask becomes lists on the device first: for each row block the column blocks to read, in ascending order, so that those
-that every query sees whole come before those on the diagonal or at the end. A program then owns one row block and walks its
-list: the cost follows the True blocks. Their number is never asked for on the host, so that nothing waits for the device.
+The mask becomes lists on the device first (:mod:`msattn.kernels.block_lists`): for each row block the column blocks to read,
+those that every query sees whole before those on the diagonal or at the end. A program then owns one row block and walks its
+list: the cost follows the True blocks. The gradient is in :mod:`msattn.kernels.block_sparse_attention_backward`.
 
-Layouts: lists ``[B or 1, Hm, Tr, Tc]``, lengths ``[B or 1, Hm, Tr, 2]`` (blocks seen whole, all blocks), Hm the mask's heads.
 A tile has BM = block queries and BN keys, a whole block or an even part of one. Prefix: p_ pointer.
 """
 
 import torch
 from torch import Tensor
 
+from msattn.kernels import block_sparse_attention_backward as backward
 from msattn.kernels import reference, tuned
+from msattn.kernels.block_lists import compact, find_list
 from msattn.kernels.checks import (
     check_block_mask,
     check_layout,
@@ -79,14 +80,12 @@ def block_sparse_attention(
     -------
     SparseAttention
         ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for rows that read nothing.
-        Differentiable in q, k, v, through both, on the torch backend.
+        Differentiable in q, k, v, through both.
 
     Raises
     ------
     ValueError
         For arguments that do not fit, by name.
-    NotImplementedError
-        When a gradient is asked of the Triton backend.
     """
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)
@@ -136,27 +135,27 @@ def _backward_operator(
     block_size: int,
     causal: bool,
     scale: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "triton":
+        with torch.cuda.device_of(q):
+            return backward.launch(dout, dlse, q, k, v, out, lse, block_mask, kv_start, block_size, causal, scale)
     return reference.block_sparse_attention_backward(
         dout, dlse, q, k, v, out, lse, block_mask, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start
     )
 
 
 @_backward_operator.register_fake
-def _(dout, dlse, q, k, v, out, lse, block_mask, kv_start, block_size, causal, scale):
+def _(dout, dlse, q, k, v, out, lse, block_mask, kv_start, block_size, causal, scale, backend):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, block_mask, kv_start, *ctx.options, ctx.backend = inputs
+    q, k, v, block_mask, kv_start, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, block_mask, kv_start)
 
 
 def _backward(ctx, dout, dlse):
-    if ctx.backend == "triton":
-        raise NotImplementedError(
-            "block_sparse_attention on backend='triton' is forward only in this version: use backend='torch' for gradients"
-        )
     return *_backward_operator(dout, dlse, *ctx.saved_tensors, *ctx.options), *[None] * 6
 
 
@@ -199,67 +198,6 @@ def launch(
     return out, lse
 
 
-def compact(
-    block_mask: Tensor,
-    kv_start: Tensor | None,
-    num_queries: int,
-    num_keys: int,
-    offset: int,
-    block_size: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Lists of the True blocks that each row block can see, and their lengths (layouts: top of the file)."""
-    batch, heads, row_blocks, col_blocks = block_mask.shape
-    if kv_start is not None:  # sequences that share a mask still end at different blocks
-        batch = kv_start.shape[0]
-        block_mask = block_mask.expand(batch, -1, -1, -1)
-    lists = torch.empty(
-        (batch, heads, row_blocks, col_blocks),
-        dtype=torch.int16 if col_blocks < 2**15 else torch.int32,
-        device=block_mask.device,
-    )
-    lengths = torch.empty((batch, heads, row_blocks, 2), dtype=torch.int32, device=block_mask.device)
-    _compact_kernel[(row_blocks, heads, batch)](
-        block_mask.view(torch.uint8), lists, lengths, kv_start,
-        *block_mask.stride(),
-        num_queries, num_keys, col_blocks, offset,
-        BLOCK=block_size, CHUNK=min(1024, triton.next_power_of_2(col_blocks)), CAUSAL=causal,
-    )  # fmt: skip
-    return lists, lengths
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "col_blocks", "offset"])
-def _compact_kernel(
-    p_mask, p_lists, p_lengths, p_kv_start,
-    stride_b, stride_h, stride_r, stride_c,
-    num_queries, num_keys, col_blocks, offset,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """One program = one row block of the mask: its True blocks, in order, as a list."""
-    r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    t0 = r * BLOCK
-    last, full = keys, keys // BLOCK  # keys that some query of the block sees; blocks that all of them see whole
-    if CAUSAL:
-        last = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
-        full = tl.minimum(keys, t0 + delta + 1) // BLOCK
-    end = tl.where(t0 < queries, tl.cdiv(last, BLOCK), 0)
-
-    row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + r
-    p_mask += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + r.to(tl.int64) * stride_r
-    found = tl.zeros((), tl.int32)
-    found_full = tl.zeros((), tl.int32)
-    for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
-        c = c0 + tl.arange(0, CHUNK)
-        on = tl.load(p_mask + c * stride_c, mask=c < end, other=0).to(tl.int32)
-        place = found + tl.cumsum(on, 0) - on
-        tl.store(p_lists + row * col_blocks + place, c.to(p_lists.dtype.element_ty), mask=on != 0)
-        found += tl.sum(on, 0)
-        found_full += tl.sum(tl.where(c < full, on, 0), 0)
-    tl.store(p_lengths + row * 2, found_full)
-    tl.store(p_lengths + row * 2 + 1, found)
-
-
 @triton.jit(
     do_not_specialize=[
         "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "list_batch", "list_heads", "offset"
@@ -282,10 +220,9 @@ def _block_sparse_attention_kernel(
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
 
-    list_head = h * list_heads // (kv_heads * group)
-    row = ((b % list_batch).to(tl.int64) * list_heads + list_head) * row_blocks + r
-    p_list = p_lists + row * col_blocks
-    full, all_blocks = tl.load(p_lengths + row * 2), tl.load(p_lengths + row * 2 + 1)
+    p_list, full, all_blocks = find_list(
+        p_lists, p_lengths, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    )
 
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     m = tl.full([BM], float("-inf"), tl.float32)

@@ -11,12 +11,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from msattn.kernels.types import Backend, BucketIndex
+from msattn.kernels.types import Backend, BucketIndex, ScoreMod
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE = 256
 HAS_TRITON = find_spec("triton") is not None
 BLOCK_SIZES = (16, 32, 64, 128)
+MAX_CONV_SIZE = 32
+ZOOMS = (1, 2, 4, 8)
 
 
 def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Backend:
@@ -84,20 +86,30 @@ def check_block_size(block_size: int) -> None:
 
 def check_block_mask(block_mask: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
     """``block_mask`` is bool ``[B | 1, Hq | Hkv | 1, Tr, Tc]`` on q's device, and ``block_size`` fits; else ValueError."""
+    _check_block_map("block_mask", block_mask, torch.bool, q, k, block_size)
+
+
+def check_zoom(zoom: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
+    """``zoom`` is uint8 ``[B | 1, Hq | Hkv | 1, Tr, Tc]`` on q's device, and ``block_size`` fits; else ValueError."""
+    _check_block_map("zoom", zoom, torch.uint8, q, k, block_size)
+
+
+def _check_block_map(name: str, x: Tensor, dtype: torch.dtype, q: Tensor, k: Tensor, block_size: int) -> None:
     check_block_size(block_size)
-    if block_mask.dtype != torch.bool or block_mask.dim() != 4:
-        raise ValueError(f"block_mask is {block_mask.dtype} {tuple(block_mask.shape)}: expected bool, 4 dimensions")
+    if x.dtype != dtype or x.dim() != 4:
+        expected = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected}, 4 dimensions")
     accepted = [
         (q.shape[0], 1),
         (q.shape[1], k.shape[1], 1),
         ((q.shape[2] + block_size - 1) // block_size,),
         ((k.shape[2] + block_size - 1) // block_size,),
     ]
-    for size, sizes, what in zip(block_mask.shape, accepted, ("batch", "heads", "row blocks", "column blocks"), strict=True):
+    for size, sizes, what in zip(x.shape, accepted, ("batch", "heads", "row blocks", "column blocks"), strict=True):
         if size not in sizes:
-            raise ValueError(f"block_mask.shape={tuple(block_mask.shape)}: {what} must be {' or '.join(map(str, sizes))}")
-    if block_mask.device != q.device:
-        raise ValueError(f"block_mask.device={block_mask.device}: expected q's device, {q.device}")
+            raise ValueError(f"{name}.shape={tuple(x.shape)}: {what} must be {' or '.join(map(str, sizes))}")
+    if x.device != q.device:
+        raise ValueError(f"{name}.device={x.device}: expected q's device, {q.device}")
 
 
 def check_states(outs: Tensor, lses: Tensor) -> None:
@@ -135,17 +147,22 @@ def query_offset(num_queries: int, num_keys: int, causal: bool) -> int:
     return offset if causal else max(offset, 0)
 
 
-def check_layout(**tensors: Tensor) -> None:
-    """What the kernels ask of memory: contiguous rows, aligned to 16 bytes (views are welcome); else ValueError.
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether the last dimension is contiguous, and every row of it starts at a multiple of 16 bytes.
 
     For use inside a custom operator: it looks at addresses, which a traced tensor does not have.
     """
+    apart = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in apart)
+
+
+def check_layout(**tensors: Tensor) -> None:
+    """What the kernels ask of memory: contiguous, aligned rows (views are welcome); else ValueError."""
     for name, x in tensors.items():
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name}.stride()={x.stride()}: expected the last dimension to be contiguous")
-        apart = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-        if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in apart):
-            raise ValueError(f"{name}.stride()={x.stride()}, address {x.data_ptr()}: expected rows aligned to 16 bytes")
+        if not has_aligned_rows(x):
+            raise ValueError(
+                f"{name}.stride()={x.stride()}, address {x.data_ptr()}: expected rows that are contiguous, aligned to 16 bytes"
+            )
 
 
 def check_bucket_decode(
@@ -201,3 +218,83 @@ def check_bucket_mass(
         raise ValueError(f"num_buckets={num_buckets!r}: expected 1 or more")
     if min_distance is not None and min_distance < 0:
         raise ValueError(f"min_distance={min_distance!r}: expected a number of tokens, 0 or more")
+
+
+def check_flash_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: str,
+    score_mod: ScoreMod | None,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    splits: int | None,
+) -> None:
+    """A variant that exists, at least one split, a score_mod whose tensors lie where q does; else ValueError."""
+    check_qkv(q, k, v)
+    check_per_sequence("kv_start", kv_start, q)
+    check_per_sequence("kv_len", kv_len, q)
+    if variant not in ("partial", "global"):
+        raise ValueError(f"variant={variant!r}: expected 'partial' or 'global'")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits={splits!r}: expected a number of parts, 1 or more, or None")
+    for n, x in enumerate(score_mod.tensors if score_mod else ()):
+        if x.device != q.device:
+            raise ValueError(f"score_mod.tensors[{n}].device={x.device}: expected q's device, {q.device}")
+    if score_mod and score_mod.built_in == "alibi" and score_mod.tensors[0].shape != q.shape[1:2]:
+        raise ValueError(f"score_mod: {len(score_mod.tensors[0])} slopes, expected one for each of q's {q.shape[1]} heads")
+
+
+def check_conv_weight(weight: Tensor, q: Tensor) -> None:
+    """``weight [Hq, c_q, c_k]`` of q's dtype or fp32 on q's device, its kernels no larger than 32 x 32; else ValueError."""
+    sizes = weight.shape[1:] if weight.dim() == 3 else (0,)
+    if weight.dim() != 3 or weight.shape[0] != q.shape[1] or not 1 <= min(sizes) <= max(sizes) <= MAX_CONV_SIZE:
+        raise ValueError(
+            f"weight.shape={tuple(weight.shape)}: expected [{q.shape[1]}, c_q, c_k], one kernel for each of q's heads, "
+            f"of 1 to {MAX_CONV_SIZE} queries and keys"
+        )
+    _check_weight(weight, q)
+
+
+def check_head_weight(weight: Tensor, q: Tensor) -> None:
+    """``weight [Hq, Hq]`` of q's dtype or fp32 on q's device; else ValueError."""
+    if weight.shape != (q.shape[1], q.shape[1]):
+        raise ValueError(f"weight.shape={tuple(weight.shape)}: expected {(q.shape[1],) * 2}, a row for each of q's heads")
+    _check_weight(weight, q)
+
+
+def _check_weight(weight: Tensor, q: Tensor) -> None:
+    if weight.dtype not in (q.dtype, torch.float32):
+        raise ValueError(f"weight.dtype={weight.dtype}: expected q's dtype, {q.dtype}, or torch.float32")
+    if weight.device != q.device:
+        raise ValueError(f"weight.device={weight.device}: expected q's device, {q.device}")
+
+
+def key_taps_before(weight: Tensor) -> int:
+    """Keys before its own that a convolved score is made of; an even kernel reaches one further after than before."""
+    return (weight.shape[2] - 1) // 2
+
+
+def key_taps_after(weight: Tensor) -> int:
+    """Keys after its own that a convolved score is made of."""
+    return weight.shape[2] - 1 - key_taps_before(weight)
+
+
+def check_conv_decode(
+    q_window: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    splits: int | None,
+) -> None:
+    """The window holds as many queries as the kernel does; at least one split; else ValueError."""
+    check_qkv(q_window, k, v)
+    check_conv_weight(weight, q_window)
+    check_per_sequence("kv_start", kv_start, q_window)
+    check_per_sequence("kv_len", kv_len, q_window)
+    if q_window.shape[2] != weight.shape[1]:
+        raise ValueError(f"q_window.shape={tuple(q_window.shape)}: expected {weight.shape[1]} queries, as many as the kernel's")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits={splits!r}: expected a number of parts, 1 or more, or None")

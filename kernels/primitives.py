@@ -50,13 +50,13 @@ def padded_head(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
-def tile_view(x: Tensor, rows: int) -> Any:
-    """Descriptor that reads ``x [B, H, T, D]`` in tiles of ``[rows, padded head]``; what lies outside of x reads as 0."""
+def tile_view(x: Tensor, rows: int, cols: int | None = None) -> Any:
+    """Descriptor that reads ``x [B, H, T, D]`` in tiles of ``[rows, cols or padded head]``; what lies outside reads as 0."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     # A dimension of size 1 may have any stride; a descriptor wants multiples of 16 bytes everywhere.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, padded_head(x.shape[-1])])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, cols or padded_head(x.shape[-1])])
 
 
 def num_processors(device: torch.device) -> int:
@@ -151,11 +151,30 @@ def store_rows(
     HEAD: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Write the rows ``t`` of a sequence. Rows past its end, which are empty, wrap around to the padding before its start."""
+    """Write the rows ``t`` of a sequence and their LSEs; see :func:`store_tile`."""
+    store_tile(out_ptr, out, b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
     i = first_query + t
     i = tl.where(i < num_queries, i, i - num_queries)
+    tl.store(lse_ptr + (b * q_heads + h).to(tl.int64) * num_queries + i, lse2 * LN_2, mask=t < num_queries)
+
+
+@triton.jit
+def store_tile(ptr, tile, b, h, t, first, total, stride_b, stride_h, stride_n, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Write the rows ``t`` of a sequence that starts at ``first`` and ends with the tensor, at ``total``.
+
+    Rows past its end wrap around, as zeros, to the padding before its start: programs for every row write it all.
+    """
+    i = first + t
+    exists = i < total
+    i = tl.where(exists, i, i - total)
     d = tl.arange(0, COLS)
-    inside = t < num_queries
-    rows = out_ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + i.to(tl.int64)[:, None] * stride_n
-    tl.store(rows + d[None, :], out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (d < HEAD)[None, :])
-    tl.store(lse_ptr + (b * q_heads + h).to(tl.int64) * num_queries + i, lse2 * LN_2, mask=inside)
+    rows = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + i.to(tl.int64)[:, None] * stride_n
+    tile = tl.where(exists[:, None], tile, 0.0).to(ptr.dtype.element_ty)
+    tl.store(rows + d[None, :], tile, mask=(t < total)[:, None] & (d < HEAD)[None, :])
+
+
+@triton.jit
+def load_lse2(lse_ptr, t, queries):
+    """Base-2 LSEs ``[BM]`` for making P again; ``+inf``, so that P is 0, for rows that saw nothing or do not exist."""
+    lse = tl.load(lse_ptr + t, mask=t < queries, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * (1.0 / LN_2))

@@ -5,7 +5,7 @@ much as the plain eager form in the kernel's own precision is, plus a rounding b
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -177,31 +177,49 @@ def max_over_blocks(probs: Tensor, rows: Tensor, cols: Tensor, blocks: tuple[int
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None, dtype: torch.dtype = torch.float64
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
 ) -> Attention:
     """Softmax attention, everything in memory at once, computed in ``dtype`` as eager PyTorch would.
 
     ``seen`` is a boolean mask that broadcasts to ``[B, Hq, N, M]``; a row that sees nothing has ``out = 0, lse = -inf``.
-    Statistics are kept in fp32 at least; products take and give ``dtype``, as those of an eager model do.
+    Statistics are kept in fp32 at least; products take and give ``dtype``, as those of an eager model do. ``score_mod`` acts
+    on the scaled scores ``[B, Hq, N, M]`` before they are masked.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     q, k, v = (x.to(dtype) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = ((q @ k.transpose(-1, -2)).to(statistics) * factor).masked_fill(~seen, -math.inf)
+    scores = (q @ k.transpose(-1, -2)).to(statistics) * factor
+    scores = (scores if score_mod is None else score_mod(scores)).masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
     probs = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     return Attention(probs.to(dtype) @ v, lse, probs)
 
 
-def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor) -> None:
+def largest_term(dout: Tensor, v: Tensor, other: Tensor, scale: float) -> float:
+    """Largest term of ``scale * dP . other``, ``dP = dO V^T``: the size of what cancels in gradients of queries and keys.
+
+    ``dS = P * (dP - rowsum(dO * O))`` is a difference of two sums over the head size, so that its rounding is that of dP, also
+    where it is 0, as for a query with one key; eager code sums ``P * dP`` and gets an exact 0 there.
+    """
+    dp = dout.float() @ v.float().repeat_interleave(dout.shape[1] // v.shape[1], dim=1).mT
+    return scale * (dp.abs().max() * other.abs().max()).item()
+
+
+def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor, *, term: float = 1.0) -> None:
     """``actual`` is as near to ``exact`` as the eager form of its own precision, up to a rounding band.
 
-    The band, relative to the largest exact value (or 1): one unit in the last place of ``actual``'s dtype, for rounding
-    the result, and ``3 * 2 ** -21``, for what fp32 kernels do otherwise than eager code: ``exp2`` of the hardware (2 ulp of
-    1), scores taken to base 2 (1 ulp of scores up to 8: normal inputs of some 10^8 pairs reach 6.8), and sums rebased tile
-    by tile (2 ulp of 1). Infinities must stand at the same
+    The band: one unit in the last place of ``actual``'s dtype, for rounding the result, relative to the largest exact value
+    (or 1); and, relative to that or to ``term``, the largest of the terms that cancel, ``3 * 2 ** -21``, for what fp32 kernels
+    do otherwise than eager code: ``exp2`` of the hardware (2 ulp of 1), scores taken to base 2 (1 ulp of scores up to 8:
+    normal inputs of some 10^8 pairs reach 6.8), and sums rebased tile by tile (2 ulp of 1). Infinities must stand at the same
     places; NaN is never right.
     """
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
@@ -213,8 +231,20 @@ def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor
     want = exact[finite].double()
     error = (actual[finite].double() - want).abs().max().item()
     eager_error = (eager[finite].double() - want).abs().max().item()
-    band = (torch.finfo(actual.dtype).eps + 3 * 2**-21) * max(want.abs().max().item(), 1.0)
+    largest = max(want.abs().max().item(), 1.0)
+    band = torch.finfo(actual.dtype).eps * largest + 3 * 2**-21 * max(largest, term)
     assert error <= eager_error + band, f"{name}: error {error:.3e} above eager's {eager_error:.3e} + band {band:.3e}"
+
+
+def assert_sum_within_budget(name: str, actual: Tensor, parts: Tensor, eager: Tensor, *, term: float = 1.0) -> None:
+    """Like :func:`assert_within_budget`, for a sum over queries whose exact ``parts`` are given, ``[N, ...]``.
+
+    A sum of thousands of rounded numbers, of which there may be one or two, says little about the rounding that another order
+    gives. So the band has 4 standard deviations more, were every part off by one unit in the last place of ``actual``'s dtype.
+    """
+    exact = parts.double().sum(0)
+    spread = 4 * torch.finfo(actual.dtype).eps * parts.double().norm(dim=0).max()
+    assert_within_budget(name, actual, exact, exact + (eager.double() - exact).abs().max() + spread, term=term)
 
 
 def random_buckets(

@@ -5,11 +5,13 @@ size, ``Tr``/``Tc`` row/column blocks, ``C`` buckets, ``L`` probes. Every ``lse`
 exponentials of the scaled scores, in fp32 (fp64 for fp64 input); a row that sees nothing has ``out = 0``, ``lse = -inf``.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 Backend = Literal["triton", "torch"]
+Variant = Literal["partial", "global"]  # of flash_decode
 
 
 class SparseAttention(NamedTuple):
@@ -46,3 +48,27 @@ class BucketIndex(NamedTuple):
 
     offsets: Tensor
     order: Tensor
+
+
+class ScoreMod(NamedTuple):
+    """What becomes of a scaled score before it is masked: ``score = mod(score, b, h, i, j, *tensors, *numbers)``.
+
+    ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the positions of query and key in the cache, its padding
+    counted. What is masked afterwards is passed too, with a position that exists: ``0 <= j < M``, ``0 <= i``, and ``i < M``
+    wherever there are no more queries than keys, so that loads by position need no mask. -inf hides a key.
+
+    ``kernel`` is a ``triton.jit`` function; a group's heads and their queries are packed into the rows of a tile, so that it
+    takes and gives ``score`` fp32 ``[rows, keys]``, with ``b`` a scalar, ``h`` and ``i`` int32 ``[rows, 1]``, ``j`` int32
+    ``[1, keys]``, and pointers for the tensors. ``reference`` is its PyTorch twin: ``score [Hq, N, m]``, ``b`` an int, ``h [Hq,
+    1, 1]``, ``i [N, 1]``, ``j [m]``.
+
+    ``window``: keys ``j <= i - window`` become -inf whatever their score, and need not be read. ``built_in`` names those of
+    :mod:`msattn.kernels.score_mod`; it is not for others.
+    """
+
+    kernel: Any
+    reference: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+    numbers: tuple[float, ...] = ()
+    window: int | None = None
+    built_in: str = ""

@@ -25,6 +25,14 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _free_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test held on the GPU is there for those that run beside it."""
+    yield
+    if "gpu" in request.keywords:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where the kernels under test run."""

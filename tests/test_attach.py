@@ -16,6 +16,7 @@ from msattn.trainer.attach import Sparse, attach, load
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import fingerprint
+from msattn.trainer.saap.cache import BucketLayer
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
@@ -158,6 +159,18 @@ def test_prompts_within_one_block_are_exact(model: Any, length: int) -> None:
 
 
 @torch.no_grad()
+def test_multiscale_reads_and_counts_fewer_tokens(model: Any) -> None:
+    ids = random_tokens(1, 160)
+    expected = model(ids).logits
+    with attach(model, gate=gate_for(model), select=SelectConfig(policy="multiscale", shares=[1, 0, 0, 0])) as sparse:
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert sparse.stats()["sparsity"] == 0
+    with attach(model, gate=gate_for(model), select=SelectConfig(policy="multiscale", shares=[0.2, 0, 0, 0.8])) as sparse:
+        assert generate(model, ids).shape == (1, 170)
+        assert 0.4 < sparse.stats()["sparsity"] < 0.7
+
+
+@torch.no_grad()
 def test_chunked_prefill_is_dense_and_counted(model: Any) -> None:
     ids = random_tokens(1, 64)
     expected = model(ids).logits
@@ -192,6 +205,17 @@ def test_a_cache_goes_on_in_the_next_context(model: Any) -> None:
         logits = model(ids[:, 38:39], past_key_values=cache).logits
         assert sparse.stats()["dense_fallbacks"] == 0
     torch.testing.assert_close(logits, model(ids).logits[:, 38:39], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_may_come_by_position(model: Any) -> None:
+    ids = random_tokens(1, 30)
+    by_name, by_position = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with attach(model, qmodel=partition(), probes=BUCKETS, recent=4, dense_layers=()):
+        want = model.model(ids, past_key_values=by_name).last_hidden_state
+        got = model.model(ids, None, None, by_position).last_hidden_state
+    torch.testing.assert_close(got, want)
+    assert all(isinstance(layer, BucketLayer) for layer in by_position.layers)
 
 
 @torch.no_grad()

@@ -1,12 +1,14 @@
 """block_sparse_attention: kernel and reference against fp64, its edges, gradients, and how it behaves as an operator."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
@@ -15,6 +17,7 @@ from msattn.kernels.testing import (
     Case,
     assert_within_budget,
     dense_attention,
+    largest_term,
     random_block_mask,
     random_qkv,
     starts,
@@ -26,22 +29,44 @@ from msattn.kernels.types import Backend
 BACKENDS: list[Backend] = ["torch", "triton"]
 
 
-def seen_tokens(mask: torch.Tensor, case: Case, device: str) -> torch.Tensor:
+def seen_tokens(mask: Tensor, case: Case, device: str) -> Tensor:
     padding = starts(case.padding, device)
     sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, padding, case.block_size
     return case.visible(device) & tokens_of_blocks(mask, *sizes)
 
 
-def check(case: Case, mask: torch.Tensor, backend: Backend, device: str) -> None:
-    q, k, v = case.qkv(device)
+def dense_gradients(
+    inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dlse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Autograd of dense attention in ``dtype``, through out and lse; rows that see nothing count as 0."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    empty = ~seen.any(-1)
+    out, lse, _ = dense_attention(leaves[0], leaves[1], leaves[2], seen | empty[..., None], dtype=dtype)
+    weights = dout.to(out.dtype).masked_fill(empty[..., None], 0), dlse.to(lse.dtype).masked_fill(empty, 0)
+    return torch.autograd.grad((out, lse), leaves, weights)
+
+
+def check(case: Case, mask: Tensor, backend: Backend, device: str) -> None:
+    """Outputs and, through both of them, gradients; those of rows that see nothing are exactly 0."""
+    q, k, v = inputs = [x.requires_grad_() for x in case.qkv(device)]
     seen = seen_tokens(mask, case, device)
-    exact, full = dense_attention(q, k, v, seen), dense_attention(q, k, v, seen, dtype=torch.float32)
-    eager = dense_attention(q, k, v, seen, dtype=case.dtype)
+    with torch.no_grad():
+        exact, full = dense_attention(q, k, v, seen), dense_attention(q, k, v, seen, dtype=torch.float32)
+        eager = dense_attention(q, k, v, seen, dtype=case.dtype)
     got = block_sparse_attention(q, k, v, mask, **case.options(device), backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == torch.float32
-    assert_within_budget("out", got.out, exact.out, eager.out)
-    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+    assert_within_budget("out", got.out.detach(), exact.out, eager.out)
+    assert_within_budget("lse", got.lse.detach(), exact.lse, full.lse)
+
+    weights = torch.randn_like(got.out), torch.randn_like(got.lse)
+    gradients = torch.autograd.grad(got, inputs, weights)
+    wanted, eager_ones = (dense_gradients(inputs, seen, *weights, dtype) for dtype in (torch.float64, case.dtype))
+    terms = [largest_term(weights[0], v.detach(), x.detach(), case.head_size**-0.5) for x in (k, q)]
+    for name, x, x_exact, x_eager, term in zip(("dq", "dk", "dv"), gradients, wanted, eager_ones, [*terms, 1.0], strict=True):
+        assert x.dtype == case.dtype
+        assert_within_budget(name, x, x_exact, x_eager, term=term)
+    assert (gradients[0][~seen.any(-1)] == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,12 +101,19 @@ def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poiso
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 2, 1, 100, head_size=64, device=device)
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 100, head_size=64, device=device)]
     mask = random_block_mask(1, 2, 5, 5, 0.5, device)
     alone = block_sparse_attention(q, k, v, mask[:, :, :4, :4], block_size=32, backend=backend)
+    weight = torch.randn_like(alone.out)
+    wanted = torch.autograd.grad(alone.out, inputs, weight)
     pad = 45
-    q, k, v = (torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in (q, k, v))
+    padded = (torch.nn.functional.pad(x.detach(), (0, 0, pad, 0), value=float("nan")) for x in inputs)
+    q, k, v = inputs = [x.requires_grad_() for x in padded]
     got = block_sparse_attention(q, k, v, mask, block_size=32, kv_start=starts([pad], device), backend=backend)
+    gradients = torch.autograd.grad(got.out, inputs, torch.nn.functional.pad(weight, (0, 0, pad, 0)))
+    for x, want in zip(gradients, wanted, strict=True):
+        assert (x[:, :, :pad] == 0).all()
+        torch.testing.assert_close(x[:, :, pad:], want)
     assert (got.out[:, :, :pad] == 0).all()
     assert (got.lse[:, :, :pad] == -torch.inf).all()
     torch.testing.assert_close(got.out[:, :, pad:], alone.out)
@@ -95,17 +127,25 @@ def test_reads_only_what_the_mask_selects(backend: Backend, device: str) -> None
     mask[:, :, :, 0] = mask[:, :, 2, 1] = True
     want = block_sparse_attention(q, k, v, mask, backend=backend)
     k[:, :, 128:], v[:, :, 128:] = float("nan"), float("nan")  # above the diagonal or not selected
+    inputs = [x.requires_grad_() for x in (q, k, v)]
     got = block_sparse_attention(q, k, v, mask, backend=backend)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+    dq, dk, dv = torch.autograd.grad(got.out.square().sum(), inputs)
+    assert dq.isfinite().all()
+    for x in (dk, dv):
+        assert x[:, :, :128].isfinite().all()
+        assert (x[:, :, 128:] == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_selected(backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 2, 1, 70, device=device)
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, device=device)]
     mask = torch.zeros(1, 1, 2, 2, dtype=torch.bool, device=device)
     got = block_sparse_attention(q, k, v, mask, backend=backend)
     assert (got.out == 0).all()
     assert (got.lse == -torch.inf).all()
+    for x in torch.autograd.grad(got, inputs, (torch.randn_like(got.out), torch.full_like(got.lse, torch.inf))):
+        assert (x == 0).all()
 
 
 @settings(max_examples=15, deadline=None)
@@ -121,12 +161,12 @@ def test_full_mask_is_dense(n: int, more: int, causal: bool, block: int) -> None
 
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 150), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
-def test_above_the_diagonal_is_ignored(n: int, more: int, backend: Backend, seed: int) -> None:
+def test_above_the_diagonal_is_ignored(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
     case = Case(1, 2, 1, n, n + more, 16, block_size=32)
-    q, k, v = case.qkv()
-    mask = random_block_mask(1, 2, *case.blocks, 0.5, seed=seed)
-    last = torch.arange(case.blocks[0]) * 32 + 31 + more
-    below = torch.arange(case.blocks[1]) * 32 <= last[:, None]
+    q, k, v = case.qkv(device)
+    mask = random_block_mask(1, 2, *case.blocks, 0.5, device, seed)
+    last = torch.arange(case.blocks[0], device=device) * 32 + 31 + more
+    below = torch.arange(case.blocks[1], device=device) * 32 <= last[:, None]
     got = [block_sparse_attention(q, k, v, x, block_size=32, backend=backend) for x in (mask | ~below, mask & below)]
     torch.testing.assert_close(*got, rtol=0, atol=0)
 
@@ -142,61 +182,69 @@ def test_sequences_are_independent(backend: Backend, device: str) -> None:
         torch.testing.assert_close(x[order], y)
 
 
+@settings(max_examples=6, deadline=None)
+@given(n=st.integers(1, 80), more=st.integers(0, 40), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
+def test_a_constant_added_to_the_keys_changes_nothing(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
+    """It adds the same to all scores of a row: out stays, so does dQ, and the keys' gradients sum to 0."""
+    case = Case(1, 2, 1, n, n + more, 16, block_size=32)
+    q, k, v = case.qkv(device, seed)
+    mask = random_block_mask(1, 2, *case.blocks, 0.5, device, seed)
+    dout = torch.randn_like(q)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out = block_sparse_attention(q, k, v, mask, block_size=32, backend=backend).out
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    plain, moved = (
+        step(*(x.detach().requires_grad_() for x in (q, keys, v))) for keys in (k, k + torch.randn_like(k[:, :, :1]))
+    )
+    torch.testing.assert_close(moved, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(plain[2].sum(2), torch.zeros_like(plain[2][:, :, 0]), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import block_sparse_attention as module
 
-    q, k, v = random_qkv(1, 2, 1, 70, device=device)
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, device=device)]
     mask = random_block_mask(1, 1, 2, 2, 0.5, device)
-    torch.library.opcheck(module._operator, (q, k, v, mask, starts([3], device), 64, True, 0.1, backend))
+    torch.library.opcheck(module._operator, (*inputs, mask, starts([3], device), 64, True, 0.1, backend))
     compiled = torch.compile(block_sparse_attention, fullgraph=True)
     got, want = (f(q, k, v, mask, backend=backend) for f in (compiled, block_sparse_attention))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+    gradients, wanted = (torch.autograd.grad(x.out.square().sum() + x.lse.sum(), inputs) for x in (got, want))
+    torch.testing.assert_close(gradients, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("padding", [None, (0, 13)])
-def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
-    """Through out and lse, against autograd of dense fp64 attention; rows that see nothing get exactly 0."""
-    case = Case(2, 4, 2, 40, 40, 8, torch.float64, True, padding, 16)
-    q, k, v = inputs = [x.requires_grad_() for x in case.qkv()]
-    mask = random_block_mask(2, 2, *case.blocks, 0.4)
-    mask[1, 0, 1] = False
-    seen = seen_tokens(mask, case, "cpu")
-    got = block_sparse_attention(q, k, v, mask, **case.options())
-    want = dense_attention(q, k, v, seen)
-    dout, dlse = torch.randn_like(got.out), torch.randn_like(got.lse)
-    empty = ~seen.any(-1)
+@pytest.mark.parametrize("padding", [None, (0, 7)])
+def test_gradients_of_the_reference_by_differences(padding: tuple[int, ...] | None) -> None:
+    case = Case(2, 2, 1, 18, 20, 8, torch.float64, True, padding, 16)
+    mask = random_block_mask(1, 2, *case.blocks, 0.5)
+    mask[:, :, :, 0] = True
+    q, k, v = (x.requires_grad_() for x in case.qkv())
+    rows = slice(7, None)  # of both sequences; the LSE of the others is -inf in one of them
 
-    def gradients(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        loss = (out * dout).sum() + (lse.masked_fill(empty, 0) * dlse).sum()
-        return torch.autograd.grad(loss, inputs)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        got = block_sparse_attention(q, k, v, mask, **case.options())
+        return got.out, got.lse[:, :, rows]
 
-    exact = dense_attention(q, k, v, seen | empty[..., None])  # no NaN from rows that see nothing: they count as 0 below
-    torch.testing.assert_close(got, (want.out, want.lse))
-    wanted = gradients(exact.out * ~empty[..., None], exact.lse)
-    gotten = gradients(*got)
-    for x, y in zip(gotten, wanted, strict=True):
-        torch.testing.assert_close(x, y)
-    assert (gotten[0][empty] == 0).all()
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
-def test_gradients_compile_and_are_checked() -> None:
-    from msattn.kernels import block_sparse_attention as module
-
-    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=8, dtype=torch.float64)]
-    mask = random_block_mask(1, 1, 3, 3, 0.5)
-    torch.library.opcheck(module._operator, (*inputs, mask, None, 16, True, 0.3, "torch"))
-    compiled = torch.compile(block_sparse_attention, fullgraph=True)
-    got, want = (f(q, k, v, mask, block_size=16).out.sum() for f in (compiled, block_sparse_attention))
-    torch.testing.assert_close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs))
-
-
-def test_triton_is_forward_only(device: str) -> None:
-    q, k, v = random_qkv(1, 2, 1, 20, device=device)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    out = block_sparse_attention(q.requires_grad_(), k, v, mask, backend="triton").out
-    with pytest.raises(NotImplementedError, match="backend='torch'"):
-        out.sum().backward()
+def test_gradients_may_have_any_layout(device: str) -> None:
+    """Expanded, as a sum's are, turned, shifted by one element, or of the LSE alone."""
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, head_size=16, device=device)]
+    mask = random_block_mask(1, 2, 3, 3, 0.5, device)
+    out, lse = block_sparse_attention(q, k, v, mask, block_size=32, backend="triton")
+    plain = torch.randn_like(out).contiguous()
+    turned = plain.mT.contiguous().mT
+    shifted = torch.cat([plain.new_zeros(1), plain.flatten()])[1:].view_as(plain)
+    want, *others = (torch.autograd.grad(out, inputs, x, retain_graph=True) for x in (plain, turned, shifted))
+    for got in others:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    ones = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), inputs, retain_graph=True), ones, rtol=0, atol=0)
+    assert (torch.autograd.grad(lse.sum(), inputs)[2] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -220,16 +268,67 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_bits_every_time(dtype: torch.dtype) -> None:
+    case = Case(2, 8, 2, 2000, 2000, 128, dtype, True, (0, 300))
+    q, k, v = inputs = [x.requires_grad_() for x in case.qkv("cuda")]
+    mask = random_block_mask(1, 8, *case.blocks, 0.3, "cuda")
+    weight = torch.randn_like(inputs[0])
+
+    def step() -> tuple[Tensor, ...]:
+        got = block_sparse_attention(q, k, v, mask, **case.options("cuda"))
+        return *got, *torch.autograd.grad(got.out, inputs, weight)
+
+    want = step()
+    for _ in range(20):
+        torch.testing.assert_close(step(), want, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
 def test_cuda_graph() -> None:
-    q, k, v = random_qkv(1, 4, 2, 300, dtype=torch.bfloat16, device="cuda")
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 4, 2, 300, dtype=torch.bfloat16, device="cuda")]
     mask = random_block_mask(1, 4, 5, 5, 0.3, "cuda")
-    block_sparse_attention(q, k, v, mask)
+    weight = torch.randn_like(inputs[0])
+
+    def step() -> tuple[Tensor, ...]:
+        got = block_sparse_attention(q, k, v, mask)
+        return *got, *torch.autograd.grad(got.out, inputs, weight)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = block_sparse_attention(q, k, v, mask)
+        got = step()
     mask.copy_(random_block_mask(1, 4, 5, 5, 0.6, "cuda", seed=1))
     graph.replay()
-    torch.testing.assert_close(got, block_sparse_attention(q, k, v, mask), rtol=0, atol=0)
+    torch.testing.assert_close(got, step(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("long", ["queries", "keys"])
+def test_offsets_beyond_32_bits(long: str) -> None:
+    """Of 2**31 elements and more, the first and the last block are read; the answer is that of these two alone."""
+    num_queries, num_keys = (2**23 + 64, 128) if long == "queries" else (128, 2**23 + 64)
+    q = torch.randn(1, 2, num_queries, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    k, v = (torch.randn(1, 2, num_keys, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2))
+    mask = torch.zeros(1, 1, -(-num_queries // 64), -(-num_keys // 64), dtype=torch.bool, device="cuda")
+    mask[:, :, :: mask.shape[2] - 1, :: mask.shape[3] - 1] = True
+    out = block_sparse_attention(q, k, v, mask, causal=False).out
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+
+    def ends(x: Tensor) -> Tensor:
+        return torch.cat([x[:, :, :64], x[:, :, -64:]], 2).detach()
+
+    q, k, v = small = [ends(x).requires_grad_() for x in (q, k, v)]
+    everything = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="cuda")
+    want = block_sparse_attention(q, k, v, everything, causal=False).out
+    torch.testing.assert_close(ends(out), want.detach())
+    for x, y in zip(gradients, torch.autograd.grad(want, small, ends(dout)), strict=True):
+        torch.testing.assert_close(ends(x), y)
+        assert not x[:, :, 64:-64].any()
 
 
 def test_chunks_of_a_prefill_select_alike(device: str) -> None:

@@ -13,7 +13,7 @@ from msattn import cli
 from msattn.trainer import compose
 from msattn.trainer.errors import UserError
 
-COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "eval", "generate", "demo", "doctor")
+COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "eval", "generate", "bench", "demo", "doctor")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
 

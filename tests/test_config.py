@@ -13,6 +13,7 @@ from msattn.trainer.errors import UserError
 
 CONF = Path(__file__).parents[1] / "conf"
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+WITH_A_MODEL = [name for name, command in COMMANDS.items() if issubclass(command.schema, schemas.RunConfig)]
 
 
 def options(group: str) -> list[str]:
@@ -36,18 +37,23 @@ def test_every_yaml_parses_and_says_what_it_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_defaults_need_nothing_and_name_every_key(command: str) -> None:
+def test_defaults_name_every_key(command: str) -> None:
     """A key that is missing in conf/ could not be overridden from the command line."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
     from omegaconf import OmegaConf
 
-    cfg = compose(command)
-    assert (cfg.model.name, cfg.data.source) == ("tiny", "stdlib")
+    assert compose(command)
     with initialize_config_module("msattn.conf", version_base="1.3"):
         node = OmegaConf.to_container(hydra_compose(COMMANDS[command].config))
     assert isinstance(node, dict)
     assert keys_of(node) == set(known_keys(COMMANDS[command].schema))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("command", WITH_A_MODEL)
+def test_defaults_need_nothing(command: str) -> None:
+    cfg = compose(command)
+    assert (cfg.model.name, cfg.data.source) == ("tiny", "stdlib")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -93,15 +99,15 @@ def test_selections(select: str) -> None:
     assert cfg.select.sparsity == 0.5
 
 
-@pytest.mark.parametrize("group", ["data", "gate", "kmeans", "qmodel", "eval", "train", "tracker"])
+@pytest.mark.parametrize("group", ["data", "gate", "kmeans", "qmodel", "eval", "train", "tracker", "bench"])
 def test_every_option_composes(group: str) -> None:
-    command = {"kmeans": "fit-kmeans", "qmodel": "train-qmodel", "eval": "eval"}.get(group, "train-gate")
+    command = {"kmeans": "fit-kmeans", "qmodel": "train-qmodel", "eval": "eval", "bench": "bench"}.get(group, "train-gate")
     for option in options(group):
         path = ["data.path=some/file.txt"] if option in ("text", "hub") else []
         assert compose(command, [f"{group}={option}", *path])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", WITH_A_MODEL)
 def test_the_demo_experiment_suits_every_command(command: str) -> None:
     cfg = compose(command, ["experiment=demo"])
     assert (cfg.name, cfg.overwrite, cfg.data.seq_len) == ("demo", True, 1024)
@@ -128,12 +134,25 @@ def test_the_demo_experiment_suits_every_command(command: str) -> None:
         ("generate", "max_new_tokens=0", "max_new_tokens=0"),
         ("fit-kmeans", "kmeans.num_buckets=0", "kmeans.num_buckets=0: a positive number"),
         ("train-qmodel", "qmodel.heads=kvv", "did you mean kv?"),
+        ("bench", "op=bucket_mas", "did you mean bucket_mass?"),
+        ("bench", "bench.lengths=[0]", "each a positive number of tokens"),
+        ("bench", "bench.lengths=[]", "bench.lengths=[]: one or more"),
+        ("bench", "bench.heads=[8,3]", "the first a multiple of the second"),
+        ("bench", "bench.head_size=100", "a multiple of 8 up to 256"),
+        ("bench", "bench.batch=0", "bench.batch=0: a positive number"),
+        ("bench", "bench.sparsities=[1.0]", "each in [0, 1)"),
+        ("bench", "bench.queries=[17]", "each from 1 to 16"),
+        ("bench", "bench.peers=[flahs]", "did you mean flash?"),
+        ("bench", "bench.dtype=float64", "accepted are auto, float32"),
+        ("bench", "bench.direction=backwards", "did you mean backward?"),
+        ("bench", "op=merge_states bench.direction=backward", "merge_states has no backward pass"),
+        ("bench", "+bench.dtipe=float32", "unknown key bench.dtipe (did you mean bench.dtype?)"),
     ],
 )
 def test_bad_values_are_named(command: str, override: str, says: str) -> None:
     extra = ["model.init=random"] if "architecture" in override else []
     with pytest.raises(UserError) as caught:
-        compose(command, [override, *extra])
+        compose(command, [*override.split(), *extra])
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -243,6 +243,20 @@ def test_policies_other_than_topk_stand_once(tmp_path: Path, text: str) -> None:
     assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]
 
 
+def test_multiscale_stands_beside_as_many_tokens_read_whole(tmp_path: Path, text: str) -> None:
+    select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
+    evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
+    (multiscale, zooms), (whole, topk) = methods.Blocks("oracle", replace(select, scores="oracle")).settings([0.5])
+    assert (multiscale, whole) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
+    assert zooms.shares == select.shares
+    assert (topk.policy, topk.sparsity) == ("topk", pytest.approx(0.65))
+    results = json.loads((evaluate(evaluated) / "results.json").read_text())
+    rows = [row for row in results["rows"] if row["method"] == "oracle"]
+    assert [row["setting"] for row in rows] == [multiscale, whole]
+    assert rows[0]["sparsity"] == pytest.approx(rows[1]["sparsity"], abs=0.1)  # short rows round their shares
+    assert rows[0]["score"] != rows[1]["score"]
+
+
 def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     cfg = config(trained, text)
     long = replace(cfg.eval, tasks=["perplexity"], perplexity=replace(cfg.eval.perplexity, length=512))

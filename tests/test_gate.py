@@ -287,7 +287,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
     visible, diagonal = (blocks(256, 256, BLOCK, None, CPU) for blocks in (visible_blocks, diagonal_blocks))
     for x in passes(model, ids):
-        mask = selection.mask(x)
+        mask = selection.blocks(x)
         # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
         assert realised(mask, visible).item() == pytest.approx(sparsity, abs=0.02)
         assert (TopK(1 - (1 - sparsity) * floor)(gate.scores(x), visible, diagonal) <= mask).all()

@@ -28,15 +28,28 @@ LEVELS = {  # a module imports from its own level or below; the longest matching
     "trainer.embedded.tasks": 1,  # the wording of needles: text, below data
     "trainer.seer": 3,
     "trainer.saap": 3,
+    "trainer.mta": 3,
     "trainer.attach": 4,
     "trainer.evaluate": 5,
     "trainer.generate": 5,
     "trainer.doctor": 5,
+    "trainer.bench": 5,
     "trainer.compose": 5,
     "trainer.demo": 6,
     "cli": 7,
 }
-OPERATIONS = {"maxpool_attention", "block_sparse_attention", "bucket_decode", "bucket_mass", "merge_states"}
+OPERATIONS = {
+    "maxpool_attention",
+    "block_sparse_attention",
+    "multiscale_attention",
+    "conv_attention",
+    "conv_decode",
+    "head_mix_attention",
+    "flash_decode",
+    "bucket_decode",
+    "bucket_mass",
+    "merge_states",
+}
 INSTALLS_AS = {"faiss-cpu": "faiss", "hydra-core": "hydra", "huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
 
 

@@ -18,6 +18,18 @@ SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes a block may use, by compute 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import flash_decode as op
+    from msattn.kernels import score_mod
+    from msattn.kernels.testing import random_qkv, starts
+
+    mods = (None, score_mod.softcap(30.0), score_mod.sliding_window(7), score_mod.alibi(torch.ones(4)))
+    for mod, num_queries, causal in zip(mods, (1, 16, 32, 64), (False, True, True, False), strict=True):
+        q, k, v = random_qkv(2, 4, 2, num_queries, 200, head_size, dtype)
+        for variant in ("partial", "global"):
+            op.launch(q, k, v, mod, starts([8, 0]) if causal else None, starts([200, 7]), variant, causal, 0.1, None)
+
+
 def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import maxpool_attention as op
     from msattn.kernels.testing import random_qkv, starts
@@ -30,14 +42,18 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import block_sparse_attention as op
+    from msattn.kernels import block_sparse_attention_backward as backward
     from msattn.kernels.testing import random_block_mask, random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
-    tile = _tile("block_sparse_attention", dtype, head_size, sm)
+    lse = torch.zeros(1, 4, 200)
+    tile, *tiles = (_tile(f"block_sparse_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
     for block_size in _block_sizes(head_size):
         blocks = -(-200 // block_size)
         mask = random_block_mask(1, 2, blocks, blocks, 0.5)
-        op.launch(q, k, v, mask, starts([8]) if block_size == 128 else None, block_size, True, 0.1, tile)
+        options = mask, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+        op.launch(q, k, v, *options, tile)
+        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -67,6 +83,56 @@ def _merge_states(dtype: torch.dtype, head_size: int, sm: int) -> None:
     op.launch(torch.zeros(3, 1, 2, 5, head_size, dtype=dtype), torch.zeros(3, 1, 2, 5))
 
 
+def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import multiscale_attention as op
+    from msattn.kernels import multiscale_attention_backward as backward
+    from msattn.kernels.testing import random_qkv, starts
+
+    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
+    tile, *tiles = (_tile(f"multiscale_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
+    for block_size in _block_sizes(head_size):
+        blocks = -(-200 // block_size)
+        zoom = torch.ones(1, 2, blocks, blocks, dtype=torch.uint8)
+        options = zoom, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+        lse = torch.zeros(1, 4, 200)
+        op.launch(q, k, v, *options, tile)
+        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+
+
+def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import conv_attention as op
+
+    for taps, causal, kv_start in (((6, 11), True, None), ((3, 3), False, torch.tensor([8], dtype=torch.int32))):
+        _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, causal)
+
+
+def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import conv_decode as op
+    from msattn.kernels.testing import random_qkv, starts
+
+    for kv_heads, taps in ((1, (6, 11)), (2, (1, 1)), (4, (3, 32))):
+        q, k, v = random_qkv(2, 4, kv_heads, taps[0], 200, head_size, dtype)
+        op.launch(q, k, v, torch.ones(4, *taps), starts([8, 0]), starts([200, 7]), 0.1, None)
+
+
+def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import head_mix_attention as op
+
+    for causal, kv_start in ((True, None), (True, torch.tensor([8], dtype=torch.int32))):
+        _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, causal)
+
+
+def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool) -> None:
+    from msattn.kernels import summed_attention, summed_attention_backward
+    from msattn.kernels.testing import random_qkv
+
+    for module in (summed_attention, summed_attention_backward):
+        module.capability = lambda device: sm  # type: ignore[attr-defined]
+    inputs = [*random_qkv(1, 4, 2, 200, 200, head_size, dtype), weight.to(dtype)]
+    out, lse = op.launch(*inputs, kv_start, causal, 0.1)
+    op.launch_backward(torch.zeros_like(out), torch.zeros_like(lse), *inputs, out, lse, kv_start, causal, 0.1)
+
+
 def _block_sizes(head_size: int) -> tuple[int, ...]:
     return (16, 64, 128) if head_size == 128 else (64,)
 
@@ -82,8 +148,13 @@ LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
     "block_sparse_attention": _block_sparse_attention,
     "bucket_decode": _bucket_decode,
     "bucket_mass": _bucket_mass,
+    "conv_attention": _conv_attention,
+    "conv_decode": _conv_decode,
+    "flash_decode": _flash_decode,
+    "head_mix_attention": _head_mix_attention,
     "maxpool_attention": _maxpool_attention,
     "merge_states": _merge_states,
+    "multiscale_attention": _multiscale_attention,
 }
 
 

@@ -140,6 +140,54 @@ def test_token_budget_caps_the_keys_of_a_row():
     assert torch.equal(smallest, diagonal.expand_as(smallest))
 
 
+@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
+def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
+    visible, diagonal = geometry(num_queries, num_keys, padding)
+    scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
+    shares = [0.25, 0.25, 0.125, 0.125]
+    zoom = select.Multiscale(shares)(scores, visible, diagonal)
+    assert zoom.dtype == torch.uint8
+    assert ((zoom > 0) <= visible).all()
+    assert (zoom[diagonal.expand_as(zoom)] == 1).all()
+    counts = visible.sum(-1).double()
+    for i, z in enumerate((1, 2, 4, 8)):
+        first, end = ((counts * sum(shares[:n])).round() for n in (i, i + 1))
+        at_zoom = (zoom == z).sum(-1)
+        if z == 1:
+            assert (at_zoom == torch.maximum(end, diagonal.sum(-1))).all()
+        else:
+            forced = (diagonal.sum(-1) - first).clamp(min=0)  # what must be read whole comes out of the next shares
+            assert (at_zoom == (end - first - forced).clamp(min=0)).all()
+
+
+def test_multiscale_ranks_by_score_and_costs_what_it_says():
+    visible, diagonal = geometry(1280, 1280, None)
+    scores = torch.rand(1, 2, 80, 80) * visible
+    policy = select.Multiscale([0.1, 0.1, 0.2, 0.4])
+    zoom = policy(scores, visible, diagonal)
+    last, own = scores[0, 0, -1, :-1], zoom[0, 0, -1, :-1]
+    for finer, coarser in ((1, 2), (2, 4), (4, 8), (8, 0)):
+        assert last[own == finer].min() > last[own == coarser].max()
+    assert policy.cost == pytest.approx(0.25)
+    assert select.sparsity(zoom[:, :, -1:], visible[:, :, -1:]).item() == pytest.approx(1 - policy.cost)
+    whole = select.Multiscale([1.0, 0.0, 0.0, 0.0])(scores, visible, diagonal)
+    assert torch.equal(whole.bool(), visible.expand_as(whole))
+    as_many = select.Multiscale([0.25, 0.0, 0.0, 0.0])(scores, visible, diagonal)
+    assert torch.equal(as_many.bool(), select.TopK(0.75)(scores, visible, diagonal))
+
+
+def test_what_is_chosen_is_read_by_its_operation():
+    x = layer_inputs(70)
+    scores = select.Random(BLOCK)(x)
+    whole, zooms = (
+        select.Selection(policy, select.Random(BLOCK)).choose(scores, x)
+        for policy in (select.TopK(0.5), select.Multiscale([0.5, 0.0, 0.0, 0.0]))
+    )
+    torch.testing.assert_close(select.attend(x, whole, BLOCK), select.attend(x, zooms, BLOCK))
+    coarse = select.Selection(select.Multiscale([0.2, 0.0, 0.0, 0.8]), select.Random(BLOCK)).choose(scores, x)
+    assert not torch.allclose(select.attend(x, coarse, BLOCK).out, select.attend(x, whole, BLOCK).out)
+
+
 def test_threshold_reads_what_reaches_it():
     visible, diagonal = geometry(160, 160, None)
     scores = select.normalize_rows(torch.rand(1, 2, 10, 10) * visible)
@@ -170,7 +218,7 @@ def test_nucleus_is_the_smallest_set_that_holds_the_mass():
 def test_any_policy_reads_the_diagonal_and_nothing_unseen(num_queries, num_keys, padding, policy, sink_blocks):
     x = layer_inputs(num_queries, num_keys, [p % num_keys for p in padding])
     cfg = SelectConfig(policy=policy, scores="random", block_size=BLOCK, sparsity=0.8, tokens=20, sink_blocks=sink_blocks)
-    mask = select.Selection.from_config(cfg).mask(x)
+    mask = select.Selection.from_config(cfg).blocks(x) > 0
     visible, diagonal = geometry(num_queries, num_keys, [p % num_keys for p in padding])
     assert (mask <= visible).all()
     assert (diagonal <= mask).all()
@@ -239,14 +287,14 @@ def test_random_is_drawn_from_seed_and_layer():
 
 
 def test_sink_local_reads_the_first_block_and_the_nearest():
-    mask = select.Selection(select.TopK(0.6), select.SinkLocal(BLOCK)).mask(layer_inputs(160))
+    mask = select.Selection(select.TopK(0.6), select.SinkLocal(BLOCK)).blocks(layer_inputs(160))
     assert mask[0, 0, 9].nonzero().flatten().tolist() == [0, 7, 8, 9]
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])])
 def test_recall_is_the_probability_mass_that_is_read(num_queries, num_keys, padding):
     x = layer_inputs(num_queries, num_keys, padding)
-    mask = select.Selection(select.TopK(0.6), select.Random(BLOCK)).mask(x)
+    mask = select.Selection(select.TopK(0.6), select.Random(BLOCK)).blocks(x)
     dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale, kv_start=x.kv_start).lse
     seen = testing.visible(x.q.shape[0], num_queries, num_keys, True, x.kv_start)
     probs = testing.dense_attention(x.q, x.k, x.v, seen, x.scale).probs
@@ -260,7 +308,7 @@ def test_the_oracle_reads_more_than_the_blind_do():
     x = layer_inputs(320)
     dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale).lse
     read = {
-        scorer: select.recall(x, select.Selection(select.TopK(0.8), scorer(BLOCK)).mask(x), BLOCK, dense_lse).mean()
+        scorer: select.recall(x, select.Selection(select.TopK(0.8), scorer(BLOCK)).blocks(x), BLOCK, dense_lse).mean()
         for scorer in BASELINES
     }
     assert read[select.Oracle] > max(read[select.Random], read[select.SinkLocal])
@@ -271,7 +319,7 @@ def test_the_oracle_reads_more_than_the_blind_do():
 def test_from_config_builds_every_baseline(scores, policy):
     selection = select.Selection.from_config(SelectConfig(policy=policy, scores=scores, block_size=BLOCK))
     assert selection.block_size == BLOCK
-    assert selection.mask(layer_inputs(40)).dtype == torch.bool
+    assert selection.blocks(layer_inputs(40)).dtype == (torch.uint8 if policy == "multiscale" else torch.bool)
 
 
 def test_gate_scores_need_a_gate():

@@ -7,13 +7,13 @@ it was.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts
@@ -25,7 +25,7 @@ from msattn.trainer.saap.index import Router, route
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection, sparsity, visible_blocks
+from msattn.trainer.seer.select import Selection, attend, sparsity, visible_blocks
 from msattn.trainer.tap import LayerInputs, dense_attention, tap
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class Sparse:
         Returns
         -------
         dict
-            ``sparsity``: share of the causally visible blocks that sparse prefill did not read. ``selectivity``: share of the
+            ``sparsity``: share of the causally visible blocks that sparse prefill did not read (a block at zoom z counts as
+            1 / z of one). ``selectivity``: share of the
             keys that sparse decoding read. ``prefill_recall``, ``decode_recall``: share of the attention mass in what was
             read, and ``recall``, the one of them that was measured, or their mean (with ``measure_recall``).
             ``dense_fallbacks``: layer passes that were dense although sparse attention was asked for.
@@ -120,10 +121,10 @@ class Sparse:
     def _prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
         size = selection.block_size
         with torch.no_grad():
-            mask = selection.mask(x)
+            chosen = selection.blocks(x)
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-            self._sparsity.add(sparsity(mask, visible))
-        out, lse = block_sparse_attention(x.q, x.k, x.v, mask, block_size=size, scale=x.scale, kv_start=x.kv_start)
+            self._sparsity.add(sparsity(chosen, visible))
+        out, lse = attend(x, chosen, size)
         if self.measure_recall:
             dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
             self._prefill_recall.add(_mass_read(lse, dense.lse))
@@ -149,6 +150,7 @@ class Sparse:
             return args, kwargs
         from transformers import DynamicCache
 
+        args, kwargs = (), {**dict(zip(signature(module.forward).parameters, args, strict=False)), **kwargs}
         config: Any = module.config
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):

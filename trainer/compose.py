@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer import config as schemas
-from msattn.trainer.config import RunConfig, known_keys, nearest, typed
-from msattn.trainer.errors import TrainingDiverged, UserError
+from msattn.trainer.config import JobConfig, known_keys, nearest, typed
+from msattn.trainer.errors import CheckFailed, TrainingDiverged, UserError
 
 MAIN_RANK = "0"
 QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
@@ -27,15 +27,15 @@ class Command:
     """What a command needs: its YAML in ``conf/``, the schema of that, and the job as ``module:function``."""
 
     config: str
-    schema: type[RunConfig]
+    schema: type[JobConfig]
     job: str
 
     @property
     def trains(self) -> bool:
-        """Whether the job writes an artifact; the others read them."""
-        return not issubclass(self.schema, schemas.ServingConfig)
+        """Whether the job writes an artifact; the others read them, or need none."""
+        return issubclass(self.schema, schemas.RunConfig) and not issubclass(self.schema, schemas.ServingConfig)
 
-    def run(self, cfg: RunConfig, arguments: dict[str, Any]) -> Any:
+    def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
         """Import the job and call it."""
         module, function = self.job.split(":")
         return getattr(importlib.import_module(f"msattn.trainer.{module}"), function)(cfg, **arguments)
@@ -47,11 +47,12 @@ COMMANDS = {
     "train-qmodel": Command("train_qmodel", schemas.TrainQModelConfig, "saap.distill:train_qmodel"),
     "eval": Command("eval", schemas.EvalRunConfig, "evaluate.run:evaluate"),
     "generate": Command("generate", schemas.GenerateConfig, "generate:generate"),
+    "bench": Command("bench", schemas.BenchRunConfig, "bench:bench"),
 }
 
 
-def compose(command: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The typed configuration of ``command`` under ``overrides``; nothing runs and nothing is written.
+def compose(command: str, overrides: Sequence[str] = ()) -> Any:
+    """The configuration of ``command`` under ``overrides``, as its schema types it; nothing runs and nothing is written.
 
     Raises
     ------
@@ -81,6 +82,7 @@ def launch(
     Raises
     ------
     UserError : the user's mistake, from composing or from the job.
+    CheckFailed : from the job.
     """
     name = COMMANDS[command].config
     overrides = _with_search_path(overrides, config_dir)
@@ -100,8 +102,8 @@ def launch(
                 return [COMMANDS[command].run(cfg, arguments)]  # under torchrun one process keeps the run's folder
             results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
     for number, result in enumerate(results):
-        if isinstance(result, UserError):
-            raise UserError(f"job {number}: {result}") if multirun else result
+        if isinstance(result, UserError | CheckFailed):
+            raise type(result)(f"job {number}: {result}") if multirun else result
     return results
 
 
@@ -144,16 +146,16 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
 
 
 def _task(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
-    """What Hydra calls. What a user can mend is returned, not raised: Hydra would add lines of its own."""
+    """What Hydra calls. What one line can say is returned, not raised: Hydra would add lines of its own."""
     try:
         return COMMANDS[command].run(typed(config, COMMANDS[command].schema), arguments)
-    except UserError as error:
+    except (UserError, CheckFailed) as error:
         return error
     except TrainingDiverged as error:
         return UserError(str(error))
 
 
-def _typed(composed: Any, command: str) -> RunConfig:
+def _typed(composed: Any, command: str) -> JobConfig:
     from omegaconf import OmegaConf
 
     job = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
@@ -175,9 +177,9 @@ def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list
     return [*overrides, f"hydra.searchpath=['file://{path}']"]
 
 
-def _check_outputs(cfg: RunConfig) -> None:
+def _check_outputs(cfg: JobConfig) -> None:
     """Hydra makes the run's folder before the job can say anything about it."""
-    folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "runs"
+    folder = cfg.folder / "runs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,6 +8,7 @@ carry the sizes that suit it.
 import difflib
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from msattn.trainer.errors import UserError
@@ -16,9 +17,24 @@ Config = TypeVar("Config")
 
 POOLINGS = ("avg", "max", "min")
 LOSSES = ("mse", "kl", "smooth_l1")
-POLICIES = ("topk", "calibrated", "threshold", "nucleus", "token_budget")
+POLICIES = ("topk", "calibrated", "threshold", "nucleus", "token_budget", "multiscale")
 SCORES = ("gate", "oracle", "random", "sink_local", "mean_pool", "quest")
 TASKS = ("perplexity", "recall", "needle")
+OPERATIONS = (  # those of kernels.bench
+    "maxpool_attention",
+    "block_sparse_attention",
+    "multiscale_attention",
+    "conv_attention",
+    "head_mix_attention",
+    "bucket_decode",
+    "flash_decode",
+    "conv_decode",
+    "bucket_mass",
+    "merge_states",
+)
+DIFFERENTIABLE = ("block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention")
+PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def _require(condition: bool, key: str, value: object, accepted: str) -> None:
@@ -318,13 +334,15 @@ class SelectConfig:
 
     Attributes
     ----------
-    policy : ``topk``, ``calibrated``, ``threshold``, ``nucleus`` or ``token_budget``.
+    policy : ``topk``, ``calibrated``, ``threshold``, ``nucleus``, ``token_budget`` or ``multiscale``.
     scores : where scores come from: ``gate``, or a baseline.
     sparsity : share of the causally visible blocks that is not read, in [0, 1): of each row (``topk``), or of each layer
         on average (``calibrated``, by thresholds that the gate learned from text).
     threshold : smallest row-normalised score that is read (``threshold``).
     mass : probability to collect (``nucleus``).
     tokens : keys a query block may read (``token_budget``).
+    shares : of the visible blocks, best first, that are read whole, at half, a quarter and an eighth of their tokens
+        (``multiscale``); what is left is skipped.
     sink_blocks : first blocks that are always read.
     block_size : tokens a block for scores other than the gate's own.
     seed : of ``random``.
@@ -336,6 +354,7 @@ class SelectConfig:
     threshold: float = 0.002
     mass: float = 0.95
     tokens: int = 1024
+    shares: list[float] = field(default_factory=lambda: [0.1, 0.1, 0.2, 0.4])
     sink_blocks: int = 0
     block_size: int = 64
     seed: int = 0
@@ -347,6 +366,8 @@ class SelectConfig:
         _require(0 <= self.threshold < 1, "select.threshold", self.threshold, "in [0, 1)")
         _require(0 < self.mass <= 1, "select.mass", self.mass, "in (0, 1]")
         _require(self.tokens > 0, "select.tokens", self.tokens, "a positive number of keys")
+        fits = len(self.shares) == 4 and min(self.shares) >= 0 and 0 < sum(self.shares) <= 1 + 1e-9
+        _require(fits, "select.shares", self.shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
         _require(self.sink_blocks >= 0, "select.sink_blocks", self.sink_blocks, "0 or more")
         ok = _power_of_two(self.block_size) and 16 <= self.block_size <= 128
         _require(ok, "select.block_size", self.block_size, "a power of two from 16 to 128")
@@ -438,14 +459,105 @@ class EvalConfig:
             _one_of("eval.baselines", baseline, SCORES[1:])
 
 
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured of a kernel. None stands for what suits the machine: see ``conf/bench/default.yaml``.
+
+    Attributes
+    ----------
+    lengths : numbers of keys.
+    heads : query heads and key/value heads.
+    head_size : a multiple of 8 up to 256.
+    dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
+    batch : sequences.
+    sparsities : shares of the visible keys that are not read, for operations that select, each in [0, 1).
+    direction : ``forward``, or ``backward`` alone.
+    queries : numbers of queries, 1 to 16, for ``flash_decode``.
+    peers : what stands beside the operation, where the operation and the machine have it.
+    sweep : try the kernel's tiles instead of timing peers.
+    """
+
+    lengths: list[int] | None = None
+    heads: list[int] | None = None
+    head_size: int = 128
+    dtype: str = "auto"
+    batch: int = 1
+    sparsities: list[float] = field(default_factory=lambda: [0.9, 0.8, 0.5])
+    direction: str = "forward"
+    queries: list[int] = field(default_factory=lambda: [1, 4, 16])
+    peers: list[str] = field(default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"])
+    sweep: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("lengths", "sparsities", "queries"):
+            _require(getattr(self, key) != [], f"bench.{key}", getattr(self, key), "one or more")
+        for length in self.lengths or ():
+            _require(length > 0, "bench.lengths", self.lengths, "each a positive number of tokens")
+        for sparsity in self.sparsities:
+            _require(0 <= sparsity < 1, "bench.sparsities", self.sparsities, "each in [0, 1)")
+        for number in self.queries:
+            _require(1 <= number <= 16, "bench.queries", self.queries, "each from 1 to 16")
+        heads = self.heads or [1, 1]
+        ok = len(heads) == 2 and min(heads) > 0 and heads[0] % heads[1] == 0
+        _require(ok, "bench.heads", self.heads, "query heads and key/value heads, the first a multiple of the second")
+        ok = 0 < self.head_size <= 256 and self.head_size % 8 == 0
+        _require(ok, "bench.head_size", self.head_size, "a multiple of 8 up to 256")
+        _require(self.batch > 0, "bench.batch", self.batch, "a positive number of sequences")
+        _one_of("bench.dtype", self.dtype, DTYPES)
+        _one_of("bench.direction", self.direction, ("forward", "backward"))
+        for peer in self.peers:
+            _one_of("bench.peers", peer, PEERS)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class JobConfig:
     """What every command shares.
 
     Attributes
     ----------
-    outputs : root of everything written; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
+    outputs : root of everything written.
     device : ``auto``, ``cpu`` or ``cuda``.
+    """
+
+    outputs: str = "outputs"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 4294967295")
+
+    @property
+    def folder(self) -> Path:
+        """Where this command writes, Hydra's ``runs`` included."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRunConfig(JobConfig):
+    """``msattn bench``: ``op`` is the operation that is measured."""
+
+    op: str
+    bench: BenchConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("op", self.op, OPERATIONS)
+        ok = self.bench.direction == "forward" or self.op in DIFFERENTIABLE
+        _require(ok, "bench.direction", self.bench.direction, f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.outputs) / "bench" / self.op
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(JobConfig):
+    """What every command with a model shares; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
+
+    Attributes
+    ----------
     dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
     overwrite : replace an existing artifact.
     resume : go on from the last complete checkpoint.
@@ -454,20 +566,19 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    outputs: str = "outputs"
     name: str = "base"
-    device: str = "auto"
     dtype: str = "auto"
-    seed: int = 0
     overwrite: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
-        _one_of("dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        super().__post_init__()
+        _one_of("dtype", self.dtype, DTYPES)
         _require(self.name not in ("", ".", "..") and "/" not in self.name, "name", self.name, "a folder name")
-        _require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 4294967295")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.outputs) / self.model.name / self.name
 
 
 @dataclass(frozen=True, kw_only=True)

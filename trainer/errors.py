@@ -1,8 +1,12 @@
-"""What a user can mend: one clear line, exit code 2 on the command line."""
+"""Errors that the command line says in one line, without a traceback."""
 
 
 class UserError(ValueError):
-    """A user's mistake: the message names the argument, its value and what is accepted."""
+    """What a user can mend: the message names the argument, its value and what is accepted. Exit code 2."""
+
+
+class CheckFailed(RuntimeError):
+    """An operation disagrees with its reference: one clear line, exit code 1 on the command line."""
 
 
 class TrainingDiverged(RuntimeError):

@@ -158,10 +158,21 @@ def _left_padding(
     if attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length:
         shape = tuple(attention_mask.shape)
         raise UserError(f"attention_mask of shape {shape}: accepted is [batch, {kv_length}], the cached tokens included")
+    return padding_start(attention_mask)
+
+
+def padding_start(attention_mask: Tensor) -> Tensor | None:
+    """``kv_start`` of a padding mask ``[B, M]``, non-zero where there is a token: int32 [B], None where there is no padding.
+
+    Raises
+    ------
+    UserError : padding that is not on the left alone.
+    """
     if attention_mask.all():
         return None
-    kv_start = kv_length - attention_mask.sum(dim=1)
-    positions = torch.arange(kv_length, device=attention_mask.device)
+    num_keys = attention_mask.shape[1]
+    kv_start = num_keys - attention_mask.sum(dim=1)
+    positions = torch.arange(num_keys, device=attention_mask.device)
     if not torch.equal(attention_mask.bool(), positions >= kv_start[:, None]):
         raise UserError("attention_mask: accepted is left padding only (tokenizer.padding_side='left'), without holes")
     return kv_start.to(torch.int32)
@@ -225,21 +236,26 @@ def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> 
 
 
 def dense_attention(x: LayerInputs) -> Tensor:
-    """Exact causal attention of ``x`` through PyTorch's SDPA: ``[B, Hq, N, D]``.
+    """:func:`causal_attention` of ``x``."""
+    return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start: Tensor | None) -> Tensor:
+    """Exact causal attention through PyTorch's SDPA: ``[B, Hq, N, D]`` (arguments as in :class:`LayerInputs`).
 
     Bottom-right aligned when there are more keys than queries. Padded queries return 0, never NaN.
     """
-    if x.num_queries == 1:
-        return _dense_decode(x)
-    if x.kv_start is None:
-        return _causal(x.q, x.k, x.v, x.scale)
-    past = x.num_keys - x.num_queries
-    out = torch.zeros_like(x.q)
-    for b, start in enumerate(x.kv_start.tolist()):  # a row of a padded batch is the unpadded sequence
+    if q.shape[2] == 1:
+        return _dense_decode(q, k, v, scale, kv_start)
+    if kv_start is None:
+        return _causal(q, k, v, scale)
+    past = k.shape[2] - q.shape[2]
+    out = torch.zeros_like(q)
+    for b, start in enumerate(kv_start.tolist()):  # a row of a padded batch is the unpadded sequence
         first = max(start - past, 0)
-        if first < x.num_queries:
+        if first < q.shape[2]:
             row = slice(b, b + 1)
-            out[row, :, first:] = _causal(x.q[row, :, first:], x.k[row, :, start:], x.v[row, :, start:], x.scale)
+            out[row, :, first:] = _causal(q[row, :, first:], k[row, :, start:], v[row, :, start:], scale)
     return out
 
 
@@ -256,13 +272,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
 
 
-def _dense_decode(x: LayerInputs) -> Tensor:
+def _dense_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_start: Tensor | None) -> Tensor:
     """One query a head: a group's queries become the rows of its key head, which SDPA serves with a padding mask too."""
-    batch, _, _, size = x.q.shape
-    q = x.q.reshape(batch, x.k.shape[1], -1, size)
-    if x.kv_start is None:
-        return F.scaled_dot_product_attention(q, x.k, x.v, scale=x.scale).reshape(x.q.shape)
-    visible = torch.arange(x.num_keys, device=q.device) >= x.kv_start[:, None]
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    if kv_start is None:
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
+    visible = torch.arange(k.shape[2], device=q.device) >= kv_start[:, None]
     empty = ~visible.any(dim=1, keepdim=True)
-    out = F.scaled_dot_product_attention(q, x.k, x.v, attn_mask=(visible | empty)[:, None, None], scale=x.scale)
-    return out.masked_fill(empty[:, None, None], 0).reshape(x.q.shape)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=(visible | empty)[:, None, None], scale=scale)
+    return out.masked_fill(empty[:, None, None], 0).reshape(q.shape)

@@ -3,14 +3,33 @@
 from msattn.kernels.reference.block_sparse_attention import block_sparse_attention, block_sparse_attention_backward
 from msattn.kernels.reference.bucket_decode import bucket_decode
 from msattn.kernels.reference.bucket_mass import bucket_mass
+from msattn.kernels.reference.conv_attention import conv_attention, conv_attention_backward, conv_attention_forward
+from msattn.kernels.reference.conv_decode import conv_decode
+from msattn.kernels.reference.flash_decode import flash_decode
+from msattn.kernels.reference.head_mix_attention import (
+    head_mix_attention,
+    head_mix_attention_backward,
+    head_mix_attention_forward,
+)
 from msattn.kernels.reference.maxpool_attention import maxpool_attention
 from msattn.kernels.reference.merge_states import merge_states
+from msattn.kernels.reference.multiscale_attention import multiscale_attention, multiscale_attention_backward
 
 __all__ = [
     "block_sparse_attention",
     "block_sparse_attention_backward",
     "bucket_decode",
     "bucket_mass",
+    "conv_attention",
+    "conv_attention_backward",
+    "conv_attention_forward",
+    "conv_decode",
+    "flash_decode",
+    "head_mix_attention",
+    "head_mix_attention_backward",
+    "head_mix_attention_forward",
     "maxpool_attention",
     "merge_states",
+    "multiscale_attention",
+    "multiscale_attention_backward",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.checks import check_block_mask, check_per_sequence, check_qkv, resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import SCORES_AT_ONCE, attend, sequences
+from msattn.kernels.reference.common import attend, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
 
@@ -64,7 +64,7 @@ def block_sparse_attention_backward(
     """Gradients of q, k, v: ``dS = P * (dP - rowsum(dO * O) + dlse)``, with P made again from the LSE."""
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
-    dq, dk, dv = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v))
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=statistics) for x in (q, k, v))
     for b, h, i, j, exists, seen in _selected(q, k, block_mask, block_size, causal, kv_start):
         queries, dout_rows, out_rows = (x[b, h, i].to(statistics) for x in (q, dout, out))
         keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
@@ -72,9 +72,10 @@ def block_sparse_attention_backward(
         rows = (dlse[b, h, i] - (dout_rows * out_rows).sum(-1))[..., None]
         dscores = (probs * (dout_rows @ values.mT + rows)).masked_fill(~seen, 0) * scale
         dq[b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]] = (dscores @ keys)[exists]
-        dk.index_put_((b, h // group, j), dscores.mT @ queries, accumulate=True)
-        dv.index_put_((b, h // group, j), probs.mT @ dout_rows, accumulate=True)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        rows_read = ((b * k.shape[1] + h // group) * k.shape[2] + j).flatten()
+        dk.view(-1, k.shape[3]).index_add_(0, rows_read, (dscores.mT @ queries).flatten(0, 1))  # in order, on a CPU
+        dv.view(-1, k.shape[3]).index_add_(0, rows_read, (probs.mT @ dout_rows).flatten(0, 1))
+    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
 def _selected(
@@ -93,15 +94,7 @@ def _selected(
         last = (first_t + block_size).clamp(max=n) + delta if causal else torch.full_like(first_t, m)
         readable = (first_u < last[:, None]) & (first_u < m) & (first_t < n)[:, None]
         selected = (mask[batch] & readable).repeat_interleave(q.shape[1] // mask.shape[1], dim=1)  # [B, Hq, Tr, Tc]
-        lengths = selected.sum(-1)
-        rows = lengths.flatten().argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
-        while rows.numel():
-            width = int(lengths.flatten()[rows[0]])
-            some, rows = rows.tensor_split([max(1, SCORES_AT_ONCE // (block_size**2 * width))])
-            b, h, r = torch.unravel_index(some, lengths.shape)
-            on, c = selected[b, h, r].to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-            on, c = on[:, :width].bool(), c[:, :width]
-            c = c.where(on, c[:, :1])  # a shorter list is filled with what it reads anyway
+        for b, h, r, on, c in row_lists(selected, block_size**2):
             u = (c[..., None] * block_size + within).flatten(1)
             t = r[:, None] * block_size + within
             exists = t < n

@@ -11,6 +11,7 @@ from msattn.trainer import artifacts
 from msattn.trainer.attach import attach, load
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.seer.select import Multiscale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,16 +29,23 @@ COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmode
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sparse prefill: blocks chosen by the scores that ``select`` names, read by ``block_sparse_attention``."""
+    """Sparse prefill: blocks chosen by the scores that ``select`` names, read as its policy says."""
 
     name: str
     select: SelectConfig
     gate: "Gate | None" = None
 
     def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
-        """Each sparsity in turn; a policy that sets its own sparsity stands once, as it is configured."""
+        """Each sparsity in turn; a policy that sets its own sparsity stands once, as it is configured.
+
+        Multiscale reading has top-k beside it that reads as many tokens, all of them whole.
+        """
         if self.select.policy in ("topk", "calibrated"):
             return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
+        if self.select.policy == "multiscale":
+            shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
+            as_many_whole = replace(self.select, policy="topk", sparsity=1 - cost)
+            return [(f"shares {shares}", self.select), (f"sparsity {1 - cost:.4g}", as_many_whole)]
         value = {"threshold": "threshold", "nucleus": "mass", "token_budget": "tokens"}[self.select.policy]
         return [(f"{self.select.policy} {getattr(self.select, value):g}", self.select)]
 

@@ -106,7 +106,7 @@ def recall_heads(rows: list[Row]) -> "Figure | None":
     columns = min(4, len(chosen))
     lines = -(-len(chosen) // columns)
     height = 0.9 + max(1.2, min(4.0, 0.18 * max(len(row.extra["layers"]) for _, row in chosen)))
-    figure, grid = _subplots(lines, columns, (9.0, height * lines + 0.3))
+    figure, grid = subplots(lines, columns, (9.0, height * lines + 0.3))
     image = None
     for axes, (method, row) in zip(grid, chosen, strict=False):
         heads = row.extra["heads"]
@@ -161,7 +161,7 @@ def needle_grid(rows: list[Row]) -> "Figure | None":
     nothing = float("nan")
     table = [[cells.get((*line, length, depth), nothing) for length in lengths for depth in depths] for line in lines]
     width = min(13.0, 3.4 + 0.55 * len(lengths) * len(depths))
-    figure, (axes,) = _subplots(1, 1, (max(5.5, width), 1.3 + 0.24 * len(lines)))
+    figure, (axes,) = subplots(1, 1, (max(5.5, width), 1.3 + 0.24 * len(lines)))
     image = axes.imshow(table, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
     axes.set_yticks(
         range(len(lines)), [f"{title(method)}, {setting}" if setting else title(method) for method, setting in lines]
@@ -190,7 +190,7 @@ def needle_grid(rows: list[Row]) -> "Figure | None":
     return figure
 
 
-def _subplots(lines: int, columns: int, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
+def subplots(lines: int, columns: int, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
     """Axes in reading order, on a figure that needs no display and leaves no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -207,7 +207,7 @@ def _subplots(lines: int, columns: int, size: tuple[float, float]) -> "tuple[Fig
 
 def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
     columns = min(3, panels)
-    figure, axes = _subplots(-(-panels // columns), columns, (max(6.4, 4.2 * columns), 4.3 * -(-panels // columns)))
+    figure, axes = subplots(-(-panels // columns), columns, (max(6.4, 4.2 * columns), 4.3 * -(-panels // columns)))
     for extra in axes[panels:]:
         extra.set_axis_off()
     return figure, axes[:panels]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.maxpool_attention import maxpool_attention
@@ -23,7 +22,7 @@ from msattn.trainer.evaluate.methods import Blocks, Methods, Routing
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.row import WINDOW, Row
 from msattn.trainer.saap.index import build_index, top_buckets
-from msattn.trainer.seer.select import Selection, sparsity, visible_blocks
+from msattn.trainer.seer.select import Selection, attend, sparsity, visible_blocks
 from msattn.trainer.tap import LayerInputs, tap
 
 if TYPE_CHECKING:
@@ -119,14 +118,14 @@ def compare(sparse: "SparseAttention", out: Tensor, lse: Tensor, share: Tensor) 
 
 def read_blocks(x: LayerInputs, dense: "MaxPoolAttention", method: Blocks, sparsities: list[float]) -> dict[str, Reading]:
     """``{setting: reading}`` of one block selection; its scores are computed once for all sparsities."""
-    chosen = {label: Selection.from_config(select, method.gate) for label, select in method.settings(sparsities)}
+    selections = {label: Selection.from_config(select, method.gate) for label, select in method.settings(sparsities)}
     scores, readings = None, {}
-    for label, selection in chosen.items():
+    for label, selection in selections.items():
         scores = selection.scorer(x) if scores is None else scores
-        mask, size = selection.choose(scores, x), selection.block_size
-        sparse = block_sparse_attention(x.q, x.k, x.v, mask, block_size=size, scale=x.scale, kv_start=x.kv_start)
+        chosen, size = selection.choose(scores, x), selection.block_size
+        sparse = attend(x, chosen, size)
         seen = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-        readings[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(mask, seen))
+        readings[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(chosen, seen))
     return readings
 
 

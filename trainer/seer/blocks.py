@@ -121,10 +121,12 @@ def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
     return F.softmax(logits.masked_fill(~visible, lowest), dim=-1).masked_fill(~visible, 0)
 
 
-def sparsity(mask: Tensor, visible: Tensor) -> Tensor:
-    """Share of the causally visible blocks that ``mask`` does not read: a float scalar on the mask's device.
+def sparsity(chosen: Tensor, visible: Tensor) -> Tensor:
+    """Share of the causally visible blocks that is not read: a float scalar on the device of ``chosen``.
 
-    ``mask`` is bool ``[B, H, Tr, Tc]``, ``visible`` bool ``[B | 1, 1, Tr, Tc]``.
+    ``chosen`` is bool ``[B, H, Tr, Tc]``, or uint8 zooms of that shape: a block at zoom z counts as 1 / z of a block.
+    ``visible`` is bool ``[B | 1, 1, Tr, Tc]``.
     """
-    seen = visible.expand(mask.shape)
-    return 1 - (mask & seen).sum() / seen.sum().clamp(min=1)
+    seen = visible.expand(chosen.shape)
+    read = chosen if chosen.dtype == torch.bool else (1 / chosen.float()).masked_fill(chosen == 0, 0)
+    return 1 - (read * seen).sum() / seen.sum().clamp(min=1)

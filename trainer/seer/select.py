@@ -1,8 +1,8 @@
 """From block scores to the blocks that are read: a scorer, a policy, and what is always read.
 
 Scorers give each row block of a layer non-negative scores that sum to 1 over the causally visible blocks; policies turn
-them into a block mask for ``block_sparse_attention``. The gate's scores and the baselines that ask whether training it
-was worth it share one interface. Nothing here waits for the device.
+them into a block mask for ``block_sparse_attention``, or a zoom map for ``multiscale_attention``. The gate's scores and the
+baselines that ask whether training it was worth it share one interface. Nothing here waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.kernels.multiscale_attention import multiscale_attention
+from msattn.kernels.types import SparseAttention
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.blocks import (
@@ -26,7 +28,7 @@ from msattn.trainer.seer.blocks import (
     visible_blocks,
 )
 from msattn.trainer.seer.calibrate import floor_of, threshold_at
-from msattn.trainer.seer.policies import Calibrated, Nucleus, Policy, Threshold, TokenBudget, TopK
+from msattn.trainer.seer.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
 
 if TYPE_CHECKING:
     from msattn.trainer.seer.gate import Gate
@@ -36,6 +38,7 @@ __all__ = [
     "Calibrated",
     "GateScores",
     "MeanPool",
+    "Multiscale",
     "Nucleus",
     "Oracle",
     "Quest",
@@ -45,6 +48,7 @@ __all__ = [
     "Threshold",
     "TokenBudget",
     "TopK",
+    "attend",
     "recall",
     "sparsity",
     "visible_blocks",
@@ -202,11 +206,12 @@ class Selection:
             "nucleus": lambda: Nucleus(cfg.mass),
             "token_budget": lambda: TokenBudget(cfg.tokens, scorer.block_size),
             "calibrated": lambda: _calibrated(cfg, scorer),
+            "multiscale": lambda: Multiscale(cfg.shares),
         }
         return cls(policies[cfg.policy](), scorer, cfg.sink_blocks)
 
-    def mask(self, x: "LayerInputs") -> Tensor:
-        """Blocks to read of one layer: bool ``[B, Hq | Hkv, Tr, Tc]``, never empty in a row that sees a key."""
+    def blocks(self, x: "LayerInputs") -> Tensor:
+        """Blocks to read of one layer: a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``, never empty in a row that sees a key."""
         return self.choose(self.scorer(x), x)
 
     def choose(self, scores: Tensor, x: "LayerInputs") -> Tensor:
@@ -228,17 +233,24 @@ def _calibrated(cfg: SelectConfig, scorer: Scorer) -> list[Policy]:
     return [Calibrated(floor, Threshold(threshold_at(table, i, cfg.sparsity))) for i in range(len(table["layers"]))]
 
 
-def recall(x: "LayerInputs", mask: Tensor, block_size: int, dense_lse: Tensor) -> Tensor:
+def attend(x: "LayerInputs", chosen: Tensor, block_size: int) -> SparseAttention:
+    """Attention of one layer over what a selection chose: a block mask, or zooms."""
+    options = {"block_size": block_size, "scale": x.scale, "kv_start": x.kv_start}
+    operation = block_sparse_attention if chosen.dtype == torch.bool else multiscale_attention
+    return operation(x.q, x.k, x.v, chosen, **options)
+
+
+def recall(x: "LayerInputs", chosen: Tensor, block_size: int, dense_lse: Tensor) -> Tensor:
     """Share of the attention mass that lies in the blocks read, a head: fp32 ``[Hq]``, the mean over batch and queries.
 
     The mass a query reads is ``exp(lse_sparse - lse_dense)``: the kernels' own statistics say it exactly.
 
     Parameters
     ----------
-    mask : bool ``[B | 1, Hq | Hkv | 1, Tr, Tc]``.
+    chosen : block mask or zooms ``[B | 1, Hq | Hkv | 1, Tr, Tc]``.
     dense_lse : ``[B, Hq, N]`` of dense attention over the same inputs; -inf (padding) rows do not count.
     """
-    lse = block_sparse_attention(x.q, x.k, x.v, mask, block_size=block_size, scale=x.scale, kv_start=x.kv_start).lse
+    lse = attend(x, chosen, block_size).lse
     real = dense_lse > -torch.inf
     share = (lse - dense_lse).exp().clamp(max=1).masked_fill(~real, 0)
     return share.sum((0, 2)) / real.sum((0, 2)).clamp(min=1)

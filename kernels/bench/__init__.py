@@ -1,0 +1,13 @@
+"""Kernels beside their peers on this machine.
+
+Three rules keep a figure honest. An operation that disagrees with its reference is not timed. Peers are timed in the same
+run, because a machine's clock drifts more than kernels differ. And each row says what share it is of what this machine was
+measured to do. Rows are returned, not written.
+"""
+
+from msattn.kernels.bench.cases import Disagreement, Options
+from msattn.kernels.bench.rows import Row, Shape
+from msattn.kernels.bench.run import OPERATIONS, measure, sweep
+from msattn.kernels.bench.tiles import to_try
+
+__all__ = ["OPERATIONS", "Disagreement", "Options", "Row", "Shape", "measure", "sweep", "to_try"]

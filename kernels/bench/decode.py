@@ -1,0 +1,114 @@
+"""Decoding: a few new queries against a long cache, as a CUDA graph that goes over the caches of several layers.
+
+What bounds these is memory: bytes count the keys and values that are read, the queries and the output, each once.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from msattn.kernels import reference
+from msattn.kernels.bench import eager, peers
+from msattn.kernels.bench.cases import Case, Layer, Options, Peer
+from msattn.kernels.bench.prefill import KERNEL, conv_weight
+from msattn.kernels.bench.rows import Shape, Work
+from msattn.kernels.testing import bucket_index
+
+LAYERS = 8  # caches that take turns, so that none is still in the L2 cache when its turn comes
+
+
+def flash_decode(shape: Shape, options: Options) -> Iterator[Case]:
+    """Both variants, at each number of queries."""
+    from msattn.kernels import flash_decode as op
+
+    cache = shape.cache(LAYERS, max(options.queries))
+    for queries in options.queries:
+        layers = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
+        work, setting = _work(shape, queries, shape.length), f"N = {queries}"
+        scores = shape.batch * shape.q_heads * queries * shape.length
+        beside = [*_dense(layers, work, setting), peers.eager(eager.decode, layers, work, scores, setting=setting)]
+        for variant in ("partial", "global"):
+            yield Case(
+                partial(op.flash_decode, variant=variant),
+                partial(reference.flash_decode, variant=variant),
+                eager.decode,
+                layers,
+                work,
+                beside,
+                f"{variant}, {setting}",
+                queries=queries,
+                graph=True,
+            )
+
+
+def bucket_decode(shape: Shape, options: Options) -> Iterator[Case]:
+    """A step of SAAP: 1024 buckets, 32 probes, 1 + 2047 keys read exactly; fewer where the cache is short."""
+    from msattn.kernels import bucket_decode as op
+
+    num_buckets, recent = min(1024, max(1, shape.length // 32)), min(2047, shape.length // 8)
+    num_probes = min(32, max(1, num_buckets // 4))
+    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    heads = shape.batch, shape.kv_heads
+    drawn: dict[str, Any] = {"generator": generator, "device": shape.device}
+    buckets = torch.randint(num_buckets, (*heads, shape.length), dtype=torch.int32, **drawn)
+    index = bucket_index(buckets, num_buckets)
+    cache = shape.cache(LAYERS)
+    probes = torch.rand((LAYERS, *heads, num_buckets), **drawn).argsort(-1)[..., :num_probes].int().contiguous()
+    layers = [(*qkv, index, chosen) for qkv, chosen in zip(cache, probes, strict=True)]
+    read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
+    everything = _work(shape, 1, shape.length)
+    own = {"recent": recent, "sink": 1}
+    yield Case(
+        partial(op.bucket_decode, **own),
+        partial(reference.bucket_decode, **own),
+        partial(eager.bucket_decode, **own),
+        layers,
+        _work(shape, 1, read * shape.length),
+        [
+            *_dense(cache, everything),
+            peers.eager(partial(eager.bucket_decode, **own), layers, everything, shape.batch * shape.q_heads * shape.length),
+        ],
+        f"{num_probes} of {num_buckets} buckets",
+        1 - read,
+        queries=1,
+        graph=True,
+    )
+
+
+def conv_decode(shape: Shape, options: Options) -> Iterator[Case]:
+    """One new query, and the scores of the five before it, under a convolution of 6 queries by 11 keys."""
+    from msattn.kernels import conv_decode as op
+
+    c_q, c_k = KERNEL
+    layers: list[Layer] = [(*qkv, conv_weight(shape)) for qkv in shape.cache(LAYERS, c_q)]
+    dense = _work(shape, 1, shape.length)
+    scores = shape.batch * shape.q_heads * shape.length
+    window = (c_q - 1) * shape.batch * shape.q_heads * shape.head_size * shape.dtype.itemsize
+    flops = dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k)
+    cache = [(q[:, :, -1:].contiguous(), k, v) for q, k, v, _ in layers]
+    work = Work(flops, dense.bytes + window)
+    yield Case(
+        op.conv_decode,
+        reference.conv_decode,
+        eager.conv_decode,
+        layers,
+        work,
+        [*_dense(cache, dense), peers.eager(eager.conv_decode, layers, work, scores * c_q)],
+        f"{c_q} x {c_k}",
+        queries=1,
+        graph=True,
+    )
+
+
+def _dense(layers: Sequence[Layer], work: Work, setting: str = "") -> list[Peer]:
+    """Every key read, by PyTorch."""
+    return [*peers.dense(layers, work, causal=False, setting=setting), peers.flex_decode(layers, work, setting)]
+
+
+def _work(shape: Shape, queries: int, keys: float) -> Work:
+    """``keys`` of the cache read by ``queries`` of each head."""
+    rows = shape.batch * shape.q_heads * queries * shape.head_size
+    cache = shape.batch * shape.kv_heads * keys * shape.head_size
+    return Work(4 * rows * keys, (2 * rows + 2 * cache) * shape.dtype.itemsize)

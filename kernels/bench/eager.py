@@ -1,0 +1,136 @@
+"""Each operation in plain PyTorch that holds every score in memory, in the precision of its input.
+
+These are what one would write first. They stand beside the kernels as a peer, and their rounding error is what the check
+of a kernel allows it. One sequence layout throughout: no padding, as many queries as keys unless decoding.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d, pad
+
+from msattn.kernels.testing import block_numbers, dense_attention, max_over_blocks, tokens_of_blocks, visible
+from msattn.kernels.types import BucketIndex
+
+BLOCK = 64
+
+
+def maxpool_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense attention and the largest probability of each block."""
+    batch, _, n, _ = q.shape
+    out, lse, probs = dense_attention(q, k, v, _causal(q, k), dtype=q.dtype)
+    blocks = -(-n // BLOCK)
+    rows, cols = block_numbers(batch, n, n, True, None, BLOCK)
+    return out, lse, max_over_blocks(probs, rows, cols, (blocks, blocks))
+
+
+def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense attention under a mask of tokens."""
+    read = tokens_of_blocks(block_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], True, None, BLOCK)
+    return dense_attention(q, k, v, read & _causal(q, k), dtype=q.dtype)[:2]
+
+
+def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense attention in which a key of a block at zoom z is the mean of its group of z.
+
+    z equal scores weigh as much as one of them plus log z, so that nothing is left to compensate.
+    """
+    n = q.shape[2]
+    first = torch.arange(zoom.shape[2], device=q.device) * BLOCK
+    near = (first + BLOCK).clamp(max=n) - 1 > first[:, None]  # blocks that would leak the future
+    zoom = zoom.where(~near | (zoom == 0), 1).repeat_interleave(q.shape[1] // zoom.shape[1], dim=1)
+    zoom = zoom.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :n, :n]
+    group = q.shape[1] // k.shape[1]
+    scores = torch.full((), -torch.inf, device=q.device)
+    for z in (1, 2, 4, 8):
+        keys = _means(k, z).repeat_interleave(group, 1)
+        scores = torch.where(zoom == z, (q @ keys.mT).to(_statistics(q)) * q.shape[3] ** -0.5, scores)
+    scores = scores.masked_fill(~_causal(q, k), -torch.inf)
+    probs = scores.softmax(-1).to(q.dtype)
+    parts = [(probs * (zoom == z)) @ _means(v, z).repeat_interleave(group, 1) for z in (1, 2, 4, 8)]
+    return sum(parts[1:], parts[0]), scores.logsumexp(-1)
+
+
+def _means(x: Tensor, z: int) -> Tensor:
+    """Each token of ``x [B, H, M, D]`` replaced by the mean of its group of z, the last one of those that exist."""
+    tokens = x.shape[2]
+    groups = pad(x.to(_statistics(x)), (0, 0, 0, -tokens % z)).unflatten(2, (-1, z)).sum(3)
+    counts = (tokens - torch.arange(groups.shape[2], device=x.device) * z).clamp(max=z)[:, None]
+    return (groups / counts).to(x.dtype).repeat_interleave(z, 2)[:, :, :tokens]
+
+
+def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """Scores, a convolution over them, softmax."""
+    seen, group = _causal(q, k), q.shape[1] // k.shape[1]
+    c_q, c_k = weight.shape[1:]
+    scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(~seen, 0)
+    scores = pad(scores, ((c_k - 1) // 2, c_k // 2, c_q - 1, 0))
+    mixed = conv2d(scores, weight[:, None], groups=q.shape[1])
+    return _attend(mixed, seen, v.repeat_interleave(group, 1))
+
+
+def conv_decode(q_window: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """The last row of :func:`conv_attention`, from the scores of the last queries."""
+    c_q, c_k = weight.shape[1:]
+    group = q_window.shape[1] // k.shape[1]
+    seen = visible(1, c_q, k.shape[2], True, None, k.device)
+    scores = (q_window @ k.repeat_interleave(group, 1).mT * k.shape[3] ** -0.5).masked_fill(~seen, 0)
+    mixed = conv2d(pad(scores, ((c_k - 1) // 2, c_k // 2)), weight[:, None], groups=q_window.shape[1])
+    return _attend(mixed, seen[:, :, -1:], v.repeat_interleave(group, 1))
+
+
+def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    """Scores, a mixture of them over heads, softmax."""
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5
+    mixed = torch.einsum("hg,bgij->bhij", weight, scores)
+    return _attend(mixed, _causal(q, k), v.repeat_interleave(group, 1))
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Every query sees every key."""
+    return dense_attention(q, k, v, torch.ones((), dtype=torch.bool, device=q.device), dtype=q.dtype)[:2]
+
+
+def bucket_decode(
+    q: Tensor, k: Tensor, v: Tensor, index: BucketIndex, probes: Tensor, recent: int, sink: int
+) -> tuple[Tensor, Tensor]:
+    """One query over a mask of the cache."""
+    read = keys_read(index, probes, recent, sink).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype)[:2]
+
+
+def keys_read(index: BucketIndex, probes: Tensor, recent: int, sink: int) -> Tensor:
+    """Which keys of the cache ``bucket_decode`` reads, bool ``[B, Hkv, M]``; every key is in a bucket, every probe is one."""
+    size = index.order.shape[2]
+    place = torch.arange(size, dtype=torch.int32, device=probes.device)
+    bucket = torch.searchsorted(index.offsets, place.expand_as(index.order).contiguous(), right=True) - 1
+    probed = torch.zeros_like(index.offsets, dtype=torch.bool).scatter_(2, probes.long(), True)
+    members = torch.zeros_like(index.order, dtype=torch.bool).scatter_(2, index.order.long(), probed.gather(2, bucket))
+    return members | (place < sink) | (place >= size - recent)
+
+
+def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """Every probability, added to its key's bucket."""
+    everything = torch.ones((), dtype=torch.bool, device=q.device)
+    _, lse, probs = dense_attention(q, k, k, everything, dtype=q.dtype)
+    of_key = buckets.long().repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand_as(probs)
+    return probs.new_zeros((*probs.shape[:3], num_buckets)).scatter_add_(3, of_key, probs), lse
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Parts weighted by their share of the whole sum."""
+    lse = lses.logsumexp(0)
+    return ((lses - lse).exp()[..., None].to(outs.dtype) * outs).sum(0), lse
+
+
+def _causal(q: Tensor, k: Tensor) -> Tensor:
+    return visible(1, q.shape[2], k.shape[2], True, None, q.device)
+
+
+def _attend(scores: Tensor, seen: Tensor, v: Tensor) -> Tensor:
+    probs = scores.to(_statistics(v)).masked_fill(~seen, -torch.inf).softmax(-1)
+    return probs.to(v.dtype) @ v
+
+
+def _statistics(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

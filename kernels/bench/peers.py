@@ -1,0 +1,160 @@
+"""What stands beside the operations: PyTorch's dense attention, FlexAttention with the same block mask, eager code."""
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from msattn.kernels.bench.cases import Function, Layer, Peer
+from msattn.kernels.bench.rows import Shape, Work
+
+DENSE = {  # as PyTorch calls them
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+BLOCKS_OF_64 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}  # its own choice is tiles of 128 queries
+BYTES_A_SCORE = 12  # that eager code holds: scores and probabilities, in fp32 and in the precision of the input
+
+
+class Absent(RuntimeError):
+    """Why a peer cannot be timed here."""
+
+
+def dense(layers: Sequence[Layer], work: Work, *, causal: bool, setting: str = "") -> list[Peer]:
+    """``scaled_dot_product_attention`` over all keys, by each of its backends: FlashAttention-2, cuDNN, ..."""
+    qkv = [layer[:3] for layer in layers]
+    peers = []
+    for name, backend in DENSE.items():
+        prepare = partial(_prepare_dense, backend, causal, qkv[0][0].device.type)
+        peers.append(Peer(name, prepare, qkv, work, setting=setting))
+    return peers
+
+
+def _prepare_dense(backend: str, causal: bool, device: str) -> Function:
+    if device == "cpu" and backend in (DENSE["cudnn"], DENSE["efficient"]):
+        raise Absent("PyTorch has it for GPUs alone")
+    return partial(_dense, backend, causal)
+
+
+def _dense(backend: str, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def eager(
+    function: Function, layers: Sequence[Layer], work: Work, scores: int, backward: bool = False, setting: str = ""
+) -> Peer:
+    """The operation in plain PyTorch, where memory has room for its ``scores``: twice as much with a backward pass."""
+
+    def prepare() -> Function:
+        needed, room = scores * BYTES_A_SCORE * (2 if backward else 1), _room(layers[0][0].device)
+        if needed > room:
+            raise Absent(f"its scores need {needed / 1e9:,.0f} GB of {room / 1e9:,.0f} GB")
+        return function
+
+    return Peer("eager", prepare, layers, work, setting=setting)
+
+
+def _room(device: torch.device) -> int:
+    """Free bytes; on a GPU with those that PyTorch keeps for itself."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def flex_decode(layers: Sequence[Layer], work: Work, setting: str = "") -> Peer:
+    """FlexAttention, compiled, over all keys of a cache."""
+    return Peer("flex", lambda: _flex, [layer[:3] for layer in layers], work, setting=setting)
+
+
+def flex(
+    layers: Sequence[Layer], work: Work, block_mask: Tensor, *, coarse: bool, setting: str = "", sparsity: float = 0.0
+) -> Peer:
+    """FlexAttention, compiled, over the causally visible blocks of ``block_mask [1, Hq | Hkv | 1, T, T]``.
+
+    ``coarse``: in blocks of 128 tokens that read as many keys, because its backward pass refuses blocks of 64.
+    """
+    q = layers[0][0]
+
+    def prepare() -> Function:
+        mask = coarsen(block_mask.tril()) if coarse else block_mask.tril()
+        if mask.shape[1] > 1:
+            mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], 1)
+        return partial(
+            _flex,
+            block_mask=_flex_mask(mask, 128 if coarse else 64, q.shape[2]),
+            kernel_options=None if coarse or not q.is_cuda else BLOCKS_OF_64,
+        )
+
+    note = "in blocks of 128 tokens" if coarse else ""
+    return Peer("flex", prepare, [layer[:3] for layer in layers], work, sparsity, setting, note)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    import torch._functorch.config as functorch
+
+    if q.requires_grad and not q.is_cuda:
+        raise Absent("PyTorch has its backward pass for GPUs alone")
+    with functorch.patch(donated_buffer=False):  # its backward pass is timed again and again
+        return _compiled(q.shape, k.shape)(q, k, v, enable_gqa=True, **options)
+
+
+@lru_cache(maxsize=1)
+def _compiled(q_shape: torch.Size, k_shape: torch.Size) -> Function:
+    """FlexAttention for these shapes, all earlier ones forgotten: a recompilation too many, and it would be refused."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def coarsen(mask: Tensor) -> Tensor:
+    """``mask [..., T, T]``, lower triangular, in blocks twice as long that cover as much: in each row the fullest ones."""
+    size = mask.shape[-1]
+    odd = size % 2
+    counts = pad(mask.float(), (0, odd, 0, odd)).unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2)).sum((-1, -3))
+    number = (counts.sum(-1, keepdim=True) / 4).round().clamp(min=1)
+    diagonal = torch.eye(counts.shape[-1], dtype=torch.bool, device=mask.device)
+    rank = counts.masked_fill(diagonal, torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
+    return (rank < number) & (counts > 0) | diagonal & (counts > 0)
+
+
+def _flex_mask(mask: Tensor, block: int, tokens: int) -> Any:
+    """FlexAttention's form of a lower triangular block mask: those on the diagonal are masked by token, the others full."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        return blocks.sum(-1).int(), blocks.byte().argsort(dim=-1, descending=True, stable=True).int()
+
+    diagonal = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
+    return BlockMask.from_kv_blocks(
+        *lists(mask & diagonal), *lists(mask & ~diagonal), BLOCK_SIZE=block, mask_mod=_causal, seq_lengths=(tokens, tokens)
+    )
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+def dense_work(shape: Shape, backward: bool) -> Work:
+    """Causal attention with as many queries as keys: 2 products forward, 5 backward; inputs and results move once."""
+    return attention_work(shape, shape.batch * shape.q_heads * shape.length * (shape.length + 1) / 2, backward)
+
+
+def attention_work(shape: Shape, pairs: float, backward: bool) -> Work:
+    """The same when only ``pairs`` scores, over all sequences and heads, are read."""
+    tokens = shape.batch * shape.length
+    rows, keys = tokens * shape.q_heads * shape.head_size, 2 * tokens * shape.kv_heads * shape.head_size
+    lse = 4 * tokens * shape.q_heads
+    item = shape.dtype.itemsize
+    if backward:  # q, out, dout and k, v in; dq and dk, dv out
+        return Work(10 * shape.head_size * pairs, (4 * rows + 2 * keys) * item + lse)
+    return Work(4 * shape.head_size * pairs, (2 * rows + keys) * item + lse)

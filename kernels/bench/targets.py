@@ -1,0 +1,73 @@
+"""What serves training and other operations: the mass of each bucket, and the merging of partial results."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.bench import eager, peers
+from msattn.kernels.bench.cases import Case, Options, Peer
+from msattn.kernels.bench.rows import Shape, Work
+
+QUERIES = 1000  # of a prompt, as SAAP trains
+PARTS = 8
+CHUNK = 8192  # keys that the product alone takes at once, so that its result fits
+
+
+def bucket_mass(shape: Shape, options: Options) -> Iterator[Case]:
+    """1000 queries against 1024 buckets of keys; beside it the product Q K^T alone, in chunks whose result is dropped."""
+    from msattn.kernels import bucket_mass as op
+
+    queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
+    (q,), (k,) = shape.draw(shape.q_heads, queries), shape.draw(shape.kv_heads, shape.length)
+    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    size = shape.batch, shape.kv_heads, shape.length
+    buckets = torch.randint(num_buckets, size, dtype=torch.int32, generator=generator, device=shape.device)
+    rows, keys = shape.batch * shape.q_heads * queries, shape.batch * shape.kv_heads * shape.length
+    item = shape.dtype.itemsize * shape.head_size
+    product = Work(2 * rows * shape.length * shape.head_size, (rows + keys) * item)
+    work = Work(product.flops, product.bytes + 4 * keys + 4 * rows * (num_buckets + 2))
+    layers = [(q, k, buckets)]
+    own = {"num_buckets": num_buckets}
+    yield Case(
+        lambda *layer: op.bucket_mass(*layer, **own)[:2],
+        lambda *layer: reference.bucket_mass(*layer, **own)[:2],
+        partial(eager.bucket_mass, **own),
+        layers,
+        work,
+        [
+            Peer("product", lambda: _product, [(q.contiguous(), k.contiguous())], product, note="Q K^T alone"),
+            peers.eager(partial(eager.bucket_mass, **own), layers, work, 2 * rows * shape.length),
+        ],
+        f"{queries} queries, {num_buckets} buckets",
+        queries=queries,
+    )
+
+
+def _product(q: Tensor, k: Tensor) -> None:
+    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    for keys in k.split(CHUNK, dim=2):
+        torch.matmul(grouped, keys.mT)
+
+
+def merge_states(shape: Shape, options: Options) -> Iterator[Case]:
+    """8 partial results of ``length`` queries."""
+    from msattn.kernels import merge_states as op
+
+    outs = torch.stack(shape.draw(shape.q_heads, shape.length, PARTS))
+    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    lses = torch.randn(outs.shape[:4], generator=generator, device=shape.device)
+    out, lse = outs[0].numel(), lses[0].numel()
+    work = Work((2 * out + 4 * lse) * PARTS, (PARTS + 1) * (out * shape.dtype.itemsize + 4 * lse))
+    layers = [(outs, lses)]
+    yield Case(
+        op.merge_states,
+        reference.merge_states,
+        eager.merge_states,
+        layers,
+        work,
+        [peers.eager(eager.merge_states, layers, work, out)],
+        f"{PARTS} parts",
+    )

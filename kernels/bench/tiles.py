@@ -1,0 +1,127 @@
+"""Tiles to try in place of the shipped ones, for 16-bit heads of 128: rows, keys, warps, stages, resident programs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from msattn.kernels import tuned
+from msattn.kernels.tuned import Tile
+
+BLOCK_ROWS = [  # a program owns a block of 64 queries
+    Tile(64, 64, 4, 2),
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 4),
+    Tile(64, 64, 8, 3),
+    Tile(64, 32, 4, 3),
+    Tile(64, 32, 4, 5),
+    Tile(64, 32, 4, 6),
+]
+GRADIENT = [  # two tiles of each input, and accumulators of one or two
+    Tile(64, 64, 4, 1),
+    Tile(64, 64, 4, 2),
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 8, 2),
+    Tile(64, 64, 8, 3),
+    Tile(64, 32, 4, 2),
+    Tile(64, 32, 4, 3),
+    Tile(32, 64, 4, 2),
+    Tile(32, 64, 4, 3),
+]
+LONG_ROWS = [
+    Tile(128, 128, 8, 2),
+    Tile(128, 128, 8, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 4),
+    Tile(128, 64, 4, 2),
+    Tile(128, 64, 4, 3),
+    Tile(64, 64, 4, 3),
+    Tile(64, 128, 4, 3),
+]
+MEMORY_BOUND = [
+    Tile(16, 64, 4, 3, 2),
+    Tile(16, 64, 4, 5, 1),
+    Tile(16, 64, 4, 5, 2),
+    Tile(16, 64, 4, 5, 3),
+    Tile(16, 64, 4, 7, 2),
+    Tile(16, 32, 4, 5, 2),
+    Tile(16, 32, 4, 7, 4),
+    Tile(16, 32, 2, 7, 4),
+    Tile(16, 64, 8, 5, 2),
+    Tile(16, 128, 4, 3, 2),
+    Tile(16, 128, 8, 5, 1),
+]
+TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses for itself
+    "maxpool_attention": [
+        Tile(128, 128, 8, 3),
+        Tile(128, 128, 8, 2),
+        Tile(128, 64, 8, 3),
+        Tile(128, 64, 8, 4),
+        Tile(128, 64, 8, 5),
+        Tile(128, 64, 4, 2, 2),
+        Tile(64, 128, 4, 2, 1),
+        Tile(64, 64, 4, 3, 2),
+        Tile(64, 64, 4, 2, 2),
+    ],
+    "block_sparse_attention": BLOCK_ROWS,
+    "block_sparse_attention_dq": GRADIENT,
+    "block_sparse_attention_dkv": GRADIENT,
+    "multiscale_attention": BLOCK_ROWS,
+    "multiscale_attention_dq": GRADIENT,
+    "multiscale_attention_dkv": GRADIENT,
+    "summed_attention": LONG_ROWS,
+    "summed_attention_scores": LONG_ROWS,
+    "summed_attention_products": LONG_ROWS,
+    "bucket_decode": MEMORY_BOUND,
+    "flash_decode": MEMORY_BOUND,
+    "bucket_mass": [
+        Tile(128, 64, 8, 3, 2),
+        Tile(128, 64, 8, 5, 2),
+        Tile(128, 64, 8, 7, 1),
+        Tile(128, 64, 4, 5, 2),
+        Tile(128, 32, 8, 5, 2),
+        Tile(128, 128, 8, 5, 1),
+        Tile(64, 64, 4, 5, 3),
+        Tile(64, 128, 4, 5, 2),
+    ],
+}
+FORWARD = {
+    "maxpool_attention": ["maxpool_attention"],
+    "block_sparse_attention": ["block_sparse_attention"],
+    "multiscale_attention": ["multiscale_attention"],
+    "conv_attention": ["summed_attention"],
+    "head_mix_attention": ["summed_attention"],
+    "bucket_decode": ["bucket_decode"],
+    "flash_decode": ["flash_decode"],
+    "bucket_mass": ["bucket_mass"],
+}
+BACKWARD = {
+    "block_sparse_attention": ["block_sparse_attention_dq", "block_sparse_attention_dkv"],
+    "multiscale_attention": ["multiscale_attention_dq", "multiscale_attention_dkv"],
+    "conv_attention": ["summed_attention_scores", "summed_attention_products"],
+    "head_mix_attention": ["summed_attention_scores", "summed_attention_products"],
+}
+
+
+def to_try(operation: str, backward: bool) -> list[tuple[str, Tile]]:
+    """Each kernel of an operation's pass with each of its tiles; empty where there is nothing to choose."""
+    kernels = (BACKWARD if backward else FORWARD).get(operation, [])
+    return [(kernel, tile) for kernel in kernels for tile in TILES[kernel]]
+
+
+@contextmanager
+def launched_with(kernel: str, tile: Tile) -> Iterator[None]:
+    """Meanwhile ``kernel`` runs with ``tile``, whatever its inputs."""
+    shared = kernel in tuned.FULL_PRECISION
+    place, name = (tuned, "pick") if shared else (import_module(f"msattn.kernels.{kernel}"), "default_tile")
+    shipped = getattr(place, name)
+
+    def choose(*inputs: Any) -> Tile:
+        return shipped(*inputs) if shared and inputs[0] != kernel else tile
+
+    setattr(place, name, choose)
+    try:
+        yield
+    finally:
+        setattr(place, name, shipped)

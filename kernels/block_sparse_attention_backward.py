@@ -1,0 +1,202 @@
+"""Gradient of attention over the key blocks that a mask selects, in two passes that both follow the mask.
+
+    P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
+    dQ = scale * dS K   dK = scale * dS^T Q    dV = P^T dO
+
+The first pass owns a row block and walks its list of column blocks, for dQ; the second owns a column block of a key/value head
+and walks, for each query head of the group, its list of row blocks, for dK and dV. So every sum is one program's, in registers
+and in one order: no atomics, no partial results in memory, the same bits every time. That takes seven products for each block
+read, 14 * BM * BN * D operations, where one pass would take five and add dQ up with atomics. A block costs the loads of two
+tiles in each pass; the terms of a row, made by the first pass, wait for the second in a layout that its loads are fast from.
+
+Both passes go through memory in step: row lists from the first key on, column lists from the last query back, whatever the
+block, so that programs which run together find each other's tiles in the L2 cache. Blocks on the diagonal come last in both.
+
+Layouts: terms of rows fp32 ``[B, Hq, 2, N]``, LSEs in base 2 and ``rowsum(dO * O) - dlse``, queries counted from where the
+sequence starts; lists as in :mod:`msattn.kernels.block_lists`. A tile has BM queries and BN keys, each a block or an even part
+of one. Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import tuned
+from msattn.kernels.block_lists import compact, find_list
+from msattn.kernels.checks import check_layout, has_aligned_rows, query_offset
+from msattn.kernels.primitives import (
+    LN_2,
+    LOG2_E,
+    capability,
+    load_lse2,
+    load_tile,
+    mask_scores,
+    padded_head,
+    precision,
+    sequence_span,
+    store_tile,
+    tile_view,
+    tl,
+    triton,
+)
+
+
+def launch(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    dq_tile: tuned.Tile | None = None,
+    dkv_tile: tuned.Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; the tiles override the shipped choice, for tuning."""
+    check_layout(q=q, k=k, v=v, out=out)
+    if not has_aligned_rows(dout) or 0 in dout.stride():  # autograd hands over what it has: an expanded scalar, say
+        dout = dout.clone(memory_format=torch.contiguous_format)
+    lse, dlse = lse.contiguous(), dlse.contiguous()
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    cols, sm = padded_head(head), capability(q.device)
+    offset = query_offset(num_queries, num_keys, causal)
+    selection = block_mask, kv_start, num_queries, num_keys, offset, block_size, causal
+    row_blocks, col_blocks = block_mask.shape[2:]
+    constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
+
+    lists, lengths = compact(*selection)
+    sizes = (
+        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, *lists.shape[:2], offset, scale * LOG2_E
+    )  # fmt: skip
+    tile = dq_tile or tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
+    rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
+    dq = torch.empty_like(q)
+    terms = lse.new_empty((batch, q_heads, 2, (num_queries + 3) // 4 * 4))  # rows of 16 bytes, for a descriptor
+    _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
+        tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
+        lse, dlse, dq, terms, lists, lengths, kv_start, *dq.stride()[:3], terms.stride(2), *sizes,
+        BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+    del lists, lengths  # room for the second ones
+    lists, lengths = compact(*selection, by_column=True)
+    tile = dkv_tile or tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
+    rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](
+        tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
+        tile_view(terms[..., :num_queries], 1, max(rows, TERMS.value)),
+        dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3], *sizes,
+        BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+TERMS = tl.constexpr(32)  # in a descriptor's tile, at least: 128 bytes, or the tiles of a pipeline would not be aligned
+SIZES = ["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "list_batch", "list_heads", "offset"]
+
+
+@triton.jit(do_not_specialize=[*SIZES, "stride_terms"])
+def _dq_kernel(
+    q_desc, k_desc, v_desc, out_desc, dout_desc, p_lse, p_dlse, p_dq, p_terms, p_lists, p_lengths, p_kv_start,
+    stride_b, stride_h, stride_n, stride_terms,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    pid = tl.program_id(0)
+    tiles = row_blocks * (BLOCK // BM)
+    t0 = (tiles - 1 - pid // group % tiles) * BM
+    kv_head = pid // (group * tiles) % kv_heads
+    h = kv_head * group + pid % group
+    b = pid // (group * tiles * kv_heads)
+    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    p_list, plain, all_blocks = find_list(
+        p_lists, p_lengths, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    )
+
+    t = t0 + tl.arange(0, BM)
+    head = (b * kv_heads * group + h).to(tl.int64)
+    lse2 = load_lse2(p_lse + head * num_queries + first_query, t, queries)
+    q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
+    dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
+    out = load_tile(out_desc, b, h, first_query + t0, BM, COLS)
+    row_term = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    row_term -= tl.load(p_dlse + head * num_queries + first_query + t, mask=t < queries, other=0.0)
+    row_term = tl.where(lse2 == float("inf"), 0.0, row_term)  # whatever the loss does with an LSE of -inf
+    p_terms += head * 2 * stride_terms + t
+    tl.store(p_terms, lse2, mask=t < num_queries)
+    tl.store(p_terms + stride_terms, row_term, mask=t < num_queries)
+
+    dq = tl.zeros([BM, COLS], tl.float32)
+    PARTS: tl.constexpr = BLOCK // BN
+    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
+        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+        v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if n >= plain * PARTS:
+            s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
+        p = tl.exp2(s * scale2 - lse2[:, None])
+        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dkv_kernel(
+    q_desc, k_desc, v_desc, dout_desc, terms_desc, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Scores stand transposed, [BN, BM], so that P^T and dS^T go into their products straight from registers.
+    pid = tl.program_id(0)
+    tiles = col_blocks * (BLOCK // BN)
+    u0 = pid % tiles * BN  # long columns come first
+    kv_head = pid // tiles % kv_heads
+    b = pid // (tiles * kv_heads)
+    first_key, first_query, _, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    u = u0 + tl.arange(0, BN)
+    k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+    v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+
+    dk = tl.zeros([BN, COLS], tl.float32)
+    dv = tl.zeros([BN, COLS], tl.float32)
+    PARTS: tl.constexpr = BLOCK // BM
+    for h in tl.range(kv_head * group, (kv_head + 1) * group):  # type: ignore[misc]
+        p_list, plain, all_blocks = find_list(
+            p_lists, p_lengths, b, h, u0 // BLOCK, kv_heads * group, list_batch, list_heads, col_blocks, row_blocks
+        )
+        for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
+            t0 = tl.load(p_list + all_blocks - 1 - n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BM
+            q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
+            dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+            if CAUSAL and n >= plain * PARTS:
+                t = t0 + tl.arange(0, BM)
+                s = tl.where(u[:, None] <= t[None, :] + delta, s, float("-inf"))
+            p = tl.exp2(s * scale2 - _load_terms(terms_desc, b, h, 0, t0, BM))
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+            ds = p * (dp - _load_terms(terms_desc, b, h, 1, t0, BM))
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+    store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)
+
+
+@triton.jit
+def _load_terms(desc, b, h, term, t0, BM: tl.constexpr):
+    """One of the two terms of BM rows, ``[1, BM]``."""
+    SETS: tl.constexpr = max(1, TERMS // BM)  # type: ignore[assignment]  # the rows that are wanted, and others after them
+    terms = tl.reshape(desc.load([b, h, term, t0]), [SETS, BM])
+    if SETS == 1:
+        return terms
+    return tl.sum(tl.where(tl.arange(0, SETS)[:, None] == 0, terms, 0.0), 0)[None, :]

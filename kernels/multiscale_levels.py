@@ -1,0 +1,321 @@
+"""What multiscale attention reads, prepared on the device: means of K and V, and lists of blocks by zoom.
+
+Level ``e`` holds means of ``2 ** e`` keys: one buffer ``[B, Hkv, rows, D]`` for K and one for V, levels 3, 2, 1 one after the
+other, each filled up with zeros to whole tiles. A tile of level e has a block's number of rows and so stands for ``2 ** e``
+column blocks; tiles count through all levels. Groups are counted from the start of a sequence and never straddle blocks.
+
+Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
+ascending order; counts ``[B or 1, Hm, Tr, 4]``. Tile lists ``[B or 1, Hm, tiles, Tr]``, for gradients: the row blocks that read
+some column block of a tile at the tile's own zoom, as ``r << 8 | which``, a bit for each column block; counts ``[B or 1, Hm,
+tiles]``. Hm are the heads of the zoom map, B the batch where sequences differ in padding or zoom. Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import query_offset
+from msattn.kernels.primitives import padded_head, sequence_span, tl, triton
+
+TOP = tl.constexpr(3)  # the coarsest level, of zoom 8
+POOLED_AT_ONCE = 4096  # numbers, by one warp, so that neighbours meet in its registers
+
+
+def num_tiles(col_blocks: int) -> int:
+    """Tiles of the three levels together."""
+    return sum(triton.cdiv(col_blocks, zoom) for zoom in (8, 4, 2))
+
+
+def pool(x: Tensor, kv_start: Tensor | None, block_size: int) -> Tensor:
+    """Means of 8, 4 and 2 of ``x [B, Hkv, M, D]`` (layout: top of the file), made in fp32 and rounded once."""
+    batch, heads, num_keys, head = x.shape
+    col_blocks = triton.cdiv(num_keys, block_size)
+    means = x.new_empty((batch, heads, num_tiles(col_blocks) * block_size, head))
+    cols = padded_head(head)
+    at_once = POOLED_AT_ONCE // cols
+    _pool_kernel[(triton.cdiv(triton.cdiv(col_blocks, 8) * 8 * block_size, at_once), heads, batch)](
+        x, means, kv_start, *x.stride()[:3], num_keys, col_blocks,
+        HEAD=head, COLS=cols, BLOCK=block_size, KEYS=at_once, num_warps=1,
+    )  # fmt: skip
+    return means
+
+
+def row_lists(
+    zoom: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, block_size: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """What each row block reads, and how much of it (layouts: top of the file)."""
+    zoom = _of_each_sequence(zoom, kv_start)
+    col_blocks = zoom.shape[3]
+    lists = torch.empty(zoom.shape, dtype=torch.int16 if col_blocks < 2**15 else torch.int32, device=zoom.device)
+    counts = torch.empty((*zoom.shape[:3], 4), dtype=torch.int32, device=zoom.device)
+    _row_lists_kernel[zoom.shape[2::-1]](
+        zoom, lists, counts, kv_start, *zoom.stride(),
+        num_queries, num_keys, col_blocks, query_offset(num_queries, num_keys, causal),
+        BLOCK=block_size, CHUNK=min(1024, triton.next_power_of_2(col_blocks)), CAUSAL=causal,
+    )  # fmt: skip
+    return lists, counts
+
+
+def tile_lists(
+    zoom: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, block_size: int, causal: bool, pooled: bool
+) -> tuple[Tensor, Tensor]:
+    """Which row blocks read each tile of means or, unless ``pooled``, each column block as it is (layouts: top of the file)."""
+    zoom = _of_each_sequence(zoom, kv_start)
+    batch, heads, row_blocks, col_blocks = zoom.shape
+    tiles = num_tiles(col_blocks) if pooled else col_blocks
+    lists = torch.empty((batch, heads, tiles, row_blocks), dtype=torch.int32, device=zoom.device)
+    counts = torch.empty((batch, heads, tiles), dtype=torch.int32, device=zoom.device)
+    _tile_lists_kernel[(tiles, heads, batch)](
+        zoom, lists, counts, kv_start, *zoom.stride(),
+        num_queries, num_keys, row_blocks, col_blocks, query_offset(num_queries, num_keys, causal),
+        BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(row_blocks)), CAUSAL=causal, COLUMNS=8 if pooled else 1,
+    )  # fmt: skip
+    return lists, counts
+
+
+def _of_each_sequence(zoom: Tensor, kv_start: Tensor | None) -> Tensor:
+    """Sequences that share a map still end at different blocks."""
+    return zoom if kv_start is None else zoom.expand(kv_start.shape[0], -1, -1, -1)
+
+
+# --- levels and tiles, on the device ---
+
+
+@triton.jit
+def first_tile(level, col_blocks):
+    """First tile of a level (a tensor of levels, too)."""
+    top = tl.cdiv(col_blocks, 8)
+    return tl.where(level == TOP, 0, tl.where(level == TOP - 1, top, top + tl.cdiv(col_blocks, 4)))
+
+
+@triton.jit
+def level_of_tile(tile, col_blocks, POOLED: tl.constexpr):
+    """Level of a tile and its number within the level; where nothing is pooled, tiles are column blocks."""
+    level, first = 0, 0
+    if POOLED:
+        level = tl.where(tile < first_tile(2, col_blocks), 3, tl.where(tile < first_tile(1, col_blocks), 2, 1))
+        first = first_tile(level, col_blocks)
+    return level, tile - first
+
+
+@triton.jit
+def group_size(u, level, keys):
+    """How many keys the group of a level that begins at key u has; 0 or less past the end."""
+    return tl.minimum(keys - u, tl.full([], 1, tl.int32) << level)
+
+
+@triton.jit
+def pooled_tiles(n8, n4, n2, BLOCK: tl.constexpr, BP: tl.constexpr):
+    """Tiles of BP means that a row block reads: each is of one level, so that all but the last of a level are full."""
+    return tl.cdiv(n8 * (BLOCK // 8), BP) + tl.cdiv(n4 * (BLOCK // 4), BP) + tl.cdiv(n2 * (BLOCK // 2), BP)
+
+
+@triton.jit
+def find_tile(n, p_list, n8, n4, n2, BLOCK: tl.constexpr, BP: tl.constexpr):
+    """Tile n of a row block's: its level, the list of the level, that list's length, where in the level the tile begins."""
+    end8 = tl.cdiv(n8 * (BLOCK // 8), BP)
+    end4 = end8 + tl.cdiv(n4 * (BLOCK // 4), BP)
+    level = tl.where(n < end8, 3, tl.where(n < end4, 2, 1))
+    p_list += tl.where(n < end8, 0, tl.where(n < end4, n8, n8 + n4))
+    blocks = tl.where(n < end8, n8, tl.where(n < end4, n4, n2))
+    return level, p_list, blocks, (n - tl.where(n < end8, 0, tl.where(n < end4, end8, end4))) * BP
+
+
+@triton.jit
+def find_rows(level, p_list, blocks, place, col_blocks, BLOCK: tl.constexpr):
+    """Rows, in the buffers, of the means at some places of a level's list; past its end, some that exist."""
+    u = place << level  # the first key of the group, if the blocks stood in a row
+    c = tl.load(p_list + tl.minimum(u // BLOCK, blocks - 1)).to(tl.int32)
+    return first_tile(level, col_blocks) * BLOCK + ((c * BLOCK + (u & (BLOCK - 1))) >> level)
+
+
+@triton.jit
+def add_sizes(s, level, p_list, blocks, begin, keys, scale2, BLOCK: tl.constexpr, BP: tl.constexpr):
+    """Scores ``s [BM, BP]`` of a tile of means that begins at ``begin``, each with the logarithm of its number of keys added.
+
+    The tile's level gives it, except in a list's last block, where the sequence may end, and past it.
+    """
+    # Outside of the branch: Triton 3.6 cannot pipeline a loop with a load in a branch.
+    last = tl.load(p_list + blocks - 1).to(tl.int32) * BLOCK
+    if begin + BP > (blocks - 1) * (BLOCK >> level):
+        inside = ((begin + tl.arange(0, BP)) << level) - (blocks - 1) * BLOCK  # keys from the start of the last block
+        size = tl.where(inside < BLOCK, group_size(last + inside, level, keys), 0)
+        s += log_size(size, scale2)[None, :]
+    else:
+        s += level.to(tl.float32) / scale2
+    return s
+
+
+@triton.jit
+def log_size(size, scale2):
+    """What a group adds to its unscaled score: the logarithm of its number of keys over the scale; -inf if it has none."""
+    return tl.where(size > 0, tl.log2(tl.maximum(size, 1).to(tl.float32)) / scale2, float("-inf"))
+
+
+@triton.jit
+def find_list(b, h, own, q_heads, list_batch, list_heads, num_own):
+    """Which list, counted through sequences and heads of the map, is that of ``own`` for query head h of sequence b."""
+    return ((b % list_batch).to(tl.int64) * list_heads + h * list_heads // q_heads) * num_own + own
+
+
+@triton.jit
+def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks):
+    """Row block r's list for query head h of sequence b: where it starts, how many blocks it has at zoom 8, 4, 2, 1."""
+    row = find_list(b, h, r, q_heads, list_batch, list_heads, row_blocks)
+    p = p_counts + row * 4
+    return p_lists + row * col_blocks, tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+
+
+@triton.jit
+def find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the means of a key/value head start."""
+    rows = (first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2)) * BLOCK
+    return p_means + (b.to(tl.int64) * kv_heads + kv_head) * rows * HEAD
+
+
+@triton.jit
+def load_means(p_means, row, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Rows of a head's means, ``[rows, COLS]``."""
+    d = tl.arange(0, COLS)
+    p = p_means + row.to(tl.int64)[:, None] * HEAD + d[None, :]
+    if HEAD == COLS:
+        return tl.load(p)
+    return tl.load(p, mask=(d < HEAD)[None, :], other=0.0)
+
+
+# --- kernels ---
+
+
+@triton.jit(do_not_specialize=["num_keys", "col_blocks"])
+def _pool_kernel(
+    p_x, p_means, p_kv_start, stride_b, stride_h, stride_n, num_keys, col_blocks,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One program = some groups of 8 keys: sums of 2, of 4 and of 8, each divided by the keys that exist."""
+    b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    first_key, _, keys, _, _ = sequence_span(p_kv_start, b, 0, num_keys, 0)
+    u = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    d = tl.arange(0, COLS)
+    p = p_x + b * stride_b + h * stride_h + (first_key + u).to(tl.int64)[:, None] * stride_n + d[None, :]
+    total = tl.load(p, mask=(u < keys)[:, None] & (d < HEAD)[None, :], other=0.0).to(tl.float32)
+    p_means = find_means(p_means, b, h, tl.num_programs(1), col_blocks, HEAD, BLOCK)
+    for level in tl.static_range(1, 4):  # type: ignore[misc]
+        total = tl.sum(tl.reshape(total, [KEYS >> level, 2, COLS]), 1)
+        group = tl.program_id(0) * (KEYS >> level) + tl.arange(0, KEYS >> level)
+        size = tl.maximum(group_size(group << level, level, keys), 1)
+        mean = total * (1.0 / size.to(tl.float32))[:, None]
+        row = (first_tile(level, col_blocks) * BLOCK + group).to(tl.int64)
+        exists = (group < tl.cdiv(col_blocks, 1 << level) * BLOCK)[:, None] & (d < HEAD)[None, :]
+        tl.store(p_means + row[:, None] * HEAD + d[None, :], mean.to(p_means.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _seen_end(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """One more than the last key that some query of the row block at t0 sees; 0 for a block without queries."""
+    end = keys
+    if CAUSAL:
+        end = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
+    return tl.where(t0 < queries, end, 0)
+
+
+@triton.jit
+def _seen_zoom(zoom, t0, u0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """At which zoom the row block at t0 sees the column block at u0: 0 if not at all, never a mean of what is to come."""
+    zoom = zoom.to(tl.int32)
+    if CAUSAL:
+        whole = tl.minimum(u0 + BLOCK, keys) <= t0 + delta + 1
+        zoom = tl.where(whole, zoom, tl.minimum(zoom, 1))
+    return tl.where(u0 < _seen_end(t0, keys, queries, delta, BLOCK, CAUSAL), zoom, 0)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "col_blocks", "offset"])
+def _row_lists_kernel(
+    p_zoom, p_lists, p_counts, p_kv_start,
+    stride_b, stride_h, stride_r, stride_c,
+    num_queries, num_keys, col_blocks, offset,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One program = one row block: it counts its blocks by zoom, then puts each in its place."""
+    r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    t0 = r * BLOCK
+    end = tl.cdiv(_seen_end(t0, keys, queries, delta, BLOCK, CAUSAL), BLOCK)
+    row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + r
+    p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + r.to(tl.int64) * stride_r
+    p_lists += row * col_blocks
+
+    n8 = tl.zeros((), tl.int32)
+    n4 = tl.zeros((), tl.int32)
+    n2 = tl.zeros((), tl.int32)
+    n1 = tl.zeros((), tl.int32)
+    for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
+        c = c0 + tl.arange(0, CHUNK)
+        zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
+        found = tl.sum(_counters(_seen_zoom(zoom, t0, c * BLOCK, keys, queries, delta, BLOCK, CAUSAL)), 0)
+        n8, n4, n2, n1 = n8 + _field(found, 0), n4 + _field(found, 16), n2 + _field(found, 32), n1 + _field(found, 48)
+    p_counts += row * 4
+    tl.store(p_counts, n8)
+    tl.store(p_counts + 1, n4)
+    tl.store(p_counts + 2, n2)
+    tl.store(p_counts + 3, n1)
+
+    at8, at4, at2, at1 = n8 * 0, n8, n8 + n4, n8 + n4 + n2
+    for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
+        c = c0 + tl.arange(0, CHUNK)
+        zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
+        zoom = _seen_zoom(zoom, t0, c * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        one = _counters(zoom)
+        place = tl.where(zoom == 8, at8, tl.where(zoom == 4, at4, tl.where(zoom == 2, at2, at1)))
+        place += _field(tl.cumsum(one, 0) - one, _shift(zoom))
+        tl.store(p_lists + place, c.to(p_lists.dtype.element_ty), mask=one != 0)
+        found = tl.sum(one, 0)
+        at8, at4, at2, at1 = at8 + _field(found, 0), at4 + _field(found, 16), at2 + _field(found, 32), at1 + _field(found, 48)
+
+
+@triton.jit
+def _shift(zoom):
+    return tl.where(zoom == 8, 0, tl.where(zoom == 4, 16, tl.where(zoom == 2, 32, 48)))
+
+
+@triton.jit
+def _counters(zoom):
+    """Four counters of 16 bits in one integer, so that one sum counts four zooms: a 1 in that of ``zoom``, 0 if not read."""
+    read = (zoom == 8) | (zoom == 4) | (zoom == 2) | (zoom == 1)
+    return read.to(tl.int64) << _shift(zoom)
+
+
+@triton.jit
+def _field(counters, shift):
+    return ((counters >> shift) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "row_blocks", "col_blocks", "offset"])
+def _tile_lists_kernel(
+    p_zoom, p_lists, p_counts, p_kv_start,
+    stride_b, stride_h, stride_r, stride_c,
+    num_queries, num_keys, row_blocks, col_blocks, offset,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program = one tile: the row blocks that read it, in order."""
+    tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    level, number = level_of_tile(tile, col_blocks, COLUMNS > 1)
+    column = tl.arange(0, COLUMNS)
+    c = (number << level) + column
+    of_tile = (column < (1 << level)) & (c < col_blocks)
+    begin = 0
+    if CAUSAL:
+        begin = tl.maximum((number << level) * BLOCK - delta, 0) // BLOCK  # earlier row blocks end before the tile
+    row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + tile
+    p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    found = tl.zeros((), tl.int32)
+    for r0 in tl.range(begin, tl.cdiv(queries, BLOCK), CHUNK):  # type: ignore[misc]
+        r = r0 + tl.arange(0, CHUNK)
+        p = p_zoom + r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
+        zoom = tl.load(p, mask=(r < row_blocks)[:, None] & of_tile[None, :], other=0)  # [CHUNK, COLUMNS]
+        zoom = _seen_zoom(zoom, r[:, None] * BLOCK, c[None, :] * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        which = tl.sum((zoom == (1 << level)).to(tl.int32) << column[None, :], 1)
+        on = (which != 0).to(tl.int32)
+        place = found + tl.cumsum(on, 0) - on
+        tl.store(p_lists + row * row_blocks + place, (r << 8) | which, mask=on != 0)
+        found += tl.sum(on, 0)
+    tl.store(p_counts + row, found)

@@ -1,0 +1,78 @@
+"""Attention whose scores are mixed over heads, and its gradient."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import check_head_weight, check_per_sequence, check_qkv, resolve_scale
+from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attention_backward
+
+
+class _HeadMixing(NamedTuple):
+    """``mixed[h] = sum over g of weight[h, g] * scores[g]``, score by score."""
+
+    before: int = 0
+    left: int = 0
+    right: int = 0
+
+    def forward(self, weight: Tensor, scores: Tensor) -> Tensor:
+        return torch.einsum("hg,bgnm->bhnm", weight, scores)
+
+    def backward(self, weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.einsum("bhnm,bgnm->hg", dmixed, scores), torch.einsum("hg,bhnm->bgnm", weight, dmixed)
+
+
+def head_mix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+) -> Tensor:
+    """Reference of :func:`msattn.kernels.head_mix_attention.head_mix_attention`, differentiable, a few queries at a time.
+
+    Raises
+    ------
+    ValueError
+        If arguments do not fit, or a sequence starts outside of the keys.
+    """
+    return head_mix_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)[0]
+
+
+def head_mix_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    kv_start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`head_mix_attention` and the LSE of the mixed scores, which its gradient starts from."""
+    check_qkv(q, k, v)
+    check_head_weight(weight, q)
+    check_per_sequence("kv_start", kv_start, q)
+    return mixed_attention(q, k, v, weight, _HeadMixing(), causal, resolve_scale(scale, q.shape[3]), kv_start)
+
+
+def head_mix_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    kv_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and weight."""
+    return mixed_attention_backward(dout, dlse, q, k, v, weight, out, lse, _HeadMixing(), causal, scale, kv_start)

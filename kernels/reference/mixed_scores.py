@@ -1,0 +1,135 @@
+"""Attention whose scores are mixed with each other before the softmax, a few queries at a time; and its gradient."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import statistics_dtype
+from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
+
+
+class Mixing(Protocol):
+    """A linear map of scores ``[B, Hq, before + n, left + m + right]``, 0 where nothing is, to ``[B, Hq, n, m]``."""
+
+    @property
+    def before(self) -> int:
+        """Queries before its own that a mixed score is made of."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """Keys before its own."""
+        ...
+
+    @property
+    def right(self) -> int:
+        """Keys after its own."""
+        ...
+
+    def forward(self, weight: Tensor, scores: Tensor) -> Tensor:
+        """Mixed scores."""
+        ...
+
+    def backward(self, weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of weight and scores."""
+        ...
+
+
+class _Chunk(NamedTuple):
+    """A few queries and the keys they see: where they lie, their scores before (with those around) and after mixing."""
+
+    batch: slice
+    rows: slice
+    around: slice
+    keys: slice
+    scores: Tensor
+    future: Tensor
+    mixed: Tensor
+
+
+def mixed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    mixing: Mixing,
+    causal: bool,
+    scale: float,
+    kv_start: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``; 0 and -inf where nothing is seen. Differentiable."""
+    statistics = statistics_dtype(q)
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
+    for chunk in _chunks(q, k, weight.to(statistics), mixing, causal, scale, kv_start):
+        row_lse = chunk.mixed.logsumexp(-1)
+        probs = (chunk.mixed - row_lse[..., None]).exp().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, m]
+        values = v[chunk.batch, :, None, chunk.keys].to(statistics)
+        out[chunk.batch, :, chunk.rows] = (probs @ values).flatten(1, 2).to(q.dtype)
+        lse[chunk.batch, :, chunk.rows] = row_lse
+    return out, lse
+
+
+def mixed_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mixing: Mixing,
+    causal: bool,
+    scale: float,
+    kv_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and weight: ``dA = P * (dP - rowsum(dO * O) + dlse)``, which the mixing takes back to the scores."""
+    statistics = statistics_dtype(q)
+    kernel = weight.to(statistics)
+    dq, dk, dv, dweight = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v, weight))
+    for batch, rows, around, keys, scores, future, mixed in _chunks(q, k, kernel, mixing, causal, scale, kv_start):
+        grouped_dout = dout[batch, :, rows].to(statistics).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, D]
+        values = v[batch, :, None, keys].to(statistics)
+        probs = (mixed - lse[batch, :, rows, None]).exp()
+        dprobs = (grouped_dout @ values.mT).flatten(1, 2)
+        row_term = (dout[batch, :, rows].to(statistics) * out[batch, :, rows]).sum(-1) - dlse[batch, :, rows]
+        dv[batch, :, keys] += (probs.unflatten(1, (k.shape[1], -1)).mT @ grouped_dout).sum(2)
+
+        dkernel, dscores = mixing.backward(kernel, scores, probs * (dprobs - row_term[..., None]))
+        dweight += dkernel
+        dscores = dscores[:, :, -future.shape[0] :, mixing.left : dscores.shape[3] - mixing.right]
+        dscores = (dscores.masked_fill(future, 0) * scale).unflatten(1, (k.shape[1], -1))
+        queries = q[batch, :, around].to(statistics).unflatten(1, (k.shape[1], -1))
+        dq[batch, :, around] += (dscores @ k[batch, :, None, keys].to(statistics)).flatten(1, 2)
+        dk[batch, :, keys] += (dscores.mT @ queries).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dweight.to(weight.dtype)
+
+
+def _chunks(
+    q: Tensor, k: Tensor, weight: Tensor, mixing: Mixing, causal: bool, scale: float, kv_start: Tensor | None
+) -> Iterator[_Chunk]:
+    """The scores of a few queries at a time. ``future [before + n, m]``: keys after their own query, whose scores are 0."""
+    statistics = statistics_dtype(q)
+    for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
+        n, m = q.shape[2] - first_query, k.shape[2] - first_key
+        if m == 0 or n == 0:
+            continue
+        for t in torch.arange(n).split(max(1, SCORES_AT_ONCE // (q[batch, :, 0, 0].numel() * m))):
+            begin, end = int(t[0]), int(t[-1]) + 1
+            first = max(begin - mixing.before, 0)
+            last = min(m, end + delta) if causal else m
+            rows, around = (slice(first_query + x, first_query + end) for x in (begin, first))
+            keys = slice(first_key, first_key + last)
+            queries = q[batch, :, around].to(statistics).unflatten(1, (k.shape[1], -1))
+            scores = (queries @ k[batch, :, None, keys].to(statistics).mT * scale).flatten(1, 2)
+            order = torch.arange(last, device=q.device) - torch.arange(first, end, device=q.device)[:, None]
+            future = order > delta if causal else torch.zeros_like(order, dtype=torch.bool)
+            scores = scores.masked_fill(future, 0)
+            missing = mixing.before - (begin - first)
+            scores = torch.nn.functional.pad(scores, (mixing.left, mixing.right, missing, 0))
+            mixed = mixing.forward(weight, scores).masked_fill(future[begin - first :], -math.inf)
+            yield _Chunk(batch, rows, around, keys, scores, future, mixed)

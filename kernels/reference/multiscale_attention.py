@@ -1,0 +1,172 @@
+"""Attention over blocks that are seen through means of 1, 2, 4 or 8 tokens, gathered; and its gradient.
+
+K and V get their means appended: tokens ``[all | means of 2 | of 4 | of 8]``, counted from the start of a sequence. A block at
+zoom 8 gives an eighth as many tokens as it has keys, so that a list of such parts holds whatever the zooms ask for.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import ZOOMS, check_per_sequence, check_qkv, check_zoom, resolve_scale, statistics_dtype
+from msattn.kernels.reference.common import attend, row_lists, sequences
+from msattn.kernels.types import SparseAttention
+
+PARTS = max(ZOOMS)
+
+
+class _Rows(NamedTuple):
+    """Some R row blocks and what they read, S tokens each; sequences and tokens are counted within a part of the batch."""
+
+    b: Tensor  # [R, 1]
+    h: Tensor  # query heads [R, 1]
+    i: Tensor  # queries [R, block], those that do not exist replaced by some that do
+    j: Tensor  # tokens [R, S] of `_with_means`
+    exists: Tensor  # which of the queries exist, bool [R, block]
+    seen: Tensor  # which of the tokens they see, bool [R, block, S]
+    bias: Tensor  # logarithm of how many keys a token stands for [R, 1, S]
+
+
+def multiscale_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    zoom: Tensor,
+    *,
+    block_size: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+) -> SparseAttention:
+    """Reference of :func:`msattn.kernels.multiscale_attention.multiscale_attention`, differentiable: gathers, attends.
+
+    Raises
+    ------
+    ValueError
+        If arguments do not fit, a zoom is none of 0, 1, 2, 4, 8, or a sequence starts outside of the keys.
+    """
+    check_qkv(q, k, v)
+    check_zoom(zoom, q, k, block_size)
+    check_per_sequence("kv_start", kv_start, q)
+    _check_values(zoom)
+    scale = resolve_scale(scale, q.shape[3])
+    statistics = statistics_dtype(q)
+    group = q.shape[1] // k.shape[1]
+    zoom_of = zoom.expand(q.shape[0], -1, -1, -1)
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
+    for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
+        queries, keys, values = q[batch, :, first_query:], *(_with_means(x[batch, :, first_key:]) for x in (k, v))
+        part_out, part_lse = out[batch, :, first_query:], lse[batch, :, first_query:]
+        for x in _selected(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
+            read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
+            row_q, row_k, row_v = (tensor[at].to(statistics) for tensor, at in ((queries, place), (keys, read), (values, read)))
+            rows_out, rows_lse = attend(row_q, row_k, row_v, x.seen, scale, x.bias)
+            rows = tuple(index.expand_as(x.i)[x.exists] for index in place)
+            part_out[rows] = rows_out[x.exists].to(q.dtype)
+            part_lse[rows] = rows_lse[x.exists]
+    return SparseAttention(out, lse)
+
+
+def multiscale_attention_backward(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    zoom: Tensor,
+    *,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    kv_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v: ``dS = P * (dP - rowsum(dO * O) + dlse)``, with P made again from the LSE."""
+    statistics = statistics_dtype(q)
+    group = q.shape[1] // k.shape[1]
+    zoom_of = zoom.expand(q.shape[0], -1, -1, -1)
+    dq, dk, dv = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v))
+    for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
+        queries, douts, outs, dlses, lses = (x[batch, :, first_query:] for x in (q, dout, out, dlse, lse))
+        keys, values = (_with_means(x[batch, :, first_key:]) for x in (k, v))
+        dqueries = dq[batch, :, first_query:]
+        dkeys, dvalues = (torch.zeros_like(x, dtype=statistics) for x in (keys, values))
+        for x in _selected(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
+            read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
+            row_q, row_dout, row_out = (tensor[place].to(statistics) for tensor in (queries, douts, outs))
+            row_k, row_v = (tensor[read].to(statistics) for tensor in (keys, values))
+            scores = row_q @ row_k.mT * scale + x.bias - lses[place][..., None]
+            probs = scores.masked_fill(~x.seen, -math.inf).exp()
+            rows = (dlses[place] - (row_dout * row_out).sum(-1))[..., None]
+            dscores = (probs * (row_dout @ row_v.mT + rows)).masked_fill(~x.seen, 0) * scale
+            dqueries[tuple(index.expand_as(x.i)[x.exists] for index in place)] = (dscores @ row_k)[x.exists]
+            rows_read = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
+            dkeys.view(-1, k.shape[3]).index_add_(0, rows_read, (dscores.mT @ row_q).flatten(0, 1))  # in order, on a CPU
+            dvalues.view(-1, k.shape[3]).index_add_(0, rows_read, (probs.mT @ row_dout).flatten(0, 1))
+        dk[batch, :, first_key:] = _to_tokens(dkeys, k.shape[2] - first_key)
+        dv[batch, :, first_key:] = _to_tokens(dvalues, k.shape[2] - first_key)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _check_values(zoom: Tensor) -> None:
+    strange = sorted({*zoom.unique().tolist()} - {0, *ZOOMS})
+    if strange:
+        raise ValueError(f"zoom holds {', '.join(map(str, strange))}: expected 0 (skip), 1, 2, 4 or 8")
+
+
+def _with_means(x: Tensor) -> Tensor:
+    """``x [B, H, m, D]`` followed by its means of 2, 4 and 8 tokens, of what exists at the end, rounded once."""
+    levels = [x]
+    exact = x.to(statistics_dtype(x))
+    for z in ZOOMS[1:]:
+        whole = x.shape[2] // z * z
+        head, tail = exact[:, :, :whole].unflatten(2, (-1, z)).mean(3), exact[:, :, whole:]
+        levels.append(head.to(x.dtype))
+        if tail.shape[2]:
+            levels.append(tail.mean(2, keepdim=True).to(x.dtype))
+    return torch.cat(levels, 2)
+
+
+def _to_tokens(dx: Tensor, m: int) -> Tensor:
+    """Gradient of m tokens, given that of :func:`_with_means`: a mean passes on equal shares."""
+    tokens = torch.arange(m, device=dx.device)
+    levels = dx.split([-(-m // z) for z in ZOOMS], 2)
+    return sum(  # type: ignore[return-value]
+        level[:, :, tokens // z] / (m - tokens // z * z).clamp(max=z)[:, None] for z, level in zip(ZOOMS, levels, strict=True)
+    )
+
+
+def _selected(queries: Tensor, m: int, zoom: Tensor, block_size: int, causal: bool, delta: int) -> Iterator[_Rows]:
+    """What the zooms select for ``queries [B, Hq, n, D]`` of a part of the batch, which has m keys."""
+    n, device = queries.shape[2], queries.device
+    first_t, first_u = (torch.arange(x, device=device) * block_size for x in zoom.shape[2:])
+    exists = (first_t < n)[:, None] & (first_u < m)
+    if causal:
+        exists = exists & (first_u < (first_t + block_size).clamp(max=n)[:, None] + delta)
+        whole = (first_u + block_size).clamp(max=m) <= first_t[:, None] + delta + 1
+        zoom = zoom.where(whole, zoom.clamp(max=1))
+    zoom = zoom.where(exists, 0).repeat_interleave(queries.shape[1] // zoom.shape[1], dim=1)  # [B, Hq, Tr, Tc]
+
+    size = block_size // PARTS
+    part = torch.arange(PARTS, device=device)
+    parts_of = torch.tensor([PARTS // z if z in ZOOMS else 0 for z in range(PARTS + 1)], device=device)
+    begin_of = torch.zeros(PARTS + 1, dtype=torch.int64, device=device)  # where the tokens of a zoom begin
+    begin_of[list(ZOOMS)] = torch.tensor([0, *(-(-m // z) for z in ZOOMS[:-1])], device=device).cumsum(0)
+    selected = (part < parts_of[zoom.int()][..., None]).flatten(3)  # [B, Hq, Tr, Tc * PARTS]
+    for b, h, r, on, c in row_lists(selected, block_size * size):
+        z = zoom[b[:, None], h[:, None], r[:, None], c // PARTS].long()
+        g = (c // PARTS * (block_size // z) + c % PARTS * size)[..., None] + torch.arange(size, device=device)
+        z, on, g = z.repeat_interleave(size, 1), on.repeat_interleave(size, 1), g.flatten(1)
+        count = (m - g * z).clamp(max=z)  # of keys that the token stands for
+        t = r[:, None] * block_size + torch.arange(block_size, device=device)
+        seen = (t < n)[..., None] & (on & (count > 0))[:, None]
+        if causal:
+            seen = seen & ((g * z + count - 1)[:, None] <= t[..., None] + delta)
+        j = begin_of[z] + g.where(count > 0, 0)
+        bias = count.clamp(min=1).to(statistics_dtype(queries)).log()[:, None]
+        yield _Rows(b[:, None], h[:, None], t.clamp(max=n - 1), j, t < n, seen, bias)

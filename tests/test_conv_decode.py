@@ -1,0 +1,222 @@
+"""conv_decode: kernel and reference against the last row in fp64, its edges, and how it behaves as an operator."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import conv_decode as module
+from msattn.kernels import reference
+from msattn.kernels.conv_decode import conv_decode
+from msattn.kernels.testing import assert_within_budget, random_qkv, starts
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """One situation: a cache of ``num_keys`` of which each sequence fills ``padding[b]`` to ``filled[b]``."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    num_keys: int
+    head_size: int
+    size: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+    padding: tuple[int, ...] | None = None
+    filled: tuple[int, ...] | None = None
+    splits: int | None = None
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First key and end of each sequence."""
+        none = (0,) * self.batch, (self.num_keys,) * self.batch
+        return list(zip(self.padding or none[0], self.filled or none[1], strict=True))
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Window of queries, zeros before a sequence's start; cache; kernels."""
+        window, taps = self.size
+        q, k, v = random_qkv(self.batch, self.q_heads, self.kv_heads, window, self.num_keys, self.head_size, self.dtype, device)
+        for b, (start, end) in enumerate(self.spans()):
+            q[b, :, : max(window - max(end - start, 0), 0)] = 0
+        weight = torch.randn(self.q_heads, window, taps) / (window * taps) ** 0.5
+        return q, k, v, weight.to(device, self.dtype)
+
+    def options(self, device: str) -> dict[str, Any]:
+        """Keyword arguments of the operation."""
+        return {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device), "splits": self.splits}
+
+
+def last_row(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, case: Case, dtype: torch.dtype) -> Tensor:
+    """The definition, key by key of the convolution, as eager PyTorch would in ``dtype``."""
+    statistics = torch.promote_types(dtype, torch.float32)
+    q, k, v, weight = (x.to(dtype) for x in (q, k, v, weight))
+    out = torch.zeros_like(q[:, :, :1])
+    window, taps = case.size
+    group = case.q_heads // case.kv_heads
+    for b, (start, end) in enumerate(case.spans()):
+        if end <= start:
+            continue
+        keys, values = (x[b, :, start:end].repeat_interleave(group, 0) for x in (k, v))
+        scores = (q[b] @ keys.mT).to(statistics) * case.head_size**-0.5  # [Hq, c_q, m]
+        future = torch.ones_like(scores[0], dtype=torch.bool).triu(end - start - window + 1)
+        scores = scores.masked_fill(future, 0).to(dtype)
+        scores = torch.nn.functional.pad(scores, ((taps - 1) // 2, taps - 1 - (taps - 1) // 2))
+        mixed = torch.zeros_like(scores[:, 0, : end - start], dtype=statistics)
+        for a, c in itertools.product(range(window), range(taps)):
+            mixed = mixed + weight[:, a, c, None] * scores[:, a, c : c + end - start]
+        out[b] = mixed.softmax(-1).to(dtype)[:, None] @ values
+    return out
+
+
+def check(case: Case, backend: Backend, device: str) -> None:
+    inputs = case.inputs(device)
+    got = conv_decode(*inputs, **case.options(device), backend=backend)
+    assert got.dtype == case.dtype
+    exact, eager = (last_row(*inputs, case, dtype) for dtype in (torch.float64, case.dtype))
+    assert_within_budget("out", got, exact, eager)
+
+
+CASES = [
+    Case(1, 2, 1, 1, 64, (3, 3)),
+    Case(2, 4, 1, 63, 80, (6, 11), HALF, (0, 60), splits=2),
+    Case(1, 7, 1, 65, 128, (2, 4), FULL),
+    Case(2, 4, 4, 111, 64, (5, 1), HALF, (0, 50), (111, 52)),
+    Case(1, 4, 2, 300, 64, (6, 11), HALF, splits=3),
+    Case(2, 8, 2, 90, 16, (3, 3), FULL, (7, 90), (90, 90)),
+    Case(1, 20, 1, 70, 8, (1, 1), HALF),
+    Case(1, 1, 1, 200, 256, (32, 32), HALF),
+    Case(1, 2, 2, 130, 64, (6, 11), FULL, splits=40),
+    Case(2, 2, 1, 65, 24, (4, 6), HALF, None, (0, 3)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device)
+
+
+def test_reference_at_length() -> None:
+    check(Case(2, 8, 2, 4095, 64, (6, 11), FULL, (0, 100), (4095, 3000)), "torch", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
+    heads, lengths, sizes = [(2, 2), (4, 1), (7, 1)], [1, 63, 65, 111, 4095], [(6, 11), (3, 3), (2, 4), (5, 1), (1, 1)]
+    for (q_heads, kv_heads), num_keys, size, splits in itertools.product(heads, lengths, sizes, [None, 1, 5]):
+        for padding, filled in ((None, None), ((num_keys // 2, 0), (num_keys, num_keys // 2))):
+            check(Case(2, q_heads, kv_heads, num_keys, head_size, size, dtype, padding, filled, splits), "triton", "cuda")
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    n=st.integers(1, 60),
+    window=st.integers(1, 6),
+    taps=st.integers(1, 11),
+    pad=st.integers(0, 9),
+    free=st.integers(0, 9),
+    backend=st.sampled_from(BACKENDS),
+)
+def test_is_the_last_row_of_conv_attention(n: int, window: int, taps: int, pad: int, free: int, backend: Backend) -> None:
+    q, k, v = random_qkv(1, 2, 1, n, head_size=16)
+    weight = torch.randn(2, window, taps) / (window * taps) ** 0.5
+    want = reference.conv_attention(q, k, v, weight)[:, :, -1:]
+    queries = torch.nn.functional.pad(q, (0, 0, max(window - n, 0), 0))[:, :, -window:]
+    k, v = (torch.nn.functional.pad(x, (0, 0, pad, free), value=float("nan")) for x in (k, v))
+    got = conv_decode(queries, k, v, weight, kv_start=starts([pad]), kv_len=starts([pad + n]), backend=backend)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(2, 4, 2, 3, 90, device=device)
+    weight = torch.zeros(4, 3, 4, device=device)
+    weight[:, -1, 1] = 1
+    want = torch.nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(conv_decode(q, k, v, weight, scale=0.3, backend=backend), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_to_read(backend: Backend, device: str) -> None:
+    q, k, v, weight = Case(2, 4, 2, 40, 64, (2, 3)).inputs(device)
+    full, empty = starts([40, 5], device), starts([0, 5], device)
+    out = conv_decode(q, k, v, weight, kv_start=full, kv_len=empty, backend=backend)
+    assert (out == 0).all()
+
+
+def test_reads_views(device: str) -> None:
+    """A cache laid out by token, heads inside, is read where it lies; so is one whose last dimension is not contiguous."""
+    q, _, _, weight = Case(2, 4, 2, 70, 64, (2, 3)).inputs(device)
+    k, v = (x.transpose(1, 2) for x in torch.randn(2, 70, 2, 2, 64, device=device).unbind(2))
+    want = conv_decode(q, k.contiguous(), v.contiguous(), weight, backend="triton")
+    for keys in (k, k.transpose(2, 3).contiguous().transpose(2, 3)):
+        torch.testing.assert_close(conv_decode(q, keys, v, weight, backend="triton"), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    q, k, v, weight = Case(2, 4, 2, 40, 16, (2, 3)).inputs(device)
+    lengths = starts([40, 30], device)
+    torch.library.opcheck(module._operator, (q, k, v, weight, None, lengths, 0.1, 2, backend))
+    compiled = torch.compile(conv_decode, fullgraph=True)
+    got, want = (f(q, k, v, weight, kv_len=lengths, backend=backend) for f in (compiled, conv_decode))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    q, k, v, weight = Case(1, 2, 1, 20, 64, (2, 3)).inputs(device)
+    out = conv_decode(q.requires_grad_(), k, v, weight, backend=backend)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(4, 3, 3)}, r"q_window.shape=\(1, 4, 2, 64\): expected 3 queries"),
+        ({"weight": torch.zeros(3, 2, 3)}, r"weight.shape=\(3, 2, 3\)"),
+        ({"splits": 0}, "splits=0"),
+        ({"scale": 0.0}, r"scale=0\.0"),
+        ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        ({"kv_len": torch.tensor([21], dtype=torch.int32)}, "kv_len=21"),
+        ({"kv_start": torch.tensor([-1], dtype=torch.int32)}, "kv_start=-1"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 2, 20)
+    arguments: dict[str, Any] = {"weight": torch.ones(4, 2, 3)} | change
+    with pytest.raises(ValueError, match=message):
+        conv_decode(q, k, v, **arguments)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured step follows lengths that change in place, with the same bits each time."""
+    q, k, v, weight = Case(2, 8, 2, 5000, 128, (6, 11), torch.bfloat16).inputs("cuda")
+    kv_len = torch.tensor([4000, 3000], dtype=torch.int32, device="cuda")
+    conv_decode(q, k, v, weight, kv_len=kv_len)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = conv_decode(q, k, v, weight, kv_len=kv_len)
+    kv_len.copy_(torch.tensor([5000, 1]))
+    graph.replay()
+    torch.testing.assert_close(got, conv_decode(q, k, v, weight, kv_len=kv_len), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """A head of more than 2**31 elements, of which the sequence fills the end."""
+    k, v = (torch.randn(1, 1, 2**24 + 300, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    q, _, _, weight = Case(1, 4, 1, 300, 128, (6, 11), torch.bfloat16).inputs("cuda")
+    got = conv_decode(q, k, v, weight, kv_start=starts([2**24], "cuda"))
+    torch.testing.assert_close(got, conv_decode(q, k[:, :, -300:], v[:, :, -300:], weight))

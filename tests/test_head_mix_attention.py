@@ -1,0 +1,307 @@
+"""head_mix_attention: kernels and reference against fp64, gradients, edges, and how it behaves as an operator."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import head_mix_attention as module
+from msattn.kernels import reference, summed_attention
+from msattn.kernels.head_mix_attention import head_mix_attention
+from msattn.kernels.testing import (
+    Case,
+    assert_sum_within_budget,
+    assert_within_budget,
+    dense_attention,
+    largest_term,
+    random_qkv,
+    starts,
+    visible,
+)
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Output and gradients by the definition, as eager PyTorch would in ``dtype``; rows that see nothing are 0.
+
+    In fp64, the gradient of the weight is that of the weight which each query uses, ``[N, Hq, Hq]``.
+    """
+    if dtype == torch.float64:
+        inputs = [*inputs[:3], inputs[3].expand(dout.shape[2], -1, -1)]
+    q, k, v, weight = leaves = [x.detach().to(dtype).clone().requires_grad_() for x in inputs]
+    by_query = weight.expand(q.shape[2], -1, -1)
+    statistics = torch.promote_types(dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT) * q.shape[3] ** -0.5
+    mixed = torch.stack([(by_query[:, h].T[..., None] * scores).sum(1) for h in range(q.shape[1])], 1).to(statistics)
+    mixed = mixed.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
+    out = mixed.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+
+def largest_terms(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor) -> dict[str, float]:
+    """What cancels in the gradients that scores have a part in; a score enters with the weights of its head."""
+    scale, one = q.shape[3] ** -0.5, weight.new_ones(1)
+    mixed = weight.abs().sum(0).max().item()
+    scores = largest_term(q, k, one, scale)
+    return {
+        "dq": mixed * largest_term(dout, v, k, scale),
+        "dk": mixed * largest_term(dout, v, q, scale),
+        "dweight": scores * largest_term(dout, v, one, 1.0),
+    }
+
+
+def random_weight(heads: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Near the identity, as training starts from."""
+    return (torch.eye(heads) + torch.randn(heads, heads) / (2 * heads**0.5)).to(device, dtype)
+
+
+def check(case: Case, backend: Backend, device: str) -> None:
+    """Output and gradients; those of queries that see nothing are exactly 0."""
+    inputs = [x.requires_grad_() for x in (*case.qkv(device), random_weight(case.q_heads, case.dtype, device))]
+    q, k, v, weight = inputs
+    kv_start = starts(case.padding, device)
+    out = head_mix_attention(q, k, v, weight, causal=case.causal, kv_start=kv_start, backend=backend)
+    dout = torch.randn_like(out)
+    got = out.detach(), *torch.autograd.grad(out, inputs, dout)
+    seen = case.visible(device)
+    wanted, eager = (mixed_attention(inputs, seen, dout, dtype) for dtype in (torch.float64, case.dtype))
+    terms = largest_terms(q.detach(), k.detach(), v.detach(), weight.detach(), dout)
+    for name, x, x_exact, x_eager in zip(("out", "dq", "dk", "dv", "dweight"), got, wanted, eager, strict=True):
+        assert x.dtype == case.dtype
+        within_budget = assert_sum_within_budget if name == "dweight" else assert_within_budget
+        within_budget(name, x, x_exact, x_eager, term=terms.get(name, 1.0))
+    empty = ~seen.any(-1).expand(out.shape[:3])
+    assert (got[0][empty] == 0).all()
+    assert (got[1][empty] == 0).all()
+
+
+CASES = [
+    Case(1, 2, 1, 1, 1, 64),
+    Case(2, 4, 1, 63, 63, 80, HALF, True, (0, 40)),
+    Case(1, 7, 1, 65, 65, 128, FULL),
+    Case(1, 1, 1, 111, 111, 64, HALF, False),
+    Case(2, 2, 2, 33, 111, 128, HALF, True, (70, 100)),
+    Case(2, 4, 4, 20, 65, 80, FULL, False, (3, 65)),
+    Case(1, 4, 4, 1, 130, 64, HALF),
+    Case(2, 4, 2, 65, 30, 16, FULL, True, (0, 20)),
+    Case(1, 1, 1, 130, 130, 256, HALF),
+    Case(1, 6, 3, 40, 90, 8, FULL, True, (60,)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
+    heads, lengths = [(2, 2), (4, 1), (7, 1), (8, 4)], [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]
+    for (q_heads, kv_heads), (n, m), causal, padding in itertools.product(heads, lengths, [True, False], [None, (0, 30)]):
+        batch = 1 if padding is None else 2
+        padding = None if padding is None else tuple(min(p, m) for p in padding)
+        check(Case(batch, q_heads, kv_heads, n, m, head_size, dtype, causal, padding), "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_full_length() -> None:
+    check(Case(1, 4, 2, 4095, 4095, 128, torch.bfloat16), "triton", "cuda")
+
+
+def test_reference_at_length() -> None:
+    q, k, v = random_qkv(1, 2, 1, 4095)
+    weight = random_weight(2, FULL, "cpu")
+    seen = visible(1, 95, 4095, True, None)
+    want = mixed_attention((q[:, :, 4000:], k, v, weight), seen, torch.zeros(1, 2, 95, 64), torch.float64)[0]
+    torch.testing.assert_close(head_mix_attention(q, k, v, weight)[:, :, 4000:], want.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads one after the other and rows a few at a time, as when the scratch is too small for all."""
+    inputs = [*random_qkv(1, 4, 2, 140, head_size=16, dtype=HALF, device=device), random_weight(4, HALF, device)]
+    leaves = [x.requires_grad_() for x in inputs]
+    dout = torch.randn_like(inputs[0])
+
+    def results() -> list[Tensor]:
+        out = head_mix_attention(leaves[0], leaves[1], leaves[2], leaves[3], backend=backend)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    whole = results()
+    monkeypatch.setattr(summed_attention, "SCRATCH", 1)
+    monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
+    for x, y in zip(results(), whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
+    """Whatever the padding holds, rows of a padded batch and all gradients are those of the sequence alone."""
+    inputs = [*random_qkv(1, 4, 2, 30, head_size=16, device=device), random_weight(4, FULL, device)]
+    dout = torch.randn_like(inputs[0])
+    pad = 21
+
+    def run(inputs: Sequence[Tensor], dout: Tensor, kv_start: Tensor | None) -> tuple[Tensor, ...]:
+        q, k, v, weight = leaves = [x.detach().requires_grad_() for x in inputs]
+        out = head_mix_attention(q, k, v, weight, causal=causal, kv_start=kv_start, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    alone = run(inputs, dout, None)
+    wide = [torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in inputs[:3]]
+    got = run([*wide, inputs[3]], torch.nn.functional.pad(dout, (0, 0, pad, 0), value=1.0), starts([pad], device))
+    for x, y in zip(got[:4], alone[:4], strict=True):
+        assert (x[:, :, :pad] == 0).all()
+        torch.testing.assert_close(x[:, :, pad:], y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[4], alone[4], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 70, 90, device=device)
+    got = head_mix_attention(q, k, v, torch.eye(4, device=device), scale=0.3, backend=backend)
+    want = dense_attention(q, k, v, visible(1, 70, 90, True, None, device), 0.3, torch.float32)
+    torch.testing.assert_close(got, want.out)
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 60), more=st.integers(0, 40), causal=st.booleans(), seed=st.integers(0, 99))
+def test_heads_may_be_renamed(n: int, more: int, causal: bool, seed: int) -> None:
+    """Permuting heads, and rows and columns of the weight with them, permutes the output."""
+    q, k, v = random_qkv(1, 4, 4, n, n + more, 16, seed=seed)
+    weight, order = random_weight(4, FULL, "cpu"), torch.randperm(4, generator=torch.Generator().manual_seed(seed))
+    straight = head_mix_attention(q, k, v, weight, causal=causal)
+    renamed = head_mix_attention(q[:, order], k[:, order], v[:, order], weight[order][:, order], causal=causal)
+    torch.testing.assert_close(renamed, straight[:, order])
+
+
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(1, 40), cut=st.integers(0, 39), backend=st.sampled_from(BACKENDS))
+def test_chunks_of_a_prefill(n: int, cut: int, backend: Backend) -> None:
+    q, k, v = random_qkv(1, 2, 2, n, head_size=8)
+    weight, cut = random_weight(2, FULL, "cpu"), cut % n
+    whole, chunk = (head_mix_attention(x, k, v, weight, backend=backend) for x in (q, q[:, :, cut:]))
+    torch.testing.assert_close(chunk, whole[:, :, cut:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weight_of_full_precision(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 30, head_size=16, dtype=HALF, device=device)
+    weight = random_weight(2, FULL, device).requires_grad_()
+    out = head_mix_attention(q, k, v, weight, backend=backend)
+    (dweight,) = torch.autograd.grad(out.float().sum(), weight)
+    assert dweight.dtype == FULL
+    seen = visible(1, 30, 30, True, None, device)
+    exact, *_, dweight_exact = mixed_attention((q, k, v, weight), seen, torch.ones_like(out), torch.float64)
+    torch.testing.assert_close(out.detach(), exact.to(HALF), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(dweight, dweight_exact.sum(0).float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("padding", [None, (0, 3)])
+def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
+    q, k, v = random_qkv(2, 4, 2, 4, 5, 8, torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v, random_weight(4, torch.float64, "cpu"))]
+    for f in (head_mix_attention, reference.head_mix_attention):  # as an operator, and by autograd
+        assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 20, head_size=16, device=device)
+    inputs = [x.requires_grad_() for x in (q, k, v, random_weight(4, FULL, device))]
+    torch.library.opcheck(module._operator, (*inputs, starts([3], device), True, 0.1, backend))
+    compiled = torch.compile(head_mix_attention, fullgraph=True)
+    results = []
+    for f in (compiled, head_mix_attention):
+        out = f(*inputs, backend=backend)
+        results.append((out, *torch.autograd.grad(out.sum(), inputs)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(2, 2)}, r"weight.shape=\(2, 2\)"),
+        ({"weight": torch.zeros(4, 4, 1)}, r"weight.shape=\(4, 4, 1\)"),
+        ({"weight": torch.zeros(4, 4, dtype=HALF)}, r"weight.dtype=torch.float16"),
+        ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
+        ({"scale": -1.0}, r"scale=-1\.0"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 20)
+    arguments: dict[str, Any] = {"weight": torch.ones(4, 4)} | change
+    with pytest.raises(ValueError, match=message):
+        head_mix_attention(q, k, v, **arguments)
+
+
+def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    q, k, v = random_qkv(1, 8, 4, num_queries, head_size=128, dtype=dtype, device="cuda")
+    return [q, k, v, random_weight(8, dtype, "cuda")], torch.randn_like(q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, dout = gpu_step(1000, dtype)
+    monkeypatch.setattr(summed_attention, "SCRATCH", 2**20)
+    leaves = [x.requires_grad_() for x in inputs]
+    runs = []
+    for _ in range(3):
+        out = head_mix_attention(leaves[0], leaves[1], leaves[2], leaves[3])
+        runs.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for run in runs[1:]:
+        torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    inputs, dout = gpu_step(300, torch.bfloat16)
+    kv_start = torch.tensor([7], dtype=torch.int32, device="cuda")
+
+    def step() -> list[Tensor]:
+        out, lse = module._operator(*inputs, kv_start, True, 0.1, "triton")
+        dlse = torch.zeros_like(lse)
+        return [out, *module._backward_operator(dout, dlse, *inputs, out, lse, kv_start, True, 0.1, "triton")]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    kv_start.fill_(60)
+    for x in inputs:
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(got, step(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """A head of more than 2**31 elements: its last rows are those of a short one."""
+    q = torch.randn(1, 1, 2**24 + 64, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(1, 1, 32, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    weight = random_weight(1, torch.bfloat16, "cuda")
+    long = [x.requires_grad_() for x in (q, k, v, weight)]
+    short = [x.detach().requires_grad_() for x in (q[:, :, -40:], k, v, weight)]
+    dout = torch.zeros_like(q)
+    dout[:, :, -40:] = torch.randn_like(dout[:, :, -40:])
+    results = []
+    for inputs in (long, short):
+        out = head_mix_attention(inputs[0], inputs[1], inputs[2], inputs[3], causal=False)
+        dq, *rest = torch.autograd.grad(out, inputs, dout[:, :, -out.shape[2] :])
+        results.append((out[:, :, -40:].detach(), dq[:, :, -40:], *rest))
+    torch.testing.assert_close(*results)

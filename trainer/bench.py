@@ -1,0 +1,230 @@
+"""``msattn bench``: one kernel beside its peers on this machine, as a table, a CSV file and a figure."""
+
+import csv
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.config import BenchConfig, BenchRunConfig
+from msattn.trainer.errors import CheckFailed, UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+
+    from msattn.kernels.bench import Options, Row, Shape
+
+SIZES = {  # lengths; query heads, key/value heads
+    "cuda": ([8192, 32768, 131072], [32, 8]),
+    "cpu": ([512, 1024], [8, 2]),
+}
+ON_CPU = "CPU times say nothing of GPUs: here an operation runs as plain PyTorch."
+SPARE = ("memory", "quartiles", "x eager", "rate")  # a narrow terminal goes without, in this order
+COLORS = {  # Okabe and Ito's, which stay apart for colour-blind eyes
+    "msattn": "#D55E00",
+    "flash": "#0072B2",
+    "cudnn": "#009E73",
+    "flex": "#CC79A7",
+    "eager": "#7A7A7A",
+    "efficient": "#56B4E9",
+    "math": "#E69F00",
+    "block_sparse": "#8C564B",
+    "product": "#333333",
+}
+OURS = ("msattn", "shipped")  # drawn stronger
+MARKERS = "os^vDPX*<>"
+
+
+def bench(cfg: BenchRunConfig) -> Path:
+    """Measure ``cfg.op`` and write ``<direction>.csv`` and ``.png``, or, of a sweep over tiles, ``<direction>-sweep.*``.
+
+    Returns
+    -------
+    Path
+        ``outputs/bench/<op>``, which holds the latest results; earlier ones of the same name are replaced.
+
+    Raises
+    ------
+    UserError
+        No GPU for ``device=cuda``, a sweep without a GPU or over an operation without tiles to try, or a folder that cannot
+        be written.
+    CheckFailed
+        If the operation disagrees with its reference: then nothing is timed or written.
+    """
+    from rich.console import Console
+
+    from msattn.kernels import bench as kernels
+    from msattn.trainer.evaluate.report import context
+
+    shape, options = _problem(cfg)
+    if cfg.bench.sweep and shape.device == "cpu":
+        raise UserError("bench.sweep=true: needs a GPU, whose kernels have tiles")
+    if cfg.bench.sweep and not kernels.to_try(cfg.op, options.backward):
+        raise UserError(f"bench.sweep=true: {cfg.op} has no tiles to try")
+    console = Console()
+    rows: list[Row] = []
+    try:
+        with console.status(f"{cfg.op}: checking it against its reference") as status:
+            for row in (kernels.sweep if cfg.bench.sweep else kernels.measure)(cfg.op, shape, options):
+                rows.append(row)
+                status.update(f"{cfg.op}: {row.length:,} keys, {_label(row)}: done")
+    except kernels.Disagreement as error:
+        raise CheckFailed(f"{cfg.op} disagrees with its reference, nothing was timed: {error}") from error
+    notes = [ON_CPU] if shape.device == "cpu" else []
+    about = context(f"{cfg.op} on this machine", asdict(cfg), {}, notes, _torch_device(shape.device))
+    name = cfg.bench.direction + ("-sweep" if cfg.bench.sweep else "")
+    _publish(cfg.folder, name, [row.record() | {"commit": about.commit or ""} for row in rows], figure(rows, notes))
+    _show(rows, notes, console)
+    console.print(f"Figures: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True)
+    return cfg.folder
+
+
+def _problem(cfg: BenchRunConfig) -> "tuple[Shape, Options]":
+    from msattn.kernels.bench import Shape
+    from msattn.trainer.models import resolve_device, resolve_dtype
+
+    device, asked = resolve_device(cfg.device), cfg.bench
+    lengths, heads = SIZES[device.type]
+    q_heads, kv_heads = asked.heads or heads
+    shape = Shape(
+        length=0,
+        batch=asked.batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_size=asked.head_size,
+        dtype=resolve_dtype(asked.dtype, device),
+        device=device.type,
+        seed=cfg.seed,
+    )
+    return shape, _options(asked, asked.lengths or lengths)
+
+
+def _options(asked: BenchConfig, lengths: Sequence[int]) -> "Options":
+    from msattn.kernels.bench import Options
+
+    return Options(lengths, asked.sparsities, asked.queries, asked.direction == "backward", asked.peers)
+
+
+def _torch_device(name: str) -> Any:
+    import torch
+
+    return torch.device(name)
+
+
+def _publish(folder: Path, name: str, records: list[dict[str, Any]], drawn: "Figure") -> None:
+    """Write beside, then rename: readers see the old results or the new, never a part."""
+    try:
+        with TemporaryDirectory(dir=folder, prefix=".bench-") as scratch:
+            table, image = Path(scratch, f"{name}.csv"), Path(scratch, f"{name}.png")
+            with table.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(dict.fromkeys(key for record in records for key in record)))
+                writer.writeheader()
+                writer.writerows(records)
+            drawn.savefig(image, dpi=150)
+            for path in (table, image):
+                os.replace(path, folder / path.name)
+    except OSError as error:
+        raise UserError(f"outputs={folder}: cannot be written ({error.strerror})") from error
+
+
+def figure(rows: "Sequence[Row]", notes: Sequence[str] = ()) -> "Figure":
+    """Time against length, both logarithmic, and the share of this machine's ceiling; a line a variant and setting."""
+    from msattn.trainer.evaluate.plots import subplots
+
+    timed = [row for row in rows if row.ms is not None]
+    labels = list(dict.fromkeys(map(_label, timed)))
+    drawn, (time, share) = subplots(1, 2, (11.5, max(4.3, 0.5 + 0.22 * len(labels))))
+    for label in labels:
+        points = sorted((row for row in timed if _label(row) == label), key=lambda row: row.length)
+        style = _style(points[0], labels)
+        lengths = [row.length for row in points]
+        time.plot(lengths, [row.ms or 0 for row in points], label=label, **style)
+        share.plot(lengths, [100 * (row.share or 0) for row in points], **style)
+    ticks = sorted({row.length for row in timed})
+    for axes in (time, share):
+        axes.set(xscale="log", xlabel="keys")
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+    time.set(yscale="log", ylabel="time of one run (ms)")
+    share.set(ylabel="share of the measured ceiling (%)", ylim=(0, None))
+    if rows:
+        drawn.suptitle(_title(rows[0]) + "".join(f"\n{note}" for note in notes), fontsize=10)
+    drawn.legend(*time.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    return drawn
+
+
+def _style(row: "Row", labels: Sequence[str]) -> dict[str, Any]:
+    """A colour for a variant; a marker for a setting of it."""
+    same = [label for label in labels if label.split(",")[0] == row.variant]
+    return {
+        "color": COLORS.get(row.variant, f"C{labels.index(_label(row)) % 10}"),
+        "marker": MARKERS[same.index(_label(row)) % len(MARKERS)],
+        "linestyle": "-" if row.variant in OURS else "--",
+        "linewidth": 2.0 if row.variant in OURS else 1.2,
+        "markersize": 5,
+    }
+
+
+def _title(row: "Row") -> str:
+    heads = f"{row.q_heads} query heads, {row.kv_heads} key/value heads of {row.head_size}"
+    return f"{row.op}, {row.direction}: {row.dtype}, batch {row.batch}, {heads}; {row.device}"
+
+
+def _label(row: "Row") -> str:
+    return f"{row.variant}, {row.setting}" if row.setting else row.variant
+
+
+def _show(rows: "Sequence[Row]", notes: Sequence[str], console: "Console") -> None:
+    """The table, then what one has to know: the machine, and who is absent."""
+    console.print(_table(rows, console.width))
+    said = [f"{row.variant} at {row.length:,} keys, {row.note}" for row in rows if row.note]
+    for note in (*notes, *dict.fromkeys(said)):
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
+
+
+def _ms(ms: float | None) -> str:
+    assert ms is not None
+    return f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
+
+
+def _rate(row: "Row") -> str:
+    tera, unit = (row.tflops, "FLOP/s") if row.bound == "compute" else (row.tb_s, "B/s")
+    assert tera is not None
+    return f"{tera:.3g} T{unit}" if tera >= 1 else f"{1000 * tera:.3g} G{unit}"
+
+
+def _table(rows: "Sequence[Row]", width: int) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    timed = [row for row in rows if row.ms is not None]
+    columns = {
+        "keys": [f"{row.length:,}" for row in timed],
+        "variant": [_label(row) for row in timed],
+        "ms": [_ms(row.ms) for row in timed],
+        "quartiles": [f"{_ms(row.q1)} – {_ms(row.q3)}" for row in timed],
+        "rate": [_rate(row) for row in timed],
+        "share": [f"{row.share:.1%}" for row in timed],
+        "memory": [f"{row.memory_gb:.3g} GB" if row.memory_gb is not None else "" for row in timed],
+    }
+    for peer in dict.fromkeys(peer for row in timed for peer in row.times):
+        columns[f"x {peer}"] = [f"{row.times[peer]:.3g}" if peer in row.times else "" for row in timed]
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    for name in SPARE:
+        if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
+            columns.pop(name, None)
+    title = f"{_title(rows[0])}\nshare: of what this machine was measured to do; x: times faster than a peer" if rows else ""
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        shown.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    before = 0
+    for row, (keys, *cells) in zip(timed, zip(*columns.values(), strict=True), strict=True):
+        if before and row.length != before:
+            shown.add_section()
+        shown.add_row("" if row.length == before else keys, *cells, style="bold" if row.variant in OURS else None)
+        before = row.length
+    return shown
