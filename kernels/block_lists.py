@@ -41,7 +41,7 @@ def compact(
     return lists, lengths
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "listed", "offset"])
+@triton.jit(do_not_specialize=["listed"])
 def _compact_kernel(
     p_mask, p_lists, p_lengths, p_kv_start,
     stride_b, stride_h, stride_own, stride_listed,

@@ -98,7 +98,7 @@ def launch(
 
 
 TERMS = tl.constexpr(32)  # in a descriptor's tile, at least: 128 bytes, or the tiles of a pipeline would not be aligned
-SIZES = ["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "list_batch", "list_heads", "offset"]
+SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
 
 
 @triton.jit(do_not_specialize=[*SIZES, "stride_terms"])

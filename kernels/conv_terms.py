@@ -113,7 +113,7 @@ def weight_gradient(conv: Convolution, dkeys: Tensor) -> Tensor:
     return partial
 
 
-SIZES = ["group", "num_queries", "num_keys", "offset", "window", "taps", "before", "width"]
+SIZES = ["group", "window", "taps", "before", "width"]
 
 
 @triton.jit

@@ -31,6 +31,8 @@ from msattn.kernels.summed_attention import Scores, attend, kv_slices
 from msattn.kernels.summed_attention_backward import attend_backward
 from msattn.kernels.types import Backend
 
+QUERIES_AT_ONCE = 2**20  # in a sum over queries and head size: cuBLAS takes fewer than 2**31 terms
+
 
 def head_mix_attention(
     q: Tensor,
@@ -190,7 +192,8 @@ def launch_backward(
         dprepared = grads.x.unflatten(1, (-1, kv_heads))  # [B, H, T, N, D]
         mixing = weight[heads].float().unflatten(1, (kv_heads, -1))  # [H, T, G]
         dqueries += torch.einsum("bhtnd,htg->btgnd", dprepared, mixing)
-        dweight[heads] = torch.einsum("bhtnd,btgnd->htg", dprepared, queries.float()).flatten(1)
+        parts = zip(dprepared.split(QUERIES_AT_ONCE, 3), queries.split(QUERIES_AT_ONCE, 3), strict=True)
+        dweight[heads] = sum(torch.einsum("bhtnd,btgnd->htg", x, y.float()).flatten(1) for x, y in parts)
         dk += grads.y
         dv[:, kv] = grads.v
     return torch.empty_like(q).copy_(dqueries.flatten(1, 2)), torch.empty_like(k).copy_(dk), dv, dweight

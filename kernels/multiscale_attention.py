@@ -218,11 +218,7 @@ def launch(
     return out, lse
 
 
-@triton.jit(
-    do_not_specialize=[
-        "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "list_batch", "list_heads", "offset"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _multiscale_attention_kernel(
     q_desc, k_desc, v_desc, p_k_means, p_v_means, p_out, p_lse, p_lists, p_counts, p_kv_start,
     stride_b, stride_h, stride_n,

@@ -112,7 +112,7 @@ def launch(
     return dq, dk, dv
 
 
-SIZES = ["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "list_batch", "list_heads", "offset"]
+SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -132,17 +132,12 @@ def find_rows(level, p_list, blocks, place, col_blocks, BLOCK: tl.constexpr):
 def add_sizes(s, level, p_list, blocks, begin, keys, scale2, BLOCK: tl.constexpr, BP: tl.constexpr):
     """Scores ``s [BM, BP]`` of a tile of means that begins at ``begin``, each with the logarithm of its number of keys added.
 
-    The tile's level gives it, except in a list's last block, where the sequence may end, and past it.
+    Only in a list's last block may the sequence end; groups of the blocks before it are as if they stood in a row before it.
     """
-    # Outside of the branch: Triton 3.6 cannot pipeline a loop with a load in a branch.
     last = tl.load(p_list + blocks - 1).to(tl.int32) * BLOCK
-    if begin + BP > (blocks - 1) * (BLOCK >> level):
-        inside = ((begin + tl.arange(0, BP)) << level) - (blocks - 1) * BLOCK  # keys from the start of the last block
-        size = tl.where(inside < BLOCK, group_size(last + inside, level, keys), 0)
-        s += log_size(size, scale2)[None, :]
-    else:
-        s += level.to(tl.float32) / scale2
-    return s
+    inside = ((begin + tl.arange(0, BP)) << level) - (blocks - 1) * BLOCK  # keys from the start of the last block
+    size = tl.where(inside < BLOCK, group_size(last + inside, level, keys), 0)
+    return s + log_size(size, scale2)[None, :]
 
 
 @triton.jit
@@ -185,7 +180,7 @@ def load_means(p_means, row, HEAD: tl.constexpr, COLS: tl.constexpr):
 # --- kernels ---
 
 
-@triton.jit(do_not_specialize=["num_keys", "col_blocks"])
+@triton.jit(do_not_specialize=["col_blocks"])
 def _pool_kernel(
     p_x, p_means, p_kv_start, stride_b, stride_h, stride_n, num_keys, col_blocks,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -202,7 +197,8 @@ def _pool_kernel(
         total = tl.sum(tl.reshape(total, [KEYS >> level, 2, COLS]), 1)
         group = tl.program_id(0) * (KEYS >> level) + tl.arange(0, KEYS >> level)
         size = tl.maximum(group_size(group << level, level, keys), 1)
-        mean = total * (1.0 / size.to(tl.float32))[:, None]
+        # Rounded as IEEE says: means of 16-bit numbers often lie half way between two, where a last bit decides.
+        mean = tl.div_rn(total, tl.broadcast_to(size.to(tl.float32)[:, None], total.shape))
         row = (first_tile(level, col_blocks) * BLOCK + group).to(tl.int64)
         exists = (group < tl.cdiv(col_blocks, 1 << level) * BLOCK)[:, None] & (d < HEAD)[None, :]
         tl.store(p_means + row[:, None] * HEAD + d[None, :], mean.to(p_means.dtype.element_ty), mask=exists)
@@ -227,7 +223,7 @@ def _seen_zoom(zoom, t0, u0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: 
     return tl.where(u0 < _seen_end(t0, keys, queries, delta, BLOCK, CAUSAL), zoom, 0)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "col_blocks", "offset"])
+@triton.jit(do_not_specialize=["col_blocks"])
 def _row_lists_kernel(
     p_zoom, p_lists, p_counts, p_kv_start,
     stride_b, stride_h, stride_r, stride_c,
@@ -288,7 +284,7 @@ def _field(counters, shift):
     return ((counters >> shift) & 0xFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "row_blocks", "col_blocks", "offset"])
+@triton.jit(do_not_specialize=["row_blocks", "col_blocks"])
 def _tile_lists_kernel(
     p_zoom, p_lists, p_counts, p_kv_start,
     stride_b, stride_h, stride_r, stride_c,

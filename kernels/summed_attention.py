@@ -130,7 +130,7 @@ def mask_and_band(s, p_band, row, exists, t, u, num_keys, delta, width, CAUSAL: 
 
 @triton.jit(
     do_not_specialize=[
-        "lse_heads", "group", "kv_heads", "terms", "num_queries", "num_keys", "row_blocks", "offset", "width"
+        "lse_heads", "group", "kv_heads", "terms", "row_blocks", "width"
     ]
 )  # fmt: skip
 def _attend_kernel(

@@ -112,7 +112,7 @@ def _write_gradient(
 
 @triton.jit(
     do_not_specialize=[
-        "stat_heads", "heads", "group", "terms", "num_queries", "num_keys", "begin", "end", "offset", "width"
+        "stat_heads", "heads", "group", "terms", "begin", "end", "width"
     ]
 )  # fmt: skip
 def _gradient_kernel(
@@ -189,7 +189,7 @@ def _add_right(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["per", "group", "num_queries", "num_keys", "begin", "end", "offset"])
+@triton.jit(do_not_specialize=["per", "group", "begin", "end"])
 def _right_kernel(
     matrix_desc, x_desc, p_out, p_kv_start, per, group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -243,7 +243,7 @@ def _add_left(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["terms", "num_queries", "num_keys", "first", "begin", "end", "offset"])
+@triton.jit(do_not_specialize=["terms", "first", "begin", "end"])
 def _left_kernel(
     matrix_desc, y_desc, p_out, p_kv_start, terms, num_queries, num_keys, first, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -203,6 +203,23 @@ def dense_attention(
     return Attention(probs.to(dtype) @ v, lse, probs)
 
 
+class Rounding(NamedTuple):
+    """What the band of a gradient depends on (:func:`assert_within_budget`)."""
+
+    term: float
+    count: int
+
+
+def gradient_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> tuple[Rounding, Rounding, Rounding]:
+    """For the gradients of q, k and v: of keys and values, the queries of a whole group are added up."""
+    queries, keys = q.shape[2] * (q.shape[1] // k.shape[1]), k.shape[2]
+    return (
+        Rounding(largest_term(dout, v, k, scale), keys),
+        Rounding(largest_term(dout, v, q, scale), queries),
+        Rounding(dout.abs().max().item(), queries),  # P, made again from an LSE in fp32, rounds with the scores
+    )
+
+
 def largest_term(dout: Tensor, v: Tensor, other: Tensor, scale: float) -> float:
     """Largest term of ``scale * dP . other``, ``dP = dO V^T``: the size of what cancels in gradients of queries and keys.
 
@@ -213,14 +230,15 @@ def largest_term(dout: Tensor, v: Tensor, other: Tensor, scale: float) -> float:
     return scale * (dp.abs().max() * other.abs().max()).item()
 
 
-def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor, *, term: float = 1.0) -> None:
+def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor, *, term: float = 1.0, count: int = 1) -> None:
     """``actual`` is as near to ``exact`` as the eager form of its own precision, up to a rounding band.
 
     The band: one unit in the last place of ``actual``'s dtype, for rounding the result, relative to the largest exact value
     (or 1); and, relative to that or to ``term``, the largest of the terms that cancel, ``3 * 2 ** -21``, for what fp32 kernels
     do otherwise than eager code: ``exp2`` of the hardware (2 ulp of 1), scores taken to base 2 (1 ulp of scores up to 8:
-    normal inputs of some 10^8 pairs reach 6.8), and sums rebased tile by tile (2 ulp of 1). Infinities must stand at the same
-    places; NaN is never right.
+    normal inputs of some 10^8 pairs reach 6.8), and sums rebased tile by tile (2 ulp of 1). Where ``count`` terms are added up
+    one after another, which eager code does in blocks, each addition rounds, half an ulp of the sum: ``2 ** -24 sqrt(count)``.
+    Infinities must stand at the same places; NaN is never right.
     """
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
@@ -232,11 +250,13 @@ def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor
     error = (actual[finite].double() - want).abs().max().item()
     eager_error = (eager[finite].double() - want).abs().max().item()
     largest = max(want.abs().max().item(), 1.0)
-    band = torch.finfo(actual.dtype).eps * largest + 3 * 2**-21 * max(largest, term)
+    band = (torch.finfo(actual.dtype).eps + 2**-24 * count**0.5) * largest + 3 * 2**-21 * max(largest, term)
     assert error <= eager_error + band, f"{name}: error {error:.3e} above eager's {eager_error:.3e} + band {band:.3e}"
 
 
-def assert_sum_within_budget(name: str, actual: Tensor, parts: Tensor, eager: Tensor, *, term: float = 1.0) -> None:
+def assert_sum_within_budget(
+    name: str, actual: Tensor, parts: Tensor, eager: Tensor, *, term: float = 1.0, count: int = 1
+) -> None:
     """Like :func:`assert_within_budget`, for a sum over queries whose exact ``parts`` are given, ``[N, ...]``.
 
     A sum of thousands of rounded numbers, of which there may be one or two, says little about the rounding that another order
@@ -244,7 +264,7 @@ def assert_sum_within_budget(name: str, actual: Tensor, parts: Tensor, eager: Te
     """
     exact = parts.double().sum(0)
     spread = 4 * torch.finfo(actual.dtype).eps * parts.double().norm(dim=0).max()
-    assert_within_budget(name, actual, exact, exact + (eager.double() - exact).abs().max() + spread, term=term)
+    assert_within_budget(name, actual, exact, exact + (eager.double() - exact).abs().max() + spread, term=term, count=count)
 
 
 def random_buckets(

@@ -17,7 +17,7 @@ from msattn.kernels.testing import (
     Case,
     assert_within_budget,
     dense_attention,
-    largest_term,
+    gradient_rounding,
     random_block_mask,
     random_qkv,
     starts,
@@ -62,10 +62,10 @@ def check(case: Case, mask: Tensor, backend: Backend, device: str) -> None:
     weights = torch.randn_like(got.out), torch.randn_like(got.lse)
     gradients = torch.autograd.grad(got, inputs, weights)
     wanted, eager_ones = (dense_gradients(inputs, seen, *weights, dtype) for dtype in (torch.float64, case.dtype))
-    terms = [largest_term(weights[0], v.detach(), x.detach(), case.head_size**-0.5) for x in (k, q)]
-    for name, x, x_exact, x_eager, term in zip(("dq", "dk", "dv"), gradients, wanted, eager_ones, [*terms, 1.0], strict=True):
+    roundings = gradient_rounding(q.detach(), k.detach(), v.detach(), weights[0], case.head_size**-0.5)
+    for name, x, x_exact, x_eager, rounding in zip(("dq", "dk", "dv"), gradients, wanted, eager_ones, roundings, strict=True):
         assert x.dtype == case.dtype
-        assert_within_budget(name, x, x_exact, x_eager, term=term)
+        assert_within_budget(name, x, x_exact, x_eager, **rounding._asdict())
     assert (gradients[0][~seen.any(-1)] == 0).all()
 
 

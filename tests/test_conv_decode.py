@@ -79,7 +79,8 @@ def check(case: Case, backend: Backend, device: str) -> None:
     got = conv_decode(*inputs, **case.options(device), backend=backend)
     assert got.dtype == case.dtype
     exact, eager = (last_row(*inputs, case, dtype) for dtype in (torch.float64, case.dtype))
-    assert_within_budget("out", got, exact, eager)
+    mixed = inputs[3].abs().sum((1, 2)).max().item()  # a score is a weighted sum of scores, and rounds as much more
+    assert_within_budget("out", got, exact, eager, term=mixed * inputs[2].abs().max().item())
 
 
 CASES = [
@@ -219,4 +220,5 @@ def test_offsets_beyond_32_bits() -> None:
     k, v = (torch.randn(1, 1, 2**24 + 300, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     q, _, _, weight = Case(1, 4, 1, 300, 128, (6, 11), torch.bfloat16).inputs("cuda")
     got = conv_decode(q, k, v, weight, kv_start=starts([2**24], "cuda"))
-    torch.testing.assert_close(got, conv_decode(q, k[:, :, -300:], v[:, :, -300:], weight))
+    want = conv_decode(q, k[:, :, -300:], v[:, :, -300:], weight)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)  # other splits: P is rounded relative to other maxima

@@ -15,9 +15,11 @@ from msattn.kernels import reference, summed_attention
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.kernels.testing import (
     Case,
+    Rounding,
     assert_sum_within_budget,
     assert_within_budget,
     dense_attention,
+    gradient_rounding,
     largest_term,
     random_qkv,
     starts,
@@ -47,15 +49,16 @@ def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype:
     return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
-def largest_terms(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor) -> dict[str, float]:
-    """What cancels in the gradients that scores have a part in; a score enters with the weights of its head."""
+def roundings(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor) -> dict[str, Rounding]:
+    """As of plain attention, but that a score is a weighted sum of scores, and rounds as much more."""
     scale, one = q.shape[3] ** -0.5, weight.new_ones(1)
     mixed = weight.abs().sum(0).max().item()
-    scores = largest_term(q, k, one, scale)
+    plain = dict(zip(("dq", "dk", "dv"), gradient_rounding(q, k, v, dout, scale), strict=True))
+    largest_dscore, largest_score = largest_term(dout, v, one, 1.0), largest_term(q, k, one, scale)
     return {
-        "dq": mixed * largest_term(dout, v, k, scale),
-        "dk": mixed * largest_term(dout, v, q, scale),
-        "dweight": scores * largest_term(dout, v, one, 1.0),
+        **{name: Rounding(mixed * rounding.term, rounding.count) for name, rounding in plain.items()},
+        "out": Rounding(mixed * v.abs().max().item(), 1),
+        "dweight": Rounding(largest_dscore * largest_score, 1),
     }
 
 
@@ -74,11 +77,11 @@ def check(case: Case, backend: Backend, device: str) -> None:
     got = out.detach(), *torch.autograd.grad(out, inputs, dout)
     seen = case.visible(device)
     wanted, eager = (mixed_attention(inputs, seen, dout, dtype) for dtype in (torch.float64, case.dtype))
-    terms = largest_terms(q.detach(), k.detach(), v.detach(), weight.detach(), dout)
+    rounding = roundings(q.detach(), k.detach(), v.detach(), weight.detach(), dout)
     for name, x, x_exact, x_eager in zip(("out", "dq", "dk", "dv", "dweight"), got, wanted, eager, strict=True):
         assert x.dtype == case.dtype
         within_budget = assert_sum_within_budget if name == "dweight" else assert_within_budget
-        within_budget(name, x, x_exact, x_eager, term=terms.get(name, 1.0))
+        within_budget(name, x, x_exact, x_eager, **rounding[name]._asdict())
     empty = ~seen.any(-1).expand(out.shape[:3])
     assert (got[0][empty] == 0).all()
     assert (got[1][empty] == 0).all()

@@ -23,7 +23,7 @@ from msattn.kernels.testing import (
     assert_within_budget,
     block_numbers,
     dense_attention,
-    largest_term,
+    gradient_rounding,
     random_block_mask,
     random_qkv,
     starts,
@@ -124,9 +124,9 @@ def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradient
     actual = gradients(got, drawn, dout, dlse)
     exact, eager = (gradients(forms[x], inputs[x], dout, dlse) for x in (torch.float64, case.dtype))
     q, k, v = (x.detach() for x in drawn)
-    terms = [*(largest_term(dout, v, x, case.head_size**-0.5) for x in (k, q)), 1.0]
-    for name, x, y, z, term in zip(Gradients._fields, actual, exact, eager, terms, strict=True):
-        assert_within_budget(name, x, y, z, term=term)
+    roundings = gradient_rounding(q, k, v, dout, case.head_size**-0.5)
+    for name, x, y, z, rounding in zip(Gradients._fields, actual, exact, eager, roundings, strict=True):
+        assert_within_budget(name, x, y, z, **rounding._asdict())
     assert (actual.dq[(tokens == 0).all(-1)] == 0).all()
     unread = (tokens == 0).unflatten(1, (case.kv_heads, -1)).all(dim=3).all(dim=2)
     assert (actual.dk[unread] == 0).all()
