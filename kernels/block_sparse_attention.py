@@ -23,8 +23,8 @@ from msattn.kernels.checks import (
     query_offset,
     resolve_backend,
     resolve_scale,
-    statistics_dtype,
 )
+from msattn.kernels.operators import Passes, selecting
 from msattn.kernels.primitives import (
     LOG2_E,
     capability,
@@ -93,73 +93,6 @@ def block_sparse_attention(
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     return SparseAttention(*_operator(q, k, v, block_mask, kv_start, block_size, causal, scale, backend))
-
-
-@torch.library.custom_op("msattn::block_sparse_attention", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_mask: Tensor,
-    kv_start: Tensor | None,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, block_mask, kv_start, block_size, causal, scale)
-    return reference.block_sparse_attention(
-        q, k, v, block_mask, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start
-    )
-
-
-@_operator.register_fake
-def _(q, k, v, block_mask, kv_start, block_size, causal, scale, backend):
-    statistics = statistics_dtype(q)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics)
-
-
-@torch.library.custom_op("msattn::block_sparse_attention_backward", mutates_args=())
-def _backward_operator(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block_mask: Tensor,
-    kv_start: Tensor | None,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return backward.launch(dout, dlse, q, k, v, out, lse, block_mask, kv_start, block_size, causal, scale)
-    return reference.block_sparse_attention_backward(
-        dout, dlse, q, k, v, out, lse, block_mask, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start
-    )
-
-
-@_backward_operator.register_fake
-def _(dout, dlse, q, k, v, out, lse, block_mask, kv_start, block_size, causal, scale, backend):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, block_mask, kv_start, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, block_mask, kv_start)
-
-
-def _backward(ctx, dout, dlse):
-    return *_backward_operator(dout, dlse, *ctx.saved_tensors, *ctx.options), *[None] * 6
-
-
-_operator.register_autograd(_backward, setup_context=_save)
 
 
 def launch(
@@ -237,3 +170,10 @@ def _block_sparse_attention_kernel(
     out, lse2 = softmax_end(m, l, acc, t < queries)
     store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
+
+
+_operator, _ = selecting(
+    "block_sparse_attention",
+    Passes(launch, backward.launch),
+    Passes(reference.block_sparse_attention, reference.block_sparse_attention_backward),
+)

@@ -30,7 +30,6 @@ from msattn.kernels.checks import (
     check_qkv,
     resolve_backend,
     resolve_scale,
-    statistics_dtype,
 )
 from msattn.kernels.conv_terms import (
     Convolution,
@@ -40,6 +39,7 @@ from msattn.kernels.conv_terms import (
     query_gradient,
     weight_gradient,
 )
+from msattn.kernels.operators import Passes, mixing
 from msattn.kernels.summed_attention import Scores, attend, kv_slices
 from msattn.kernels.summed_attention_backward import attend_backward
 from msattn.kernels.types import Backend
@@ -93,68 +93,6 @@ def conv_attention(
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]
-
-
-@torch.library.custom_op("msattn::conv_attention", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    kv_start: Tensor | None,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, weight, kv_start, causal, scale)
-    return reference.conv_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)
-
-
-@_operator.register_fake
-def _(q, k, v, weight, kv_start, causal, scale, backend):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
-
-
-@torch.library.custom_op("msattn::conv_attention_backward", mutates_args=())
-def _backward_operator(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_start: Tensor | None,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch_backward(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale)
-    return reference.conv_attention_backward(
-        dout, dlse, q, k, v, weight, out, lse, causal=causal, scale=scale, kv_start=kv_start
-    )
-
-
-@_backward_operator.register_fake
-def _(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale, backend):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, weight, kv_start, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, weight, *output, kv_start)
-
-
-def _backward(ctx, dout, dlse):
-    return *_backward_operator(dout, dlse, *ctx.saved_tensors, *ctx.options), *[None] * 4
-
-
-_operator.register_autograd(_backward, setup_context=_save)
 
 
 def launch(
@@ -214,3 +152,10 @@ def launch_backward(
         dv[:, kv] = grads.v
         dweight[heads] = dweight_part
     return dq, dk, dv, dweight
+
+
+_operator, _backward_operator = mixing(
+    "conv_attention",
+    Passes(launch, launch_backward),
+    Passes(reference.conv_attention_forward, reference.conv_attention_backward),
+)

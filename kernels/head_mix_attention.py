@@ -25,8 +25,8 @@ from msattn.kernels.checks import (
     query_offset,
     resolve_backend,
     resolve_scale,
-    statistics_dtype,
 )
+from msattn.kernels.operators import Passes, mixing
 from msattn.kernels.summed_attention import Scores, attend, kv_slices
 from msattn.kernels.summed_attention_backward import attend_backward
 from msattn.kernels.types import Backend
@@ -80,68 +80,6 @@ def head_mix_attention(
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]
-
-
-@torch.library.custom_op("msattn::head_mix_attention", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    kv_start: Tensor | None,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, weight, kv_start, causal, scale)
-    return reference.head_mix_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)
-
-
-@_operator.register_fake
-def _(q, k, v, weight, kv_start, causal, scale, backend):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
-
-
-@torch.library.custom_op("msattn::head_mix_attention_backward", mutates_args=())
-def _backward_operator(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_start: Tensor | None,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch_backward(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale)
-    return reference.head_mix_attention_backward(
-        dout, dlse, q, k, v, weight, out, lse, causal=causal, scale=scale, kv_start=kv_start
-    )
-
-
-@_backward_operator.register_fake
-def _(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale, backend):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, weight, kv_start, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, weight, *output, kv_start)
-
-
-def _backward(ctx, dout, dlse):
-    return *_backward_operator(dout, dlse, *ctx.saved_tensors, *ctx.options), *[None] * 4
-
-
-_operator.register_autograd(_backward, setup_context=_save)
 
 
 def launch(
@@ -219,3 +157,10 @@ def _prepare(queries: Tensor, weight: Tensor) -> Tensor:
     mixing = weight.unflatten(1, queries.shape[1:3])  # [H, T, G]
     prepared = torch.einsum("btgnd,htg->bhtnd", queries.to(weight.dtype), mixing)
     return prepared.to(queries.dtype).flatten(1, 2).contiguous()
+
+
+_operator, _backward_operator = mixing(
+    "head_mix_attention",
+    Passes(launch, launch_backward),
+    Passes(reference.head_mix_attention_forward, reference.head_mix_attention_backward),
+)

@@ -31,7 +31,6 @@ from msattn.kernels.checks import (
     query_offset,
     resolve_backend,
     resolve_scale,
-    statistics_dtype,
 )
 from msattn.kernels.multiscale_levels import (
     add_sizes,
@@ -44,6 +43,7 @@ from msattn.kernels.multiscale_levels import (
     pooled_tiles,
     row_lists,
 )
+from msattn.kernels.operators import Passes, selecting
 from msattn.kernels.primitives import (
     LOG2_E,
     capability,
@@ -114,71 +114,6 @@ def multiscale_attention(
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     return SparseAttention(*_operator(q, k, v, zoom, kv_start, block_size, causal, scale, backend))
-
-
-@torch.library.custom_op("msattn::multiscale_attention", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    zoom: Tensor,
-    kv_start: Tensor | None,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, zoom, kv_start, block_size, causal, scale)
-    return reference.multiscale_attention(q, k, v, zoom, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
-
-
-@_operator.register_fake
-def _(q, k, v, zoom, kv_start, block_size, causal, scale, backend):
-    statistics = statistics_dtype(q)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics)
-
-
-@torch.library.custom_op("msattn::multiscale_attention_backward", mutates_args=())
-def _backward_operator(
-    dout: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    zoom: Tensor,
-    kv_start: Tensor | None,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return backward.launch(dout, dlse, q, k, v, out, lse, zoom, kv_start, block_size, causal, scale)
-    return reference.multiscale_attention_backward(
-        dout, dlse, q, k, v, out, lse, zoom, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start
-    )
-
-
-@_backward_operator.register_fake
-def _(dout, dlse, q, k, v, out, lse, zoom, kv_start, block_size, causal, scale, backend):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, zoom, kv_start, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, zoom, kv_start)
-
-
-def _backward(ctx, dout, dlse):
-    return *_backward_operator(dout, dlse, *ctx.saved_tensors, *ctx.options), *[None] * 6
-
-
-_operator.register_autograd(_backward, setup_context=_save)
 
 
 def launch(
@@ -268,3 +203,10 @@ def _multiscale_attention_kernel(
     out, lse2 = softmax_end(m, l, acc, t < queries)
     store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
+
+
+_operator, _ = selecting(
+    "multiscale_attention",
+    Passes(launch, backward.launch),
+    Passes(reference.multiscale_attention, reference.multiscale_attention_backward),
+)

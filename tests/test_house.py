@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -256,7 +258,7 @@ def overrides_of(words: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "docs/kernels.md"])
 def test_the_documents_commands_are_real(document: str) -> None:
     """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
     from msattn.trainer.compose import COMMANDS, compose
@@ -281,7 +283,44 @@ def test_the_documents_commands_are_real(document: str) -> None:
         compile(block, document, "exec")
 
 
-@pytest.mark.parametrize("document", [*sorted(path.name for path in ROOT.glob("*.md")), "docs/guide.md", "docs/results.md"])
+def run_example(number: int, folder: Path) -> dict[str, Any]:
+    """What a Python block of the kernels' document defines; run from a file, because Triton reads its functions' source."""
+    example = folder / "example.py"
+    example.write_text(blocks("docs/kernels.md", "python")[number], encoding="utf-8")
+    return runpy.run_path(str(example))
+
+
+@pytest.mark.parametrize("number", range(len(blocks("docs/kernels.md", "python"))))
+def test_the_kernels_examples_run(number: int, tmp_path: Path) -> None:
+    assert run_example(number, tmp_path)
+
+
+def test_the_kernels_own_score_mod_has_equal_twins(tmp_path: Path, device: str) -> None:
+    from msattn.kernels.flash_decode import flash_decode
+    from msattn.kernels.testing import assert_within_budget
+
+    names = run_example(-1, tmp_path)
+    q, k, v = (names[name].to(device) for name in "qkv")
+    mod = names["mod"]._replace(tensors=tuple(x.to(device) for x in names["mod"].tensors))
+    exact = flash_decode(q.double(), k.double(), v.double(), causal=True, score_mod=mod, backend="torch")
+    actual, plain = (flash_decode(q, k, v, causal=True, score_mod=mod, backend=backend) for backend in ("triton", "torch"))
+    for name in ("out", "lse"):
+        assert_within_budget(name, *(getattr(x, name) for x in (actual, exact, plain)))
+
+
+def test_the_kernels_document_has_every_operation() -> None:
+    """A row of the table, a section, and a command that measures it."""
+    text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    measured = {word for line in commands("docs/kernels.md") for word in shlex.split(line) if word.startswith("op=")}
+    assert set(re.findall(r"^\| \[`(\w+)`\]\(#\1\)", text, flags=re.MULTILINE)) == OPERATIONS
+    assert {heading for heading in re.findall(r"^## (\w+)$", text, flags=re.MULTILINE) if "_" in heading} == OPERATIONS
+    assert measured == {f"op={name}" for name in OPERATIONS}
+
+
+DOCUMENTS = [*sorted(path.name for path in ROOT.glob("*.md")), "docs/guide.md", "docs/kernels.md", "docs/results.md"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_within_the_documents_hold(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
