@@ -1,0 +1,66 @@
+"""The schema of ``conf/``: frozen dataclasses, one for each Hydra group and one for each command.
+
+Hydra composes plain YAML; :func:`typed` merges the result onto a dataclass, which refuses unknown keys and wrong types,
+and each ``__post_init__`` refuses values out of range. Interpolations such as ``${model.suits.recent}`` let a model's YAML
+carry the sizes that suit it.
+"""
+
+from msattn.trainer.config.bench import DIFFERENTIABLE, OPERATIONS, PEERS, BenchConfig
+from msattn.trainer.config.commands import (
+    ArtifactsConfig,
+    BenchRunConfig,
+    EvalRunConfig,
+    FitKMeansConfig,
+    GenerateConfig,
+    JobConfig,
+    RunConfig,
+    ServingConfig,
+    TrainGateConfig,
+    TrainQModelConfig,
+)
+from msattn.trainer.config.data import DataConfig
+from msattn.trainer.config.evaluate import TASKS, EvalConfig, NeedleConfig, PerplexityConfig, RecallConfig
+from msattn.trainer.config.model import ModelConfig, Suits
+from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig
+from msattn.trainer.config.train import LOSSES, POOLINGS, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
+from msattn.trainer.config.typed import known_keys, nearest, typed
+from msattn.trainer.config.values import DTYPES
+
+__all__ = [
+    "DIFFERENTIABLE",
+    "DTYPES",
+    "LOSSES",
+    "OPERATIONS",
+    "PEERS",
+    "POLICIES",
+    "POOLINGS",
+    "SCORES",
+    "TASKS",
+    "ArtifactsConfig",
+    "BenchConfig",
+    "BenchRunConfig",
+    "DataConfig",
+    "EvalConfig",
+    "EvalRunConfig",
+    "FitKMeansConfig",
+    "GateConfig",
+    "GenerateConfig",
+    "JobConfig",
+    "KMeansConfig",
+    "ModelConfig",
+    "NeedleConfig",
+    "PerplexityConfig",
+    "QModelConfig",
+    "RecallConfig",
+    "RunConfig",
+    "SelectConfig",
+    "ServingConfig",
+    "Suits",
+    "TrackerConfig",
+    "TrainConfig",
+    "TrainGateConfig",
+    "TrainQModelConfig",
+    "known_keys",
+    "nearest",
+    "typed",
+]

@@ -1,0 +1,70 @@
+"""What is measured of a kernel."""
+
+from dataclasses import dataclass, field
+
+from msattn.trainer.config.values import DTYPES, one_of, require
+
+OPERATIONS = (  # those of kernels.bench
+    "maxpool_attention",
+    "block_sparse_attention",
+    "multiscale_attention",
+    "conv_attention",
+    "head_mix_attention",
+    "bucket_decode",
+    "flash_decode",
+    "conv_decode",
+    "bucket_mass",
+    "merge_states",
+)
+DIFFERENTIABLE = ("block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention")
+PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured of a kernel. None stands for what suits the machine: see ``conf/bench/default.yaml``.
+
+    Attributes
+    ----------
+    lengths : numbers of keys.
+    heads : query heads and key/value heads.
+    head_size : a multiple of 8 up to 256.
+    dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
+    batch : sequences.
+    sparsities : shares of the visible keys that are not read, for operations that select, each in [0, 1).
+    direction : ``forward``, or ``backward`` alone.
+    queries : numbers of queries, 1 to 16, for ``flash_decode``.
+    peers : what stands beside the operation, where the operation and the machine have it.
+    sweep : try the kernel's tiles instead of timing peers.
+    """
+
+    lengths: list[int] | None = None
+    heads: list[int] | None = None
+    head_size: int = 128
+    dtype: str = "auto"
+    batch: int = 1
+    sparsities: list[float] = field(default_factory=lambda: [0.9, 0.8, 0.5])
+    direction: str = "forward"
+    queries: list[int] = field(default_factory=lambda: [1, 4, 16])
+    peers: list[str] = field(default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"])
+    sweep: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("lengths", "sparsities", "queries"):
+            require(getattr(self, key) != [], f"bench.{key}", getattr(self, key), "one or more")
+        for length in self.lengths or ():
+            require(length > 0, "bench.lengths", self.lengths, "each a positive number of tokens")
+        for sparsity in self.sparsities:
+            require(0 <= sparsity < 1, "bench.sparsities", self.sparsities, "each in [0, 1)")
+        for number in self.queries:
+            require(1 <= number <= 16, "bench.queries", self.queries, "each from 1 to 16")
+        heads = self.heads or [1, 1]
+        ok = len(heads) == 2 and min(heads) > 0 and heads[0] % heads[1] == 0
+        require(ok, "bench.heads", self.heads, "query heads and key/value heads, the first a multiple of the second")
+        ok = 0 < self.head_size <= 256 and self.head_size % 8 == 0
+        require(ok, "bench.head_size", self.head_size, "a multiple of 8 up to 256")
+        require(self.batch > 0, "bench.batch", self.batch, "a positive number of sequences")
+        one_of("bench.dtype", self.dtype, DTYPES)
+        one_of("bench.direction", self.direction, ("forward", "backward"))
+        for peer in self.peers:
+            one_of("bench.peers", peer, PEERS)

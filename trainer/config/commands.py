@@ -1,0 +1,170 @@
+"""One schema for each command."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msattn.trainer.config.bench import DIFFERENTIABLE, OPERATIONS, BenchConfig
+from msattn.trainer.config.data import DataConfig
+from msattn.trainer.config.evaluate import EvalConfig
+from msattn.trainer.config.model import ModelConfig
+from msattn.trainer.config.select import SelectConfig
+from msattn.trainer.config.train import GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
+from msattn.trainer.config.values import DTYPES, one_of, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What every command shares.
+
+    Attributes
+    ----------
+    outputs : root of everything written.
+    device : ``auto``, ``cpu`` or ``cuda``.
+    """
+
+    outputs: str = "outputs"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 4294967295")
+
+    @property
+    def folder(self) -> Path:
+        """Where this command writes, Hydra's ``runs`` included."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRunConfig(JobConfig):
+    """``msattn bench``: ``op`` is the operation that is measured."""
+
+    op: str
+    bench: BenchConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("op", self.op, OPERATIONS)
+        ok = self.bench.direction == "forward" or self.op in DIFFERENTIABLE
+        require(ok, "bench.direction", self.bench.direction, f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.outputs) / "bench" / self.op
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(JobConfig):
+    """What every command with a model shares; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
+
+    Attributes
+    ----------
+    dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
+    overwrite : replace an existing artifact.
+    resume : go on from the last complete checkpoint.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    name: str = "base"
+    dtype: str = "auto"
+    overwrite: bool = False
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("dtype", self.dtype, DTYPES)
+        require(self.name not in ("", ".", "..") and "/" not in self.name, "name", self.name, "a folder name")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.outputs) / self.model.name / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainGateConfig(RunConfig):
+    """``msattn train-gate``."""
+
+    gate: GateConfig
+    train: TrainConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.gate.block_size
+        require(size <= self.data.seq_len, "gate.block_size", size, f"at most data.seq_len={self.data.seq_len}")
+        require(not self.train.compile, "train.compile", self.train.compile, "false: the gates' teacher runs eagerly")
+        rows = -(-self.data.seq_len // size)
+        require(self.gate.skip_rows < rows, "gate.skip_rows", self.gate.skip_rows, f"fewer than a chunk's {rows} row blocks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitKMeansConfig(RunConfig):
+    """``msattn fit-kmeans``."""
+
+    kmeans: KMeansConfig
+
+
+@dataclass(frozen=True)
+class ArtifactsConfig:
+    """Which trained artifacts to use: a folder or a Hub id each (None: the one of the same model and name, if there is one)."""
+
+    gate: str | None = None
+    kmeans: str | None = None
+    qmodel: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainQModelConfig(RunConfig):
+    """``msattn train-qmodel``; of ``artifacts`` it reads ``kmeans``."""
+
+    qmodel: QModelConfig
+    train: TrainConfig
+    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig(RunConfig):
+    """How artifacts are put onto the running model.
+
+    Attributes
+    ----------
+    select : how block scores become the blocks that prefill reads.
+    artifacts : gate and query classifier to serve with; a k-means routes without training.
+    probes : buckets that a decoded query visits.
+    recent, sink : last and first keys that are always read.
+    dense_layers : layers that decode densely.
+    """
+
+    select: SelectConfig
+    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+    probes: int = 32
+    recent: int = 2047
+    sink: int = 1
+    dense_layers: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.probes >= 0, "probes", self.probes, "0 or more buckets")
+        require(self.recent >= 1, "recent", self.recent, "1 or more tokens")
+        require(self.sink >= 0, "sink", self.sink, "0 or more tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRunConfig(ServingConfig):
+    """``msattn eval``; the k-means of ``artifacts`` routes without training, beside the classifier."""
+
+    eval: EvalConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(ServingConfig):
+    """``msattn generate``: ``max_new_tokens`` greedy tokens, sparse beside dense."""
+
+    max_new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "a positive number")

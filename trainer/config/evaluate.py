@@ -1,0 +1,94 @@
+"""What is measured of a model and its artifacts."""
+
+from dataclasses import dataclass, field
+
+from msattn.trainer.config.select import SCORES
+from msattn.trainer.config.values import one_of, require
+
+TASKS = ("perplexity", "recall", "needle")
+
+
+@dataclass(frozen=True)
+class PerplexityConfig:
+    """``length`` tokens a document chunk, ``num_chunks`` of them, at each of ``sparsities``."""
+
+    length: int = 4096
+    num_chunks: int = 16
+    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
+
+    def __post_init__(self) -> None:
+        for sparsity in self.sparsities:
+            require(0 <= sparsity < 1, "eval.perplexity.sparsities", self.sparsities, "each in [0, 1)")
+        for key in ("length", "num_chunks"):
+            require(getattr(self, key) > 0, f"eval.perplexity.{key}", getattr(self, key), "a positive number")
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """Attention mass read, on ``num_chunks`` chunks of ``length`` tokens: by block selections at ``sparsities``, by routing
+    with ``probes`` buckets at ``num_queries`` decoding queries a chunk."""
+
+    length: int = 4096
+    num_chunks: int = 2
+    num_queries: int = 64
+    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
+    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
+
+    def __post_init__(self) -> None:
+        for key in ("length", "num_chunks", "num_queries"):
+            require(getattr(self, key) > 0, f"eval.recall.{key}", getattr(self, key), "a positive number")
+        for sparsity in self.sparsities:
+            require(0 <= sparsity < 1, "eval.recall.sparsities", self.sparsities, "each in [0, 1)")
+        for probes in self.probes:
+            require(probes >= 0, "eval.recall.probes", self.probes, "each 0 or more buckets")
+
+
+@dataclass(frozen=True)
+class NeedleConfig:
+    """Needles in essays: a ``depths`` x ``lengths`` grid, ``samples`` a cell.
+
+    ``haystack`` is a text file or folder (None: the held-out documents of ``data``); ``needles`` how many are hidden, one
+    is asked for; ``sparsities`` for gates, ``probes`` for routing; ``question`` says whether the question's tokens are read
+    ``dense`` or ``sparse`` when decoding is routed (the answer always is).
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [4096])
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+    samples: int = 8
+    needles: int = 1
+    haystack: str | None = None
+    question: str = "sparse"
+    sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9])
+    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
+
+    def __post_init__(self) -> None:
+        one_of("eval.needle.question", self.question, ("dense", "sparse"))
+        for key in ("samples", "needles"):
+            require(getattr(self, key) > 0, f"eval.needle.{key}", getattr(self, key), "a positive number")
+        for key in ("lengths", "depths"):
+            require(bool(getattr(self, key)), f"eval.needle.{key}", getattr(self, key), "one or more")
+        for length in self.lengths:
+            require(length > 0, "eval.needle.lengths", self.lengths, "each a positive number of tokens")
+        for depth in self.depths:
+            require(0 <= depth <= 1, "eval.needle.depths", self.depths, "each in [0, 1]")
+        for sparsity in self.sparsities:
+            require(0 <= sparsity < 1, "eval.needle.sparsities", self.sparsities, "each in [0, 1)")
+        for probes in self.probes:
+            require(probes >= 0, "eval.needle.probes", self.probes, "each 0 or more buckets")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """``tasks`` to run, each with its own section; ``baselines``: block scores that stand beside the gate's."""
+
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    baselines: list[str] = field(default_factory=lambda: [s for s in SCORES if s != "gate"])
+    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
+    needle: NeedleConfig = field(default_factory=NeedleConfig)
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            one_of("eval.tasks", task, TASKS)
+        for baseline in self.baselines:
+            one_of("eval.baselines", baseline, SCORES[1:])

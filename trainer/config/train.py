@@ -1,0 +1,171 @@
+"""How the small parts are made: gates, k-means, query classifiers, and the optimizer's run."""
+
+import math
+from dataclasses import dataclass, field
+
+from msattn.trainer.config.values import one_of, power_of_two, require
+
+POOLINGS = ("avg", "max", "min")
+LOSSES = ("mse", "kl", "smooth_l1")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run of the shared loop.
+
+    Attributes
+    ----------
+    lr : peak learning rate.
+    steps : optimizer steps.
+    batch_size : chunks (or query batches) an optimizer step, over all processes.
+    micro_batch_size : chunks that pass through the model at once on one device.
+    schedule : a name of ``transformers.SchedulerType``, e.g. ``cosine``, ``linear``, ``constant``.
+    warmup_steps, weight_decay, max_grad_norm : as usual; ``max_grad_norm=0`` does not clip.
+    beta2 : decay of Adam's second moment.
+    log_every, eval_every, save_every : optimizer steps between log lines, health checks (0: none) and checkpoints.
+    num_workers : processes that prepare batches.
+    compile : run the trained module through ``torch.compile``.
+    """
+
+    lr: float
+    steps: int
+    batch_size: int = 1
+    micro_batch_size: int = 1
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    beta2: float = 0.999
+    log_every: int = 10
+    eval_every: int = 0
+    save_every: int = 100
+    num_workers: int = 0
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "steps", "batch_size", "micro_batch_size", "log_every", "save_every"):
+            ok = 0 < getattr(self, key) < math.inf
+            require(ok, f"train.{key}", getattr(self, key), "a positive number")
+        for key in ("warmup_steps", "weight_decay", "max_grad_norm", "eval_every", "num_workers"):
+            require(0 <= getattr(self, key) < math.inf, f"train.{key}", getattr(self, key), "0 or more")
+        require(0 <= self.beta2 < 1, "train.beta2", self.beta2, "in [0, 1)")
+        require(
+            self.batch_size % self.micro_batch_size == 0,
+            "train.batch_size",
+            self.batch_size,
+            f"a multiple of train.micro_batch_size={self.micro_batch_size}",
+        )
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Where figures go besides ``metrics.jsonl``: ``wandb`` (offline when there is no key) or ``none``."""
+
+    kind: str = "wandb"
+    project: str = "msattn"
+
+    def __post_init__(self) -> None:
+        one_of("tracker.kind", self.kind, ("wandb", "none"))
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """SeerAttention's AttnGate.
+
+    Attributes
+    ----------
+    block_size : tokens a block (a power of two, 16 to 128).
+    q_pool, k_pool : poolings that are concatenated, of avg, max, min.
+    hidden : width of the gate's projections; None takes the head size.
+    heads : ``query`` (one gate a query head) or ``kv``.
+    rope : whether the gate rotates its pooled queries and keys at the blocks' starts.
+    loss : ``mse``, ``kl`` or ``smooth_l1``.
+    skip_rows : first row blocks that do not count in the loss.
+    """
+
+    block_size: int = 64
+    q_pool: list[str] = field(default_factory=lambda: ["avg"])
+    k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
+    hidden: int | None = None
+    heads: str = "query"
+    rope: bool = True
+    loss: str = "mse"
+    skip_rows: int = 0
+
+    def __post_init__(self) -> None:
+        ok = power_of_two(self.block_size) and 16 <= self.block_size <= 128
+        require(ok, "gate.block_size", self.block_size, "a power of two from 16 to 128")
+        for key, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
+            require(
+                bool(pools) and len(set(pools)) == len(pools),
+                key,
+                pools,
+                f"one or more of {', '.join(POOLINGS)}, each once",
+            )
+            for pool in pools:
+                one_of(key, pool, POOLINGS)
+        one_of("gate.heads", self.heads, ("query", "kv"))
+        one_of("gate.loss", self.loss, LOSSES)
+        require(
+            self.hidden is None or (self.hidden > 0 and self.hidden % 2 == 0),
+            "gate.hidden",
+            self.hidden,
+            "null or even",
+        )
+        require(self.skip_rows >= 0, "gate.skip_rows", self.skip_rows, "0 or more")
+
+
+@dataclass(frozen=True)
+class KMeansConfig:
+    """Spherical k-means on keys.
+
+    Attributes
+    ----------
+    num_buckets : buckets a key/value head.
+    iterations : Lloyd iterations.
+    num_prompts : chunks of ``data.seq_len`` tokens whose keys are clustered.
+    normalize_keys : keys to unit length before clustering.
+    rope : cluster keys after RoPE (the untrained baseline of seed 004) instead of before.
+    """
+
+    num_buckets: int = 1024
+    iterations: int = 10
+    num_prompts: int = 8
+    normalize_keys: bool = False
+    rope: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("num_buckets", "iterations", "num_prompts"):
+            require(getattr(self, key) > 0, f"kmeans.{key}", getattr(self, key), "a positive number")
+
+
+@dataclass(frozen=True)
+class QModelConfig:
+    """SAAP's query classifier.
+
+    Attributes
+    ----------
+    hidden : width of the hidden layer.
+    heads : ``kv`` (one classifier a key/value head) or ``query``.
+    num_prompts : chunks whose queries and targets are cached.
+    queries_per_prompt : long-range queries kept a prompt and query head.
+    long_range : a query counts when its top key is more than so many tokens away.
+    causal : whether targets leave out keys after the query (the paper trains without).
+    min_distance : targets count only keys farther than so many tokens (None: all keys).
+    batch_queries : queries an optimizer step, a head.
+    """
+
+    hidden: int = 1024
+    heads: str = "kv"
+    num_prompts: int = 48
+    queries_per_prompt: int = 1000
+    long_range: int = 1024
+    causal: bool = False
+    min_distance: int | None = None
+    batch_queries: int = 1000
+
+    def __post_init__(self) -> None:
+        for key in ("hidden", "num_prompts", "queries_per_prompt", "batch_queries"):
+            require(getattr(self, key) > 0, f"qmodel.{key}", getattr(self, key), "a positive number")
+        require(self.long_range >= 0, "qmodel.long_range", self.long_range, "0 or more tokens")
+        one_of("qmodel.heads", self.heads, ("query", "kv"))

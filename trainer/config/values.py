@@ -1,0 +1,23 @@
+"""Refusals that name the key, its value and what is accepted."""
+
+import difflib
+
+from msattn.trainer.errors import UserError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def require(condition: bool, key: str, value: object, accepted: str) -> None:
+    if not condition:
+        raise UserError(f"{key}={value}: {accepted}")
+
+
+def one_of(key: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        near = difflib.get_close_matches(value, accepted, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"{key}={value}: accepted are {', '.join(accepted)}{hint}")
+
+
+def power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
