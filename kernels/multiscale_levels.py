@@ -197,7 +197,7 @@ def _pool_kernel(
         total = tl.sum(tl.reshape(total, [KEYS >> level, 2, COLS]), 1)
         group = tl.program_id(0) * (KEYS >> level) + tl.arange(0, KEYS >> level)
         size = tl.maximum(group_size(group << level, level, keys), 1)
-        # Rounded as IEEE says: means of 16-bit numbers often lie half way between two, where a last bit decides.
+        # Rounded as IEEE says: means of 16-bit numbers often lie half way between two, where a last bit would decide.
         mean = tl.div_rn(total, tl.broadcast_to(size.to(tl.float32)[:, None], total.shape))
         row = (first_tile(level, col_blocks) * BLOCK + group).to(tl.int64)
         exists = (group < tl.cdiv(col_blocks, 1 << level) * BLOCK)[:, None] & (d < HEAD)[None, :]
