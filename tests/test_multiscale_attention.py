@@ -361,7 +361,7 @@ def test_cuda_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("long", ["keys", "queries"])
-def test_more_than_2_to_the_31_elements(long: str) -> None:
+def test_offsets_beyond_32_bits(long: str) -> None:
     """The last tokens of tensors that 32-bit offsets do not reach give what they give alone; up to 50 GB."""
     tokens, tail, head_size = 2**24 + 192, 192, 128
     num_queries, num_keys = (tail, tokens) if long == "keys" else (tokens, tail)
