@@ -15,17 +15,13 @@ from msattn.kernels import conv_terms, reference, summed_attention
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.testing import (
     Case,
-    Rounding,
-    assert_sum_within_budget,
-    assert_within_budget,
     dense_attention,
-    gradient_rounding,
-    largest_term,
     random_qkv,
     starts,
     visible,
 )
 from msattn.kernels.types import Backend
+from tests import mixed_scores
 
 BACKENDS: list[Backend] = ["torch", "triton"]
 HALF, FULL = torch.float16, torch.float32
@@ -71,45 +67,15 @@ def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: 
     return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
-def roundings(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor) -> dict[str, Rounding]:
-    """As of plain attention, but that a score is a weighted sum of scores, and rounds as much more."""
-    scale, one = q.shape[3] ** -0.5, weight.new_ones(1)
-    mixed = weight.abs().sum((1, 2)).max().item()
-    plain = dict(zip(("dq", "dk", "dv"), gradient_rounding(q, k, v, dout, scale), strict=True))
-    largest_dscore, largest_score = largest_term(dout, v, one, 1.0), largest_term(q, k, one, scale)
-    return {
-        **{name: Rounding(mixed * rounding.term, rounding.count) for name, rounding in plain.items()},
-        "out": Rounding(mixed * v.abs().max().item(), 1),
-        "dweight": Rounding(largest_dscore * largest_score, 1),
-    }
-
-
 def random_weight(heads: int, size: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
     """Kernels whose results are of the size of a score."""
     return (torch.randn(heads, *size) / (size[0] * size[1]) ** 0.5).to(device, dtype)
 
 
-def options(case: Case, device: str) -> dict[str, Any]:
-    return {"causal": case.causal, "kv_start": starts(case.padding, device)}
-
-
 def check(case: Case, size: tuple[int, int], backend: Backend, device: str) -> None:
-    """Output and gradients; those of queries that see nothing are exactly 0."""
-    inputs = [x.requires_grad_() for x in (*case.qkv(device), random_weight(case.q_heads, size, case.dtype, device))]
-    q, k, v, weight = inputs
-    out = conv_attention(q, k, v, weight, **options(case, device), backend=backend)
-    dout = torch.randn_like(out)
-    got = out.detach(), *torch.autograd.grad(out, inputs, dout)
-    seen = case.visible(device)
-    wanted, eager = (with_gradients(inputs, seen, dout, dtype) for dtype in (torch.float64, case.dtype))
-    rounding = roundings(q.detach(), k.detach(), v.detach(), weight.detach(), dout)
-    for name, x, x_exact, x_eager in zip(("out", "dq", "dk", "dv", "dweight"), got, wanted, eager, strict=True):
-        assert x.dtype == case.dtype
-        within_budget = assert_sum_within_budget if name == "dweight" else assert_within_budget
-        within_budget(name, x, x_exact, x_eager, **rounding[name]._asdict())
-    empty = ~seen.any(-1).expand(out.shape[:3])
-    assert (got[0][empty] == 0).all()
-    assert (got[1][empty] == 0).all()
+    weight = random_weight(case.q_heads, size, case.dtype, device)
+    mixed = weight.abs().sum((1, 2)).max().item()
+    mixed_scores.assert_agrees(conv_attention, with_gradients, case, weight, mixed, backend, device)
 
 
 CASES = [
@@ -166,40 +132,18 @@ def test_full_length() -> None:
 def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads one after the other and rows a few at a time, as when the scratch is too small for all."""
     q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
-    inputs = [x.requires_grad_() for x in (q, k, v, random_weight(2, (2, 2), HALF, device))]
-    dout = torch.randn_like(q)
-
-    def results() -> list[Tensor]:
-        out = conv_attention(inputs[0], inputs[1], inputs[2], inputs[3], backend=backend)
-        return [out, *torch.autograd.grad(out, inputs, dout)]
-
-    whole = results()
+    inputs, dout = (q, k, v, random_weight(2, (2, 2), HALF, device)), torch.randn_like(q)
+    whole = mixed_scores.results(conv_attention, inputs, dout, backend)
     monkeypatch.setattr(summed_attention, "SCRATCH", 1)
     monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
-    for x, y in zip(results(), whole, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(mixed_scores.results(conv_attention, inputs, dout, backend), whole)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
-    """Whatever the padding holds, rows of a padded batch and all gradients are those of the sequence alone."""
-    inputs = [*random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (3, 4), FULL, device)]
-    dout = torch.randn_like(inputs[0])
-    pad = 21
-
-    def run(inputs: Sequence[Tensor], dout: Tensor, kv_start: Tensor | None) -> tuple[Tensor, ...]:
-        q, k, v, weight = leaves = [x.detach().requires_grad_() for x in inputs]
-        out = conv_attention(q, k, v, weight, causal=causal, kv_start=kv_start, backend=backend)
-        return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-    alone = run(inputs, dout, None)
-    wide = [torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in inputs[:3]]
-    got = run([*wide, inputs[3]], torch.nn.functional.pad(dout, (0, 0, pad, 0), value=1.0), starts([pad], device))
-    for x, y in zip(got[:4], alone[:4], strict=True):
-        assert (x[:, :, :pad] == 0).all()
-        torch.testing.assert_close(x[:, :, pad:], y)
-    torch.testing.assert_close(got[4], alone[4])
+    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (3, 4), FULL, device)
+    mixed_scores.assert_padding_equals_unpadded(conv_attention, inputs, causal=causal, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -274,15 +218,8 @@ def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 2, 1, 20, head_size=16, device=device)
-    inputs = [x.requires_grad_() for x in (q, k, v, random_weight(2, (2, 2), FULL, device))]
-    torch.library.opcheck(module._operator, (*inputs, starts([3], device), True, 0.1, backend))
-    compiled = torch.compile(conv_attention, fullgraph=True)
-    results = []
-    for f in (compiled, conv_attention):
-        out = f(*inputs, backend=backend)
-        results.append((out, *torch.autograd.grad(out.sum(), inputs)))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (2, 2), FULL, device)
+    mixed_scores.assert_operator(module, conv_attention, inputs, backend)
 
 
 @pytest.mark.parametrize(
@@ -313,36 +250,13 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, dout = gpu_step(1000, dtype)
     monkeypatch.setattr(summed_attention, "SCRATCH", 2**20)
-    leaves = [x.requires_grad_() for x in inputs]
-    runs = []
-    for _ in range(3):
-        out = conv_attention(leaves[0], leaves[1], leaves[2], leaves[3])
-        runs.append((out, *torch.autograd.grad(out, leaves, dout)))
-    for run in runs[1:]:
-        torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
+    mixed_scores.assert_same_bits(conv_attention, *gpu_step(1000, dtype))
 
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    inputs, dout = gpu_step(300, torch.bfloat16)
-    kv_start = torch.tensor([7], dtype=torch.int32, device="cuda")
-
-    def step() -> list[Tensor]:
-        out, lse = module._operator(*inputs, kv_start, True, 0.1, "triton")
-        dlse = torch.zeros_like(lse)
-        return [out, *module._backward_operator(dout, dlse, *inputs, out, lse, kv_start, True, 0.1, "triton")]
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    kv_start.fill_(60)
-    for x in inputs:
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    torch.testing.assert_close(got, step(), rtol=0, atol=0)
+    mixed_scores.assert_cuda_graph(module, *gpu_step(300, torch.bfloat16))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,125 @@
+"""What the tests of conv_attention and head_mix_attention check alike: attention over mixed scores, whose weight is trained."""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.testing import (
+    Case,
+    Rounding,
+    assert_sum_within_budget,
+    assert_within_budget,
+    gradient_rounding,
+    largest_term,
+    starts,
+)
+from msattn.kernels.types import Backend
+
+Operation = Callable[..., Tensor]
+RESULTS = ("out", "dq", "dk", "dv", "dweight")
+
+
+def roundings(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor, mixed: float) -> dict[str, Rounding]:
+    """As of plain attention, but that a score is a sum of scores with weights of ``mixed`` in all, and rounds as much more."""
+    scale, one = q.shape[3] ** -0.5, weight.new_ones(1)
+    plain = dict(zip(("dq", "dk", "dv"), gradient_rounding(q, k, v, dout, scale), strict=True))
+    largest_dscore, largest_score = largest_term(dout, v, one, 1.0), largest_term(q, k, one, scale)
+    return {
+        **{name: Rounding(mixed * rounding.term, rounding.count) for name, rounding in plain.items()},
+        "out": Rounding(mixed * v.abs().max().item(), 1),
+        "dweight": Rounding(largest_dscore * largest_score, 1),
+    }
+
+
+def assert_agrees(
+    operation: Operation,
+    definition: Callable[[Sequence[Tensor], Tensor, Tensor, torch.dtype], tuple[Tensor, ...]],
+    case: Case,
+    weight: Tensor,
+    mixed: float,
+    backend: Backend,
+    device: str,
+) -> None:
+    """Output and gradients against ``definition`` in fp64; those of queries that see nothing are exactly 0."""
+    inputs = [x.requires_grad_() for x in (*case.qkv(device), weight)]
+    out = operation(*inputs, causal=case.causal, kv_start=starts(case.padding, device), backend=backend)
+    dout = torch.randn_like(out)
+    got = out.detach(), *torch.autograd.grad(out, inputs, dout)
+    seen = case.visible(device)
+    wanted, eager = (definition(inputs, seen, dout, dtype) for dtype in (torch.float64, case.dtype))
+    q, k, v, weight = (x.detach() for x in inputs)
+    rounding = roundings(q, k, v, weight, dout, mixed)
+    for name, x, x_exact, x_eager in zip(RESULTS, got, wanted, eager, strict=True):
+        assert x.dtype == case.dtype
+        within_budget = assert_sum_within_budget if name == "dweight" else assert_within_budget
+        within_budget(name, x, x_exact, x_eager, **rounding[name]._asdict())
+    empty = ~seen.any(-1).expand(out.shape[:3])
+    assert (got[0][empty] == 0).all()
+    assert (got[1][empty] == 0).all()
+
+
+def assert_padding_equals_unpadded(
+    operation: Operation, inputs: Sequence[Tensor], *, causal: bool, backend: Backend, tolerance: float | None = None
+) -> None:
+    """Whatever the padding holds, rows of a padded batch and all gradients are those of the sequence alone."""
+    dout = torch.randn_like(inputs[0])
+    pad = 21
+
+    def run(inputs: Sequence[Tensor], dout: Tensor, kv_start: Tensor | None) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = operation(*leaves, causal=causal, kv_start=kv_start, backend=backend)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    alone = run(inputs, dout, None)
+    wide = [torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in inputs[:3]]
+    wide_dout = torch.nn.functional.pad(dout, (0, 0, pad, 0), value=1.0)
+    got = run([*wide, inputs[3]], wide_dout, starts([pad], dout.device))
+    for x, y in zip(got[:4], alone[:4], strict=True):
+        assert (x[:, :, :pad] == 0).all()
+        torch.testing.assert_close(x[:, :, pad:], y, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got[4], alone[4], rtol=tolerance, atol=tolerance)
+
+
+def results(operation: Operation, inputs: Sequence[Tensor], dout: Tensor, backend: Backend | None = None) -> list[Tensor]:
+    """Output and gradients."""
+    leaves = [x.requires_grad_() for x in inputs]
+    out = operation(*leaves, backend=backend)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_same_bits(operation: Operation, inputs: Sequence[Tensor], dout: Tensor) -> None:
+    """Three runs give the same output and gradients."""
+    first = results(operation, inputs, dout)
+    for _ in range(2):
+        torch.testing.assert_close(results(operation, inputs, dout), first, rtol=0, atol=0)
+
+
+def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[Tensor], backend: Backend) -> None:
+    """A whole custom operator, which compiled code calls as eager code does."""
+    leaves = [x.requires_grad_() for x in inputs]
+    torch.library.opcheck(module._operator, (*leaves, starts([3], leaves[0].device), True, 0.1, backend))
+    dout = torch.ones_like(inputs[0])
+    compiled = torch.compile(operation, fullgraph=True)
+    torch.testing.assert_close(*(results(f, leaves, dout, backend) for f in (compiled, operation)), rtol=0, atol=0)
+
+
+def assert_cuda_graph(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor) -> None:
+    """Captured once, forward and backward follow new inputs and new padding."""
+    kv_start = torch.tensor([7], dtype=torch.int32, device="cuda")
+
+    def step() -> list[Tensor]:
+        out, lse = module._operator(*inputs, kv_start, True, 0.1, "triton")
+        dlse = torch.zeros_like(lse)
+        return [out, *module._backward_operator(dout, dlse, *inputs, out, lse, kv_start, True, 0.1, "triton")]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    kv_start.fill_(60)
+    for x in inputs:
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(got, step(), rtol=0, atol=0)
