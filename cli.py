@@ -1,13 +1,15 @@
 """The ``msattn`` command: each subcommand composes a configuration and hands it to one job.
 
-Exit codes: 0 done, 1 a fault, 2 a user's mistake (one line on stderr), 130 interrupted.
+Exit codes: 0 done, 1 a fault, 2 what a user can mend (one line on stderr), 130 interrupted, 143 terminated.
 """
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -57,12 +59,20 @@ app = typer.Typer(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C ends with the job's own last word, e.g. where its checkpoint lies."""
+    """Ctrl-C and SIGTERM end with the job's own last word, e.g. where its checkpoint lies."""
+    from msattn.trainer.errors import Terminated, say
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    usual = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except KeyboardInterrupt as stop:
-        print(f"msattn: interrupted{f': {stop}' if stop.args else ''}", file=sys.stderr)
-        raise typer.Exit(130) from stop
+        say(f"interrupted{f': {stop}' if stop.args else ''}")
+        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from stop
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _run(
@@ -95,6 +105,12 @@ def train_qmodel(
 ) -> None:
     """Train query classifiers: which buckets each query needs."""
     _run("train-qmodel", overrides, config_dir, cfg, multirun)
+
+
+@app.command("finetune", cls=Composed)
+def finetune(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
+    """Train a whole model on long text, through the sparse attention of its gates or densely."""
+    _run("finetune", overrides, config_dir, cfg, multirun)
 
 
 @app.command("eval", cls=Composed)
@@ -144,16 +160,16 @@ def doctor() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run ``msattn`` on ``arguments`` (default: those of the process) and exit."""
-    from msattn.trainer.errors import CheckFailed, UserError
+    from msattn.trainer.errors import Fault, UserError, leave, say
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments or ["--help"], prog_name="msattn", standalone_mode=False)
     except (UserError, typer.TyperException) as error:
         message = str(error) if isinstance(error, UserError) else error.format_message()
-        print(f"msattn: {' '.join(message.split())}", file=sys.stderr)
-        sys.exit(2)
-    except CheckFailed as error:
-        print(f"msattn: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(code if isinstance(code, int) else 0)
+        say(" ".join(message.split()))
+        leave(2)
+    except Fault as error:
+        say(" ".join(str(error).split()))
+        leave(1)
+    leave(code if isinstance(code, int) else 0)

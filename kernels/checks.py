@@ -220,6 +220,38 @@ def check_bucket_mass(
         raise ValueError(f"min_distance={min_distance!r}: expected a number of tokens, 0 or more")
 
 
+def check_nearest_centroid(k: Tensor, centroids: Tensor) -> None:
+    """``k [B, H, M, D]`` and ``centroids [H, C, D]``, fp32 (fp64 with fp64 keys), on one device; else ValueError."""
+    _check_keys(k)
+    shape = tuple(centroids.shape)
+    if len(shape) != 3 or shape[0] != k.shape[1] or shape[1] < 1 or shape[2] != k.shape[3]:
+        raise ValueError(f"centroids.shape={shape}: expected [{k.shape[1]}, C, {k.shape[3]}], as k's heads and head size")
+    if centroids.dtype != statistics_dtype(k):
+        raise ValueError(f"centroids.dtype={centroids.dtype}: expected {statistics_dtype(k)} for k of {k.dtype}")
+    if centroids.device != k.device:
+        raise ValueError(f"centroids.device={centroids.device}: expected k's device, {k.device}")
+
+
+def check_bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> None:
+    """``k [B, H, M, D]`` and ``buckets`` int32 ``[B, H, M]`` on one device; else ValueError."""
+    _check_keys(k)
+    if buckets.dtype != torch.int32 or buckets.shape != k.shape[:3]:
+        raise ValueError(f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int32 {tuple(k.shape[:3])}")
+    if buckets.device != k.device:
+        raise ValueError(f"buckets.device={buckets.device}: expected k's device, {k.device}")
+    if num_buckets < 1:
+        raise ValueError(f"num_buckets={num_buckets!r}: expected 1 or more")
+
+
+def _check_keys(k: Tensor) -> None:
+    if k.dim() != 4 or min(k.shape) < 1:
+        raise ValueError(f"k.shape={tuple(k.shape)}: expected [batch, heads, keys, head size], each at least 1")
+    if k.dtype not in (*FLOATS, torch.float64):
+        raise ValueError(f"k.dtype={k.dtype}: expected a floating dtype of 16 bits or more")
+    if k.shape[3] % 8 or k.shape[3] > MAX_HEAD_SIZE:
+        raise ValueError(f"head size {k.shape[3]}: expected a multiple of 8 up to {MAX_HEAD_SIZE}")
+
+
 def check_flash_decode(
     q: Tensor,
     k: Tensor,

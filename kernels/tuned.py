@@ -78,6 +78,18 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("summed_attention_products", 128, 80): Tile(128, 64, 4, 3),
     ("summed_attention_products", 256, 80): Tile(128, 64, 8, 3),
     ("summed_attention_products", 512, 80): Tile(64, 64, 8, 2),
+    ("nearest_centroid", 128, 90): Tile(128, 128, 8, 3),  # rows: keys, keys: centroids
+    ("nearest_centroid", 256, 90): Tile(128, 128, 8, 2),
+    ("nearest_centroid", 512, 90): Tile(128, 64, 8, 2),
+    ("nearest_centroid", 128, 80): Tile(128, 128, 8, 2),
+    ("nearest_centroid", 256, 80): Tile(128, 64, 8, 2),
+    ("nearest_centroid", 512, 80): Tile(64, 32, 4, 2),
+    ("bucket_sums", 128, 90): Tile(128, 32, 8, 4, 2),  # rows: buckets, keys: keys
+    ("bucket_sums", 256, 90): Tile(128, 32, 8, 4, 2),
+    ("bucket_sums", 512, 90): Tile(128, 32, 8, 4),
+    ("bucket_sums", 128, 80): Tile(128, 32, 8, 3, 2),
+    ("bucket_sums", 256, 80): Tile(128, 32, 8, 3, 2),
+    ("bucket_sums", 512, 80): Tile(64, 32, 8, 3),
 }
 FULL_PRECISION = {
     "maxpool_attention": Tile(128, 16, 8, 1),
@@ -90,6 +102,8 @@ FULL_PRECISION = {
     "summed_attention": Tile(64, 16, 8, 1),
     "summed_attention_scores": Tile(64, 16, 8, 1),
     "summed_attention_products": Tile(64, 16, 8, 1),
+    "nearest_centroid": Tile(64, 32, 8, 2),
+    "bucket_sums": Tile(64, 32, 8, 2, 2),
 }
 
 

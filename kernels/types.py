@@ -40,6 +40,20 @@ class BucketMass(NamedTuple):
     top_key: Tensor
 
 
+class NearestCentroid(NamedTuple):
+    """The centroid nearest to each key: ``buckets [B, H, M]`` int32, its number; ``products [B, H, M]`` fp32, their product."""
+
+    buckets: Tensor
+    products: Tensor
+
+
+class BucketSums(NamedTuple):
+    """The keys of each bucket added up: ``sums [B, H, C, D]`` fp32, ``counts [B, H, C]`` int32."""
+
+    sums: Tensor
+    counts: Tensor
+
+
 class BucketIndex(NamedTuple):
     """Which keys each bucket holds: the keys of bucket c are ``order[..., offsets[..., c] : offsets[..., c + 1]]``.
 

@@ -2,7 +2,7 @@
 
 import csv
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,8 +214,8 @@ def test_the_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) ->
     assert "CPU times say nothing of GPUs" in out
     assert "cudnn at 96 keys, absent: PyTorch has it for GPUs alone" in out
     folder = tmp_path / "outputs/bench/block_sparse_attention"
-    assert (folder / "forward.png").stat().st_size > 10_000
-    rows = read(folder / "forward.csv")
+    assert (folder / "forward-cpu.png").stat().st_size > 10_000
+    rows = read(folder / "forward-cpu.csv")
     assert {row["length"] for row in rows} == {"96", "192"}
     assert {row["variant"] for row in rows} == {"flash", "cudnn", "eager", "msattn"}
     own = [row for row in rows if row["variant"] == "msattn"]
@@ -231,8 +231,28 @@ def test_results_of_each_direction_stand_side_by_side(msattn: Run, tmp_path: Pat
         assert msattn(*TINY, "bench.peers=[]", f"bench.direction={direction}")[0] == 0
     folder = tmp_path / "outputs/bench/block_sparse_attention"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "backward.csv", "backward.png", "forward.csv", "forward.png", "runs",
+        "backward-cpu.csv", "backward-cpu.png", "forward-cpu.csv", "forward-cpu.png", "runs",
     ]  # fmt: skip
+
+
+def test_an_interrupted_run_keeps_its_rows_and_the_results_before(
+    msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert msattn(*TINY, "bench.peers=[]")[0] == 0
+    folder = tmp_path / "outputs/bench/block_sparse_attention"
+    before = (folder / "forward-cpu.csv").read_bytes()
+    measure = bench.measure
+
+    def interrupted(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.Row]:
+        yield next(measure(operation, shape, options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    code, _, err = msattn(*TINY, "bench.peers=[]")
+    partial = "outputs/bench/block_sparse_attention/forward-cpu.partial.csv"
+    assert (code, err) == (130, f"msattn: interrupted: 1 rows are in {partial}\n")
+    assert len(read(tmp_path / partial)) == 1
+    assert (folder / "forward-cpu.csv").read_bytes() == before
 
 
 def test_a_wrong_kernel_is_refused(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +289,7 @@ def test_a_sweep_of_operations_says_which_one_failed(msattn: Run, tmp_path: Path
     code, _, err = msattn(*TINY, "-m", "op=maxpool_attention,merge_states", "bench.peers=[]")
     assert code == 1
     assert err.startswith("msattn: job 1: merge_states disagrees")
-    assert (tmp_path / "outputs/bench/maxpool_attention/forward.csv").exists()
+    assert (tmp_path / "outputs/bench/maxpool_attention/forward-cpu.csv").exists()
 
 
 @pytest.mark.parametrize(

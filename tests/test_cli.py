@@ -13,7 +13,7 @@ from msattn import cli
 from msattn.trainer import compose
 from msattn.trainer.errors import UserError
 
-COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "eval", "generate", "bench", "demo", "doctor")
+COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "eval", "generate", "bench", "demo", "doctor")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
 
@@ -95,7 +95,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
     [
         ("trian-gate", "No such command 'trian-gate'. Did you mean 'train-gate'?"),
         ("train-gate modle=llama3", "unknown key modle (did you mean model?)"),
-        ("train-gate model=lama3", "model=lama3: accepted are llama3"),
+        ("train-gate model=lama3", "model=lama3: accepted are lab, llama3"),
         ("train-gate train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
         ("train-gate +gate.hiden=3", "unknown key gate.hiden (did you mean gate.hidden?)"),
         ("train-gate ~train.stepz", "unknown key train.stepz"),

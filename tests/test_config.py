@@ -104,7 +104,8 @@ def test_every_option_composes(group: str) -> None:
     command = {"kmeans": "fit-kmeans", "qmodel": "train-qmodel", "eval": "eval", "bench": "bench"}.get(group, "train-gate")
     for option in options(group):
         path = ["data.path=some/file.txt"] if option in ("text", "hub") else []
-        assert compose(command, [f"{group}={option}", *path])
+        whole = ["select.sparsity=0"] if option in ("finetune", "scratch") else []
+        assert compose("finetune" if whole else command, [f"{group}={option}", *path, *whole])
 
 
 @pytest.mark.parametrize("command", WITH_A_MODEL)
@@ -193,4 +194,9 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
 
 
 def test_what_serves_keeps_its_name_in_a_sweep() -> None:
-    assert [name for name, command in COMMANDS.items() if command.trains] == ["train-gate", "fit-kmeans", "train-qmodel"]
+    assert [name for name, command in COMMANDS.items() if command.trains] == [
+        "train-gate",
+        "fit-kmeans",
+        "train-qmodel",
+        "finetune",
+    ]

@@ -29,9 +29,12 @@ LEVELS = {  # a module imports from its own level or below; the longest matching
     "trainer.embedded": 3,
     "trainer.embedded.tasks": 1,  # the wording of needles: text, below data
     "trainer.seer": 3,
+    "trainer.seer.cost": 6,  # a command of its own
     "trainer.saap": 3,
     "trainer.mta": 3,
     "trainer.attach": 4,
+    "trainer.tuner": 4,
+    "trainer.finetune": 5,
     "trainer.evaluate": 5,
     "trainer.generate": 5,
     "trainer.doctor": 5,
@@ -50,6 +53,7 @@ OPERATIONS = {
     "flash_decode",
     "bucket_decode",
     "bucket_mass",
+    "nearest_centroid",
     "merge_states",
 }
 INSTALLS_AS = {"faiss-cpu": "faiss", "hydra-core": "hydra", "huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}

@@ -99,6 +99,16 @@ def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
         backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
 
 
+def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import nearest_centroid as op
+
+    k, buckets = torch.zeros(1, 2, 200, head_size, dtype=dtype), torch.zeros(1, 2, 200, dtype=torch.int32)
+    for num_buckets in (10, 256):
+        centroids = torch.zeros(2, num_buckets, head_size)
+        op.launch(k, centroids, _tile("nearest_centroid", dtype, head_size, sm))
+        op.launch_sums(k, buckets, num_buckets, _tile("bucket_sums", dtype, head_size, sm))
+
+
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_attention as op
 
@@ -155,6 +165,7 @@ LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
     "maxpool_attention": _maxpool_attention,
     "merge_states": _merge_states,
     "multiscale_attention": _multiscale_attention,
+    "nearest_centroid": _nearest_centroid,
 }
 
 

@@ -1,17 +1,35 @@
-"""Spherical k-means: the batched form against Faiss, and routing by centroids."""
+"""Spherical k-means: the batched form against Faiss, routing by centroids, and the job on one process and on two."""
 
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import faiss
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from msattn.trainer import artifacts
 from msattn.trainer.config import KMeansConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap.kmeans import KMeans, batched_kmeans, faiss_kmeans, fit_points, partition_stats, split_empty
+from msattn.trainer.saap.kmeans import (
+    KMeans,
+    batched_kmeans,
+    collect_keys,
+    faiss_kmeans,
+    fit_points,
+    partition_stats,
+    resolve_engine,
+    split_empty,
+)
+from tests.factory import random_tokens, tiny_model
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def blobs(heads: int = 2, num_points: int = 3000, dim: int = 16, modes: int = 24, seed: int = 0) -> Tensor:
@@ -38,6 +56,16 @@ def test_batched_form_is_as_good_as_faiss(num_buckets: int) -> None:
         torch.testing.assert_close(centroids.norm(dim=-1), torch.ones(4, num_buckets))
     # 1 % of the objective, and each seed ends in another local optimum: the mean over heads is compared
     assert mean_objective(points, ours) == pytest.approx(mean_objective(points, theirs), rel=0.01)
+
+
+@pytest.mark.parametrize("normalize_keys", [False, True])
+def test_keys_in_half_precision_are_as_good(normalize_keys: bool) -> None:
+    points = blobs(heads=4)
+    cfg = KMeansConfig(num_buckets=32, engine="batched", normalize_keys=normalize_keys)
+    full, half = (fit_points(x, cfg, device=CPU, seed=0)[1] for x in (points, points.bfloat16()))
+    for ours, theirs in zip(half, full, strict=True):
+        assert ours["objective"] == pytest.approx(theirs["objective"], rel=0.02)
+        assert normalize_keys == (ours["objective"] <= 1)
 
 
 def test_an_iteration_assigns_by_product_averages_and_normalizes() -> None:
@@ -74,10 +102,13 @@ def test_no_bucket_stays_empty_on_duplicated_points() -> None:
 
 
 def test_stats() -> None:
-    points = torch.tensor([[[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [1.0, 0.0]]])
-    centroids = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]]])
-    (stats,) = partition_stats(points, centroids)
-    assert stats == {"points": 4, "objective": 2.5, "empty_buckets": 1, "imbalance": 3 * (9 + 1) / 16}
+    points = torch.zeros(2, 4, 8)
+    points[0, :, :2] = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
+    points[1, :, 1] = 2.0
+    centroids = torch.eye(8)[None, :3].repeat(2, 1, 1)
+    first, second = partition_stats(points, centroids)
+    assert first == {"points": 4, "objective": 2.5, "empty_buckets": 1, "imbalance": 3 * (9 + 1) / 16}
+    assert second == {"points": 4, "objective": 2.0, "empty_buckets": 2, "imbalance": 3.0}
 
 
 def test_fit_uses_all_points_and_normalizes_when_asked() -> None:
@@ -91,18 +122,145 @@ def test_fit_uses_all_points_and_normalizes_when_asked() -> None:
         fit_points(points[:, :10], KMeansConfig(num_buckets=11), device=CPU, seed=0)
 
 
+def test_what_cannot_be_clustered_is_refused() -> None:
+    points = blobs(heads=1, num_points=50)
+    points[0, 7, 3] = torch.inf
+    for engine in ("batched", "faiss"):
+        with pytest.raises(UserError, match="dtype=float32: some of the model's keys are not finite"):
+            fit_points(points, KMeansConfig(num_buckets=4, engine=engine), device=CPU, seed=0)
+    with pytest.raises(UserError, match=r"kmeans.engine=fais: accepted are auto, batched, faiss \(did you mean faiss\?\)"):
+        KMeansConfig(engine="fais")
+
+
 @pytest.mark.gpu
-def test_fit_on_a_gpu() -> None:
-    points = blobs(heads=8, num_points=20000)
-    _, stats = fit_points(points, KMeansConfig(num_buckets=64), device=torch.device("cuda"), seed=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fit_on_a_gpu(dtype: torch.dtype) -> None:
+    points = blobs(heads=8, num_points=20000).to(dtype)
+    cfg = KMeansConfig(num_buckets=64)
+    centroids, stats = fit_points(points, cfg, device=CUDA, seed=0)
     on_cpu = mean_objective(points, batched_kmeans(points, 64, 10, seed=0))
     assert sum(head["objective"] for head in stats) / 8 == pytest.approx(on_cpu, rel=0.01)
+    assert torch.equal(fit_points(points, cfg, device=CUDA, seed=0)[0], centroids)
 
 
-def test_without_faiss_the_cpu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [resolve_engine("auto", device) for device in (CPU, CUDA)] == ["faiss", "batched"]
+    assert [resolve_engine(engine, CPU) for engine in ("batched", "faiss")] == ["batched", "faiss"]
+    points, done = blobs(heads=3, num_points=200), []
+    for engine, each in (("faiss", faiss_kmeans), ("batched", batched_kmeans)):
+        cfg = KMeansConfig(num_buckets=4, iterations=3, engine=engine)
+        centroids, _ = fit_points(points, cfg, device=CPU, seed=1, advance=done.append)
+        assert torch.equal(centroids, each(points, 4, 3, 1))
+    assert done == [1, 1, 1, 3]
+
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(UserError, match=r"pip install 'msattn\[cpu\]'"):
-        faiss_kmeans(blobs(), 4, 1, 0)
+    assert resolve_engine("auto", CUDA) == "batched"
+    with pytest.raises(UserError, match=r"pip install 'msattn\[cpu\]', or kmeans.engine=batched"):
+        resolve_engine("auto", CPU)
+    with pytest.raises(UserError, match=r"kmeans.engine=faiss .* pip install 'msattn\[cpu\]'"):
+        faiss_kmeans(points, 4, 1, 0)
+
+
+def test_faiss_is_its_own_kmeans() -> None:
+    """What is put together from its parts, so that a GPU can be named, is what ``faiss.Kmeans`` does."""
+    points = blobs(heads=1, num_points=600)
+    theirs = faiss.Kmeans(16, 8, niter=5, spherical=True, seed=3, min_points_per_centroid=1, max_points_per_centroid=75)
+    theirs.train(points[0].numpy())
+    torch.testing.assert_close(faiss_kmeans(points, 8, 5, 3)[0], torch.from_numpy(theirs.centroids))
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_keys_of_some_layers_in_the_order_of_prompts(rope: bool) -> None:
+    model, prompts = tiny_model(), random_tokens(3, 20)
+    chunks = [{"input_ids": prompt} for prompt in prompts]
+    found = collect_keys(model, chunks, [1], rope=rope)  # pyright: ignore[reportArgumentType]
+    assert list(found) == [1]
+    assert found[1].shape == (2, 3 * 19, 16)
+    for number, chunk in enumerate(chunks):
+        alone = collect_keys(model, [chunk], [0, 1], rope=rope)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(found[1][:, 19 * number : 19 * (number + 1)], alone[1])
+
+
+JOB = """
+import sys, time
+from msattn.trainer.compose import compose
+from msattn.trainer.saap import kmeans
+
+class Slow(kmeans.FinishedParts):
+    def save(self, *inputs):
+        time.sleep(0.3)
+        super().save(*inputs)
+
+if sys.argv[-1] == "slowly":
+    kmeans.FinishedParts = Slow
+    sys.argv.pop()
+kmeans.fit_kmeans(compose("fit-kmeans", sys.argv[1:]))
+"""
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(folder: Path, processes: int, *arguments: str) -> list[str]:
+    """The job on the embedded model, in a process of its own or in several."""
+    script, text = folder / "job.py", folder / "text.txt"
+    script.write_text(JOB)
+    text.write_text(" ".join(f"word {i * i % 997}" for i in range(400)))
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    settings = ["device=cpu", "data=text", f"data.path={text}", "data.seq_len=96", "tracker=none", f"outputs={folder}/outputs"]
+    settings += [f"kmeans.{setting}" for setting in ("engine=batched", "num_buckets=8", "num_prompts=2", "iterations=3")]
+    return [sys.executable, *start, str(script), *settings, *arguments]
+
+
+def run(folder: Path, processes: int, *arguments: str) -> str:
+    """What the job prints; it is not interrupted."""
+    call = command(folder, processes, *arguments)
+    done = subprocess.run(call, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def written(folder: Path) -> artifacts.Artifact:
+    return artifacts.read(folder / "outputs/tiny/base/kmeans")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
+    """What one process makes that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(folder, 1)
+    return written(folder)
+
+
+@pytest.mark.slow
+def test_two_processes_make_what_one_makes(tmp_path: Path, alone: artifacts.Artifact) -> None:
+    assert run(tmp_path, 2).count("k-means of heads") == 1, "one process shows how far it is"
+    manifest = written(tmp_path).manifest
+    assert manifest["content_hash"] == alone.manifest["content_hash"]
+    assert manifest["details"] == alone.manifest["details"]
+    lines = (tmp_path / "outputs/tiny/base/runs/kmeans/metrics.jsonl").read_text()
+    assert lines.count('"step"') == len(manifest["details"]["layers"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_job_goes_on(tmp_path: Path, alone: artifacts.Artifact, processes: int) -> None:
+    """Killed with some layers done: those are whole and kept, and the job ends the same."""
+    parts = tmp_path / "outputs/tiny/base/runs/kmeans/layers"
+    start = command(tmp_path, processes, "slowly")
+    running = psutil.Popen(start, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while not list(parts.glob("*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    victims = [running, *running.children(recursive=True)]
+    for victim in victims:
+        victim.kill()
+    psutil.wait_procs(victims)
+    assert not (tmp_path / "outputs/tiny/base/kmeans").exists()
+    kept = {path.stem: load_file(path)["centroids"].clone() for path in parts.glob("*.safetensors")}
+    assert kept
+    run(tmp_path, processes, "resume=true")
+    assert written(tmp_path).manifest["content_hash"] == alone.manifest["content_hash"]
+    centroids = alone.tensors["centroids"]
+    assert all(torch.equal(part, centroids[int(name.removeprefix("layer_"))]) for name, part in kept.items())
 
 
 @pytest.mark.parametrize("rope", [False, True])

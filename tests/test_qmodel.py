@@ -11,9 +11,9 @@ from msattn.trainer.saap.qmodel import QModel
 LAYERS, KV_HEADS, GROUP, DIM, HIDDEN, BUCKETS = 2, 2, 3, 8, 12, 5
 
 
-def qmodel(per_query_head: bool = False, rope: bool = False) -> QModel:
+def qmodel(per_query_head: bool = False, rope: bool = False, residual: bool = False) -> QModel:
     partition = KMeans(normalize(torch.randn(LAYERS, KV_HEADS, BUCKETS, DIM), dim=-1), [0, 3], rope)
-    made = QModel(partition, KV_HEADS * (GROUP if per_query_head else 1), HIDDEN)
+    made = QModel(partition, KV_HEADS * (GROUP if per_query_head else 1), HIDDEN, residual=residual)
     for parameter in (made.gain, made.shift, made.bias_out):
         nn.init.normal_(parameter)
     return made
@@ -50,9 +50,10 @@ def test_batched_is_one_mlp_a_head_in_training_and_evaluation() -> None:
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
 @torch.no_grad()
-def test_scores_are_summed_probabilities_of_the_group(per_query_head: bool, rope: bool) -> None:
-    router = qmodel(per_query_head, rope)
+def test_scores_are_summed_probabilities_of_the_group(per_query_head: bool, rope: bool, residual: bool) -> None:
+    router = qmodel(per_query_head, rope, residual)
     router.mean.normal_()
     router.variance.uniform_(0.5, 2)
     router.eval()
@@ -83,6 +84,28 @@ def test_folded_weights_follow_training_and_moves() -> None:
     torch.testing.assert_close(half, after, rtol=0, atol=2e-2)  # fp16 products: logits of about 5 are off by 5e-3
     twice = router.double().scores(0, query.double(), query.double())
     torch.testing.assert_close(twice, after, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+@torch.no_grad()
+def test_a_residual_classifier_adds_to_plain_routing(per_query_head: bool) -> None:
+    router = qmodel(per_query_head, residual=True).eval()
+    queries = torch.randn(LAYERS, router.weight_in.shape[1], 7, DIM)
+    corrected = router(queries)
+    router.residual = False
+    heads = torch.arange(router.weight_in.shape[1]) // (GROUP if per_query_head else 1)
+    products = torch.einsum("lhnd,lhcd->lhnc", queries, router.partition.centroids[:, heads])
+    torch.testing.assert_close(corrected, router(queries) + products)
+
+
+def test_first_weights_are_a_layers_own() -> None:
+    centroids = normalize(torch.randn(2, KV_HEADS, BUCKETS, DIM), dim=-1)
+    both, alone = QModel(KMeans(centroids, [1, 3]), 2, 6, seed=5), QModel(KMeans(centroids[1:], [3]), 2, 6, seed=5)
+    assert torch.equal(both.weight_in[1:], alone.weight_in)
+    assert torch.equal(both.weight_out[1:], alone.weight_out)
+    assert not torch.equal(both.weight_in[0], both.weight_in[1])
+    assert not torch.equal(QModel(KMeans(centroids, [1, 3]), 2, 6).weight_in, both.weight_in)
+    assert both.weight_out.abs().max() <= 6**-0.5
 
 
 def test_keys_go_to_the_partitions_buckets() -> None:

@@ -3,6 +3,7 @@
 import builtins
 import getpass
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,46 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line, parse_constant=no_constant) for line in text.splitlines()]
+
+
+def made(folder: Path) -> Path:
+    """What stands for an artifact's folder."""
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"content_hash": "c0ffee"}')
+    return folder
+
+
+def test_what_a_run_made_is_linked(tmp_path: Path) -> None:
+    gate = made(tmp_path / "gate")
+    model = tmp_path / "model"
+    model.mkdir()
+    with start(NONE, tmp_path) as tracker:
+        tracker.artifact(gate)
+        hashes = []
+        for weights in (b"1", b"2"):
+            (model / "model.safetensors").write_bytes(weights)
+            tracker.artifact(model)
+            hashes.append(lines(tmp_path)[-1]["artifact"]["content_hash"])
+    assert lines(tmp_path)[0] == {"artifact": {"kind": "gate", "folder": str(gate), "content_hash": "c0ffee"}}
+    assert hashes[0] != hashes[1]
+
+
+def test_a_full_disk_leaves_figures_out_whole_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with start(NONE, tmp_path) as tracker:
+        tracker.log({"loss": 1.0}, 1)
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, usual[1]))  # room for a part of a line
+        try:
+            tracker.log({"loss": 2.0}, 2)
+            tracker.log({"loss": 3.0}, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        tracker.log({"loss": 4.0}, 4)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 4]
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl: ") == 1
+    assert said.endswith("figures are left out of it\n")
 
 
 @pytest.fixture
@@ -82,6 +123,7 @@ def test_wandb_without_a_key_stays_offline_and_says_how_to_upload(tmp_path: Path
     with start(WANDB, tmp_path) as tracker:
         tracker.log({"loss": 2.5}, 1)
         tracker.summary({"best": 0.5})
+        tracker.artifact(made(tmp_path / "gate"))
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.strip()]
     assert line.startswith("wandb sync ")
     folder = Path(line.removeprefix("wandb sync "))
@@ -97,6 +139,11 @@ class FakeRun:
         self.logged: list[tuple[dict[str, Any], int | None]] = []
         self.summary: dict[str, Any] = {}
         self.finished = False
+        self.name = "name"
+        self.artifacts: list[Any] = []
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append(artifact)
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.logged.append((metrics, step))
@@ -129,14 +176,24 @@ def test_wandb_with_a_key_is_online_and_gets_everything(
         tracker.log({"loss": 2.5}, 1)
         tracker.image("grid", tmp_path / "grid.png")
         tracker.summary({"best": 0.5})
+        tracker.artifact(made(tmp_path / "gate"))
     ((run, options),) = runs
     assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
     assert options["config"] == {"lr": 0.1}
     assert run.logged == [({"loss": 2.5}, 1), ({"grid": f"picture {tmp_path / 'grid.png'}"}, None)]
-    assert run.summary == {"best": 0.5}
+    assert run.summary == {
+        "best": 0.5,
+        "artifact/kind": "gate",
+        "artifact/folder": str(tmp_path / "gate"),
+        "artifact/content_hash": "c0ffee",
+    }
+    (linked,) = run.artifacts
+    assert (linked.type, linked.metadata["content_hash"]) == ("gate", "c0ffee")
+    (reference,) = linked.manifest.entries.values()
+    assert reference.ref == (tmp_path / "gate" / "manifest.json").as_uri()
     assert run.finished
     assert capsys.readouterr().out == ""
-    assert len(lines(tmp_path)) == 2
+    assert len(lines(tmp_path)) == 3
 
 
 def test_the_environment_chooses_the_mode_and_a_failed_run_is_finished(

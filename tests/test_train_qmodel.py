@@ -1,11 +1,18 @@
 """`fit-kmeans` and `train-qmodel`, from text to artifacts, and the pieces between."""
 
+import gc
 import json
-from dataclasses import replace
+import os
+import shutil
+import sys
+import time
+from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -23,9 +30,11 @@ from msattn.trainer.config import (
     TrainQModelConfig,
 )
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap import distill, kmeans
-from msattn.trainer.saap.distill import Distiller, QueryBatches, layer_pairs, routing_recall, train_qmodel
+from msattn.trainer.saap import kmeans, pairs
+from msattn.trainer.saap.distill import groups_of, train_qmodel
+from msattn.trainer.saap.distiller import Distiller, Draws, over_layers, routing_recall, scattered
 from msattn.trainer.saap.kmeans import KMeans, fit_kmeans
+from msattn.trainer.saap.pairs import Pairs, layer_pairs
 from msattn.trainer.saap.parts import FinishedParts
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -54,7 +63,7 @@ def configs(text: Path, outputs: Path) -> tuple[FitKMeansConfig, TrainQModelConf
         "device": "cpu",
     }
     settings = QModelConfig(hidden=16, num_prompts=4, queries_per_prompt=40, long_range=16, batch_queries=64)
-    train = TrainConfig(lr=1e-2, steps=30, log_every=10, save_every=10)
+    train = TrainConfig(lr=1e-2, steps=30, log_every=10, save_every=10, max_grad_norm=0)
     return (
         FitKMeansConfig(kmeans=KMeansConfig(num_buckets=BUCKETS, iterations=4, num_prompts=4), **shared),
         TrainQModelConfig(qmodel=settings, train=train, **shared),
@@ -97,7 +106,11 @@ def test_training_beats_routing_by_centroids(trained: Path) -> None:
         oracle, learnt, untrained = (metrics[f"recall_{name}@{probes}"] for name in ("oracle", "qmodel", "kmeans"))
         assert untrained < learnt <= oracle <= 1
     assert metrics["recall_oracle@8"] == pytest.approx(1, abs=2e-3)  # all buckets; targets are kept in fp16
-    lines = (trained / "toy" / "base" / "runs" / "qmodel" / "metrics.jsonl").read_text().splitlines()
+    assert metrics["loss"] == pytest.approx((metrics["loss/layer 0"] + metrics["loss/layer 1"]) / 2)
+    assert metrics["recall_qmodel@8/layer 1"] <= metrics["recall_oracle@8/layer 1"]
+    assert metrics["cache_seconds_a_kv_head"] > 0
+    assert metrics["training_seconds_a_kv_head"] > 0
+    lines = (trained / "toy" / "base" / "runs" / "qmodel" / "layers_0-1" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
     assert losses[-1] < losses[0]
 
@@ -129,12 +142,75 @@ def test_interrupted_runs_end_the_same(text: Path, trained: Path, tmp_path: Path
     with pytest.raises(UserError, match=r"resume=true: .* made with other settings"):
         fit_kmeans(replace(for_kmeans, seed=1))
     fit_kmeans(for_kmeans)
-    run_until(distill, "prompt_pairs", 2, train_qmodel, for_qmodel)
-    run_until(Distiller, "forward", 25, train_qmodel, for_qmodel)
-    train_qmodel(for_qmodel)
+    run_until(pairs, "prompt_pairs", 2, train_qmodel, for_qmodel)
+    for_qmodel = replace(for_qmodel, qmodel=replace(for_qmodel.qmodel, layers_at_once=1))
+    run_until(Distiller, "forward", 55, train_qmodel, for_qmodel)  # the second layer's
+    run_until(Distiller, "forward", 4, train_qmodel, for_qmodel)  # from its checkpoint at step 20, to 24
+    with monkeypatch.context() as patch:
+        patch.setattr(Distiller, "forward", interrupted_after(10, Distiller.forward))  # no layer begins again
+        train_qmodel(for_qmodel)
+    assert not any(type(each) is Pairs for each in gc.get_objects()), "a group leaves nothing on the device"
     for kind in ("kmeans", "qmodel"):
         ours, theirs = (artifacts.read(root / "toy" / "base" / kind) for root in (tmp_path, trained))
         assert ours.manifest["content_hash"] == theirs.manifest["content_hash"]
+
+
+JOB = """
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from msattn.trainer.saap.distill import train_qmodel
+from tests.test_train_qmodel import configs
+
+cfg = configs(Path(sys.argv[1]), Path(sys.argv[2]))[1]
+train_qmodel(replace(cfg, resume=True, train=replace(cfg.train, save_every=int(sys.argv[3]))))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_make_what_one_makes_and_go_on_when_killed(text: Path, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "toy" / "base"
+    shutil.copytree(trained / "toy" / "base" / "kmeans", folder / "kmeans")
+    (tmp_path / "job.py").write_text(JOB)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def start(save_every: int) -> psutil.Popen:
+        """Two processes, writing what they say to a file."""
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(tmp_path / "job.py"),
+        ]
+        with open(tmp_path / "log", "w") as log:
+            return psutil.Popen([*command, str(text), str(tmp_path), str(save_every)], env=environment, stdout=log, stderr=log)
+
+    def saved() -> list[Path]:
+        return list(folder.glob("runs/qmodel/layers_*/checkpoints/*/complete.json"))
+
+    running = start(save_every=1)
+    deadline = time.monotonic() + 60
+    while not saved() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    family = [running, *running.children(recursive=True)]
+    for process in family:
+        process.kill()
+    psutil.wait_procs(family)
+    assert saved(), (tmp_path / "log").read_text()[-3000:]
+    assert not (folder / "qmodel").exists()
+
+    code, printed = start(save_every=10).wait(timeout=60), (tmp_path / "log").read_text()
+    assert code == 0, printed[-3000:]
+    assert "targets of" not in printed, "the cached pairs are all there"
+    assert printed.count(f"{folder / 'qmodel'}  ") == 1
+    assert [line for line in printed.splitlines() if line.startswith("layers ")] == ["layers 0: 2 classifiers train at once"]
+    shared, alone = (artifacts.read(root / "toy" / "base" / "qmodel").manifest for root in (tmp_path, trained))
+    assert shared["content_hash"] == alone["content_hash"]
+    for name in ("loss/layer 1", "recall_qmodel@4", "recall_oracle@8/layer 1"):
+        assert shared["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5)
+    assert not (folder / "runs" / "qmodel" / "layers").exists()
 
 
 def refused(cfg: TrainQModelConfig, message: str, **qmodel: Any) -> None:
@@ -151,7 +227,12 @@ def test_what_cannot_be_trained_is_refused(text: Path, trained: Path, tmp_path: 
     refused(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
     refused(cfg, "qmodel.long_range=127: no query looks that far back in 4 prompts", long_range=127, causal=True)
     refused(replace(cfg, seed=1), "its weights_hash is")
-    monkeypatch.setattr(distill.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"qmodel.layers_at_once=0: null or a positive number"):
+        replace(cfg.qmodel, layers_at_once=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+        refused(cfg, r"qmodel.num_prompts=4: training one layer takes .* GB of memory, 0.0 GB are free")
+    monkeypatch.setattr(pairs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     refused(cfg, r"qmodel.num_prompts=4: cached queries take up to 0.0 GB .* where 0.0 GB are free", queries_per_prompt=39)
     with pytest.raises(UserError, match=r"kmeans.num_buckets=600: .* at most as many as there are keys, 508"):
         fit_kmeans(replace(for_kmeans, outputs=str(tmp_path), kmeans=replace(for_kmeans.kmeans, num_buckets=600)))
@@ -181,7 +262,8 @@ def test_pairs_are_long_range_queries_and_their_attention(causal: bool, min_dist
     partition = partition_of(x, rope)
     cfg = QModelConfig(queries_per_prompt=20, long_range=12, causal=causal, min_distance=min_distance)
     positions = torch.arange(0, 60, 2, dtype=torch.int32)
-    pairs = layer_pairs(x, partition, cfg, positions, torch.Generator().manual_seed(0))
+    found = layer_pairs(x, partition, cfg, positions, torch.Generator().manual_seed(0))
+    ends = found["counts"].cumsum(0).tolist()
 
     buckets = partition.assign(1, x.k_nope, x.k)[0]
     keys = torch.arange(60)
@@ -197,75 +279,176 @@ def test_pairs_are_long_range_queries_and_their_attention(causal: bool, min_dist
         far = ((distance[keys, top] > 12) & usable)[::2].nonzero().flatten() * 2
         source = (x.q if rope else x.q_nope)[0, head].half()
 
-        count, long_range = int(pairs["counts"][head]), int(pairs["long_range"][head])
+        count, long_range = int(found["counts"][head]), int(found["long_range"][head])
+        rows = slice(ends[head] - count, ends[head])
         assert long_range == min(len(far), 20)
         assert count == min(max(len(far), 16), 20, int(usable[::2].sum()))
-        chosen = [int((source == row).all(-1).nonzero()[0]) for row in pairs["queries"][head, :count]]
+        chosen = [int((source == row).all(-1).nonzero()[0]) for row in found["queries"][rows]]
         assert len(set(chosen)) == count
         assert set(chosen[:long_range]) <= set(far.tolist())
-        torch.testing.assert_close(pairs["targets"][head, :count].double(), mass[chosen], rtol=0, atol=1e-3)  # fp16
+        torch.testing.assert_close(found["targets"][rows].double(), mass[chosen], rtol=0, atol=1e-3)  # fp16
 
 
-def test_batches_mix_prompts_and_query_heads_and_draw_only_what_is_there() -> None:
-    prompts = []
-    for number, counts in enumerate(([[3, 1], [2, 3]], [[1, 2], [3, 3]])):
-        queries = torch.full((2, 2, 3, 1), torch.nan)
-        for layer in range(2):
-            for head in range(2):
-                rows = torch.arange(counts[layer][head])
-                queries[layer, head, rows, 0] = (1000 * number + 100 * layer + 10 * head + rows).float()
-        prompts.append({"queries": queries, "targets": queries * 2, "counts": torch.tensor(counts)})
-
-    shared = QueryBatches(prompts, num_heads=1, batch_queries=301, length=5, seed=3)
-    batch = shared[4]
-    assert batch["queries"].shape == (2, 1, 301, 1)
-    assert torch.equal(batch["targets"], 2 * batch["queries"])
-    for layer in range(2):
-        valid = torch.cat([prompt["queries"][layer].flatten() for prompt in prompts])
-        assert set(batch["queries"][layer].flatten().tolist()) == set(valid[valid.isfinite()].tolist())
-    assert torch.equal(shared[4]["queries"], batch["queries"])
-    assert not torch.equal(shared[3]["queries"], batch["queries"])
-    own = QueryBatches(prompts, num_heads=2, batch_queries=50, length=5, seed=3)[0]["queries"]
-    assert own.shape == (2, 2, 50, 1)
-    assert (own[0, 1] % 100 // 10 == 1).all()
-    assert torch.equal(distill.join_batches([batch, batch])["queries"], torch.cat([batch["queries"]] * 2, dim=2))
+def test_without_a_long_range_every_query_counts() -> None:
+    x = tapped(tiny_model(), random_tokens(1, 60))[1]
+    cfg = QModelConfig(queries_per_prompt=60, long_range=0)
+    found = layer_pairs(x, partition_of(x), cfg, torch.arange(60, dtype=torch.int32), torch.Generator().manual_seed(0))
+    assert found["counts"].tolist() == found["long_range"].tolist() == [60] * 4
 
 
-def test_loss_is_the_divergence_of_each_layer() -> None:
-    qmodel = QModel(KMeans(normalize(torch.randn(2, 2, 5, 8), dim=-1), [1, 3]), 2, 6)
-    queries, targets = torch.randn(2, 2, 9, 8), torch.rand(2, 2, 9, 5)
-    targets[..., 0] = 0  # an empty bucket
+def some_pairs(count: torch.Tensor, size: int, buckets: int) -> Pairs:
+    """Random pairs for classifiers with ``count [layers, H]`` rows."""
+    rows = int(count.sum())
+    targets = torch.rand(rows, buckets)
+    targets[:, 0] = 0  # an empty bucket
     targets /= targets.sum(-1, keepdim=True)
-    outputs = Distiller(qmodel)(queries, targets)
-    probs = qmodel(queries).softmax(-1)
-    divergence = torch.where(targets > 0, targets * (targets / probs).log(), 0).sum(-1).mean(-1).mean(-1)
+    entropy = -torch.xlogy(targets, targets).sum(-1)
+    return Pairs(torch.randn(rows, size), targets, entropy, (count.flatten().cumsum(0) - count.flatten()).view_as(count), count)
+
+
+def some_qmodel(layers: list[int], heads: int, size: int, buckets: int, **settings: Any) -> QModel:
+    centroids = normalize(torch.randn(len(layers), 2, buckets, size), dim=-1)
+    return QModel(KMeans(centroids, layers), heads, 6, **settings)
+
+
+def test_cached_rows_come_back_by_classifier(trained: Path, text: Path) -> None:
+    """The rows of a query group lie together, prompt after prompt; a layer alone is read from its own places."""
+    _, cfg = configs(text, trained)
+    partition = KMeans.load(trained / "toy" / "base" / "kmeans")
+    work = trained / "toy" / "base" / "runs" / "qmodel"
+    parts = FinishedParts(work / "cache", json.loads((work / "cache" / "settings.json").read_text()), resume=True)
+    cache = pairs.PairCache(parts, "train", [None] * 4, partition, cfg)  # pyright: ignore[reportArgumentType]
+    files = [parts.load(cache.name(i))[0] for i in range(4)]
+    whole = cache.load([0, 1], 2, torch.device("cpu"))
+    assert whole.count.sum() == len(whole.queries) == cache.totals("counts").sum()
+    for slot, head in ((0, 0), (1, 0), (1, 1)):
+        expected = []
+        for file in files:
+            heads = file[f"{slot}.targets"].split(file[f"{slot}.counts"].tolist())
+            expected += heads[2 * head : 2 * head + 2]
+        first = int(whole.start[slot, head])
+        own = whole.targets[first : first + int(whole.count[slot, head])]
+        assert torch.equal(own, torch.cat(expected))
+    alone = cache.load([1], 2, torch.device("cpu"))
+    assert torch.equal(alone.queries, whole.queries[int(whole.start[1, 0]) :])
+    torch.testing.assert_close(alone.entropy, -torch.xlogy(alone.targets.float(), alone.targets.float()).sum(-1))
+
+
+def test_draws_are_uniform_and_a_layers_own() -> None:
+    count = torch.tensor([[7, 100], [50, 1]])
+    rows = some_pairs(count, 4, 3)
+    both = Distiller(some_qmodel([1, 3], 2, 4, 3), rows, 400)
+    keys = torch.tensor([Draws(5, 100)[i]["keys"] for i in range(100)])
+    assert len(set(keys.tolist())) == 100
+    drawn = both.draw(keys) - rows.start[..., None]
+    assert drawn.shape == (2, 2, 40_000)
+    for layer in range(2):
+        for head in range(2):
+            seen = drawn[layer, head].bincount(minlength=int(count[layer, head])).double()
+            assert len(seen) == count[layer, head]
+            expected = 40_000 / len(seen)
+            assert ((seen - expected) ** 2 / expected).sum() < len(seen) + 5 * (2 * len(seen)) ** 0.5  # chi squared
+    assert both.streams.unique().numel() == both.streams.numel()  # every head draws for itself
+
+    own = Pairs(rows.queries, rows.targets, rows.entropy, rows.start[1:], rows.count[1:])
+    alone = Distiller(some_qmodel([3], 2, 4, 3), own, 400)
+    assert torch.equal(alone.draw(keys), both.draw(keys)[1:])
+    assert torch.equal(both.draw(keys[3:4]), both.draw(keys)[:, :, 1200:1600])
+    assert not torch.equal(both.draw(keys[3:4]), both.draw(keys[4:5]))
+    other = torch.tensor([Draws(6, 1)[0]["keys"]])
+    assert not torch.equal(both.draw(other), both.draw(keys[:1]))
+
+
+def test_hash_is_one_to_one_and_the_same_for_ints_and_tensors() -> None:
+    words = torch.arange(2**16) * 65_521 % 2**32
+    hashed = scattered(words)
+    assert hashed.unique().numel() == 2**16
+    assert 0 <= int(hashed.min()) <= int(hashed.max()) < 2**32
+    assert hashed[:100].tolist() == [scattered(word) for word in words[:100].tolist()]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_loss_is_the_divergence_and_each_head_trains_as_if_alone(residual: bool) -> None:
+    rows = some_pairs(torch.tensor([[9, 4], [6, 8]]), 8, 5)
+    qmodel = some_qmodel([1, 3], 2, 8, 5, residual=residual)
+    keys = torch.tensor([12345])
+    distiller = Distiller(qmodel, rows, 16)
+    outputs = distiller(keys)
+    drawn = distiller.draw(keys)
+    targets, probs = rows.targets[drawn], qmodel(rows.queries[drawn]).softmax(-1)
+    divergence = (targets * (targets.clamp(min=1e-30) / probs).log()).sum(-1).mean(-1)
     torch.testing.assert_close(outputs["loss"], divergence.mean())
-    assert list(outputs["parts"]) == ["layer 1", "layer 3"]  # pyright: ignore[reportArgumentType]
-    torch.testing.assert_close(torch.stack(list(outputs["parts"].values())), divergence)  # pyright: ignore[reportAttributeAccessIssue]
+    assert list(outputs["parts"]) == ["layer 1", "layer 3"]
+    torch.testing.assert_close(torch.stack(list(outputs["parts"].values())), divergence.mean(-1))
+    weights = [qmodel.weight_in, qmodel.weight_out, qmodel.gain]
+    ours, theirs = (torch.autograd.grad(loss, weights, retain_graph=True) for loss in (outputs["loss"], divergence.sum()))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_step_compiles_whole() -> None:
+    rows = some_pairs(torch.tensor([[9, 4]]), 8, 5)
+    distiller = Distiller(some_qmodel([0], 2, 8, 5, residual=True), rows, 16)
+    keys = torch.tensor([3])
+    eager = distiller(keys)["loss"]
+    compiled = torch.compile(distiller, fullgraph=True, backend="aot_eager", dynamic=False)(keys)["loss"]
+    torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.gpu
+def test_bf16_products_lose_little_and_draws_are_the_same() -> None:
+    rows = some_pairs(torch.tensor([[900, 40], [60, 800]]), 64, 128)
+    qmodel = some_qmodel([1, 3], 2, 64, 128)
+    keys = torch.tensor([3, 4])
+    exact = Distiller(qmodel, rows, 256)
+    expected, drawn = exact(keys)["loss"], exact.draw(keys)
+    there = Pairs(*(getattr(rows, field.name).cuda() for field in fields(Pairs)))
+    quick = Distiller(qmodel.cuda(), there, 256, bf16=True)
+    assert torch.equal(quick.draw(keys.cuda()).cpu(), drawn)
+    loss = quick(keys.cuda())["loss"]
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in qmodel.parameters())
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_recall(per_query_head: bool) -> None:
-    """A classifier made of the centroids themselves routes as they do; rows behind the counts do not count."""
-    partition = KMeans(normalize(torch.randn(1, 2, 6, 6), dim=-1), [0])
-    qmodel = QModel(partition, 4 if per_query_head else 2, 12).eval()
+    """A classifier made of the centroids themselves routes as they do, whatever the number of rows at once."""
+    heads = 4 if per_query_head else 2
+    qmodel = QModel(KMeans(normalize(torch.randn(1, 2, 6, 6), dim=-1), [4]), heads, 12).eval()
     with torch.no_grad():
         both_signs = torch.cat([torch.eye(6), -torch.eye(6)], dim=1)  # relu(x) - relu(-x) = x
         qmodel.weight_in.copy_(both_signs)
-        centroids = partition.centroids.repeat_interleave(2 if per_query_head else 1, dim=1).mT
+        centroids = qmodel.directions().mT
         qmodel.weight_out.copy_(torch.cat([centroids, -centroids], dim=2))
-    queries, targets = torch.randn(1, 4, 7, 6), torch.rand(1, 4, 7, 6)
-    targets /= targets.sum(-1, keepdim=True)
-    targets[:, 3, 2:] = torch.nan
-    prompt = {"queries": queries, "targets": targets, "counts": torch.tensor([[7, 7, 7, 2]])}
-    figures = routing_recall(qmodel, [prompt, prompt])
-    assert set(figures) == {f"recall_{name}@{count}" for name in ("qmodel", "kmeans", "oracle") for count in (1, 2, 4)}
-    valid = targets.isfinite().all(-1)
-    scores = queries @ partition.centroids.repeat_interleave(2, dim=1).mT
-    two = targets.gather(-1, scores.topk(2).indices).sum(-1)[valid].mean().item()
+    count = torch.tensor([[7, 1, 1500, 30][:heads]])
+    rows = some_pairs(count, 6, 6)
+    (figures,) = routing_recall(qmodel, rows).values()
+    assert set(figures) == {f"recall_{name}@{probes}" for name in ("qmodel", "kmeans", "oracle") for probes in (1, 2, 4)}
+    head = torch.arange(heads).repeat_interleave(count[0])
+    scores = (rows.queries[:, None] @ centroids[0, head])[:, 0]
+    two = rows.targets.gather(-1, scores.topk(2).indices).sum(-1).mean().item()
     assert figures["recall_kmeans@2"] == pytest.approx(two, abs=1e-5)
     assert figures["recall_qmodel@2"] == pytest.approx(two, abs=1e-5)
-    assert figures["recall_oracle@4"] == pytest.approx(targets[valid].topk(4).values.sum(-1).mean().item(), abs=1e-5)
+    assert figures["recall_oracle@4"] == pytest.approx(rows.targets.topk(4).values.sum(-1).mean().item(), abs=1e-5)
+
+
+def test_figures_over_layers() -> None:
+    layers = {0: {"loss": 1.0, "recall@1": 0.2, "recall@32": 0.5}, 7: {"loss": 3.0, "recall@1": 0.4, "recall@32": 0.7}}
+    assert over_layers(layers) == pytest.approx(
+        {"loss": 2, "recall@1": 0.3, "recall@32": 0.6}
+        | {"loss/layer 0": 1, "recall@32/layer 0": 0.5, "loss/layer 7": 3, "recall@32/layer 7": 0.7}
+    )
+
+
+def test_groups_stay_the_same_when_some_are_done() -> None:
+    for number in range(1, 40):
+        for at_once in range(1, 40):
+            groups = groups_of(list(range(number)), at_once)
+            assert list(chain(*groups)) == list(range(number))
+            assert max(map(len, groups)) <= at_once
+            for finished in range(len(groups)):
+                assert groups_of(list(chain(*groups[finished:])), at_once) == groups[finished:]
+    assert groups_of([], 3) == []
 
 
 def test_parts_are_whole_or_not_there(tmp_path: Path) -> None:

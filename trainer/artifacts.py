@@ -11,17 +11,19 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from msattn import __version__
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, unwritable
 
 FORMAT_VERSION = 1
 KINDS = ("gate", "kmeans", "qmodel")
@@ -73,14 +75,18 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def check_writable(folder: Path, overwrite: bool = False) -> None:
+def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
     """Refuse, before hours of work, a folder that :func:`write` would refuse after them.
+
+    Parameters
+    ----------
+    marker : the file by which an artifact is known.
 
     Raises
     ------
     UserError : an artifact stands there and ``overwrite`` is off, something else stands there, or the place cannot be written.
     """
-    if (folder / MANIFEST).exists():
+    if (folder / marker).exists():
         if not overwrite:
             raise UserError(f"{folder}: an artifact stands there; overwrite=true replaces it, another name= keeps both")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -138,7 +144,7 @@ def write(
         "model": dict(model),
         "data": data,
         "seed": seed,
-        "versions": _versions(),
+        "versions": versions(),
         "metrics": _finite(dict(metrics)),
         "details": dict(details),
         "tensors": {name: _describe(tensor) for name, tensor in stored.items()},
@@ -151,12 +157,19 @@ def write(
         MANIFEST: (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode(),
         CARD: _card(manifest).encode(),
     }
-    _replace_folder(folder, files)
+    with replacing(folder) as new:
+        for name, content in files.items():
+            (new / name).write_bytes(content)
     return folder
 
 
-def _replace_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Fill a temporary sibling, force it to the disk, and rename it into place."""
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A temporary sibling to fill with files, which is then forced to the disk and renamed to ``folder``.
+
+    A killed run leaves the old folder or the new one, never a part; so does an error, which leaves no sibling either.
+    UserError: the disk has no room for it.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     new, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
@@ -164,12 +177,18 @@ def _replace_folder(folder: Path, files: dict[str, bytes]) -> None:
         old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
     new.mkdir()
-    for name, content in files.items():
-        with open(new / name, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    _sync_folder(new)
+    try:
+        yield new
+        for path in new.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        _sync_folder(new)
+    except BaseException as error:
+        refused = unwritable(folder, error) if isinstance(error, OSError | SafetensorError) else None
+        shutil.rmtree(new, ignore_errors=True)
+        if refused is not None:
+            raise refused from error
+        raise
     replaced = folder.exists()
     if replaced:
         folder.rename(old)
@@ -210,7 +229,8 @@ def announce(folder: Path, metrics: Mapping[str, float]) -> None:
     print(f"{folder}  {figures}", flush=True)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what a result may depend on."""
     import transformers
 
     return {
@@ -234,7 +254,6 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
     UserError : missing, incomplete or altered files, another kind, another format version; the field is named.
     """
     import yaml
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = _local_folder(path)

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,12 +41,14 @@ MARKERS = "os^vDPX*<>"
 
 
 def bench(cfg: BenchRunConfig) -> Path:
-    """Measure ``cfg.op`` and write ``<direction>.csv`` and ``.png``, or, of a sweep over tiles, ``<direction>-sweep.*``.
+    """Measure ``cfg.op`` and write ``<direction>-<device>.csv`` and ``.png``; of a sweep over tiles ``<direction>-sweep-...``.
+
+    Rows go to ``....partial.csv`` as they come, where those of an interrupted run stay.
 
     Returns
     -------
     Path
-        ``outputs/bench/<op>``, which holds the latest results; earlier ones of the same name are replaced.
+        ``outputs/bench/<op>``, which holds the latest results of each device; earlier ones of the same name are replaced.
 
     Raises
     ------
@@ -66,18 +69,22 @@ def bench(cfg: BenchRunConfig) -> Path:
     if cfg.bench.sweep and not kernels.to_try(cfg.op, options.backward):
         raise UserError(f"bench.sweep=true: {cfg.op} has no tiles to try")
     console = Console()
+    notes = [ON_CPU] if shape.device == "cpu" else []
+    about = context(f"{cfg.op} on this machine", asdict(cfg), {}, notes, _torch_device(shape.device))
+    name = "-".join([cfg.bench.direction, *(["sweep"] if cfg.bench.sweep else []), _device_name(shape.device)])
+    partial = cfg.folder / f"{name}.partial.csv"
     rows: list[Row] = []
     try:
         with console.status(f"{cfg.op}: checking it against its reference") as status:
             for row in (kernels.sweep if cfg.bench.sweep else kernels.measure)(cfg.op, shape, options):
                 rows.append(row)
+                _write(partial, [row.record() | {"commit": about.commit or ""} for row in rows])
                 status.update(f"{cfg.op}: {row.length:,} keys, {_label(row)}: done")
     except kernels.Disagreement as error:
         raise CheckFailed(f"{cfg.op} disagrees with its reference, nothing was timed: {error}") from error
-    notes = [ON_CPU] if shape.device == "cpu" else []
-    about = context(f"{cfg.op} on this machine", asdict(cfg), {}, notes, _torch_device(shape.device))
-    name = cfg.bench.direction + ("-sweep" if cfg.bench.sweep else "")
-    _publish(cfg.folder, name, [row.record() | {"commit": about.commit or ""} for row in rows], figure(rows, notes))
+    except KeyboardInterrupt as stop:
+        raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
+    _publish(partial, cfg.folder / name, figure(rows, notes))
     _show(rows, notes, console)
     console.print(f"Figures: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True)
     return cfg.folder
@@ -115,18 +122,37 @@ def _torch_device(name: str) -> Any:
     return torch.device(name)
 
 
-def _publish(folder: Path, name: str, records: list[dict[str, Any]], drawn: "Figure") -> None:
-    """Write beside, then rename: readers see the old results or the new, never a part."""
+def _device_name(device: str) -> str:
+    """The device as a part of a file's name: ``cpu``, ``nvidia-h200``."""
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _write(table: Path, records: list[dict[str, Any]]) -> None:
+    """Write beside, then rename, whole each time: later rows may have columns of their own."""
     try:
-        with TemporaryDirectory(dir=folder, prefix=".bench-") as scratch:
-            table, image = Path(scratch, f"{name}.csv"), Path(scratch, f"{name}.png")
-            with table.open("w", newline="", encoding="utf-8") as file:
+        with TemporaryDirectory(dir=table.parent, prefix=".bench-") as scratch:
+            beside = Path(scratch, table.name)
+            with beside.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, list(dict.fromkeys(key for record in records for key in record)))
                 writer.writeheader()
                 writer.writerows(records)
+            os.replace(beside, table)
+    except OSError as error:
+        raise UserError(f"outputs={table.parent}: cannot be written ({error.strerror})") from error
+
+
+def _publish(partial: Path, results: Path, drawn: "Figure") -> None:
+    """Give the complete table its name, and the figure beside it: readers see the old results or the new, never a part."""
+    folder = results.parent
+    try:
+        with TemporaryDirectory(dir=folder, prefix=".bench-") as scratch:
+            image = Path(scratch, f"{results.name}.png")
             drawn.savefig(image, dpi=150)
-            for path in (table, image):
-                os.replace(path, folder / path.name)
+            os.replace(image, folder / image.name)
+        os.replace(partial, folder / f"{results.name}.csv")
     except OSError as error:
         raise UserError(f"outputs={folder}: cannot be written ({error.strerror})") from error
 
@@ -220,7 +246,7 @@ def _table(rows: "Sequence[Row]", width: int) -> "Table":
     title = f"{_title(rows[0])}\nshare: of what this machine was measured to do; x: times faster than a peer" if rows else ""
     shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        shown.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+        shown.add_column(name, justify="left" if name == "variant" else "right", no_wrap=name != "variant")
     before = 0
     for row, (keys, *cells) in zip(timed, zip(*columns.values(), strict=True), strict=True):
         if before and row.length != before:

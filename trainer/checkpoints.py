@@ -3,18 +3,24 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, unwritable
 
 WEIGHTS = "model.safetensors"
+SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for weights that processes share
 MARKER = "complete.json"  # written last: a checkpoint without it was cut short and does not count
+KEPT = 2  # complete checkpoints
 # What may differ between a run and its continuation without changing the result.
 _FREE_TO_CHANGE = ("log_every", "save_every", "num_workers")
 
@@ -39,8 +45,23 @@ class Summary:
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
     """The complete checkpoint with the most steps in ``checkpoints``, or None."""
-    complete = [marker.parent for marker in checkpoints.glob(f"checkpoint-*/{MARKER}")]
-    return max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
+    return next(reversed(_complete(checkpoints)), None)
+
+
+def last_good(checkpoints: Path) -> str:
+    """What a run that ends early leaves behind, as the end of its last line."""
+    last = newest_checkpoint(checkpoints)
+    return f"the last good checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+
+
+def _complete(checkpoints: Path) -> list[Path]:
+    found = [marker.parent for marker in checkpoints.glob(f"checkpoint-*/{MARKER}")]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def _remove(checkpoint: Path) -> None:
+    (checkpoint / MARKER).unlink(missing_ok=True)  # first: what is half removed must not count
+    shutil.rmtree(checkpoint)
 
 
 def settings_of(train: TrainConfig, seed: int, optimizer: str, processes: int) -> dict[str, Any]:
@@ -68,15 +89,43 @@ def starting_point(checkpoints: Path, settings: dict[str, Any], *, resume: bool,
     if writes:
         for path in checkpoints.glob("checkpoint-*"):
             if not resume or not (path / MARKER).exists():
-                shutil.rmtree(path)
+                _remove(path)
     return last
 
 
+@contextmanager
+def writing(checkpoint: Path) -> Iterator[None]:
+    """A ``checkpoint`` that cannot be written ends in one line, and gives back the room that it took.
+
+    Raises
+    ------
+    UserError : the disk is full, or refuses for another reason. It is the user's to mend, hence this class.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # PyTorch's writer raises a bare RuntimeError that gives no reason; others, as of a broken connection, are not ours.
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("iostream", "inline_container")):
+            raise
+        refused = unwritable(checkpoint, error, kept=f"; {last_good(checkpoint.parent)}")
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        raise refused from error
+
+
 def mark_complete(checkpoint: Path, settings: dict[str, Any], outcome: Summary) -> None:
-    """Declare that all of ``checkpoint`` is written; the marker appears whole or not at all."""
+    """Declare that all of ``checkpoint`` is written, then remove what is older than the last :data:`KEPT`.
+
+    The marker appears whole or not at all, and not before the disk has the rest: some full disks say so no earlier.
+    """
+    for path in checkpoint.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     unfinished = checkpoint / f"{MARKER}.part"
     unfinished.write_text(json.dumps({"settings": settings, **asdict(outcome)}))
     os.replace(unfinished, checkpoint / MARKER)
+    for older in _complete(checkpoint.parent)[:-KEPT]:
+        _remove(older)
 
 
 def outcome_of(checkpoint: Path) -> Summary:
@@ -94,6 +143,11 @@ def load_weights(module: nn.Module, checkpoint: Path) -> None:
     UserError : they are those of another module.
     """
     try:
-        load_model(module, checkpoint / WEIGHTS)
+        if (checkpoint / SHARDS).is_dir():
+            weights = module.state_dict()
+            load_shards({"model": weights}, checkpoint_id=checkpoint / SHARDS)
+            module.load_state_dict(weights)
+        else:
+            load_model(module, checkpoint / WEIGHTS)
     except RuntimeError as error:
         raise UserError(f"resume=true: {checkpoint} does not fit the module: {error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 
 from msattn.trainer import config as schemas
 from msattn.trainer.config import JobConfig, known_keys, nearest, typed
-from msattn.trainer.errors import CheckFailed, TrainingDiverged, UserError
+from msattn.trainer.errors import Fault, TrainingDiverged, UserError
 
 MAIN_RANK = "0"
 QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
@@ -45,6 +45,7 @@ COMMANDS = {
     "train-gate": Command("train_gate", schemas.TrainGateConfig, "seer.distill:train_gate"),
     "fit-kmeans": Command("fit_kmeans", schemas.FitKMeansConfig, "saap.kmeans:fit_kmeans"),
     "train-qmodel": Command("train_qmodel", schemas.TrainQModelConfig, "saap.distill:train_qmodel"),
+    "finetune": Command("finetune", schemas.FinetuneConfig, "finetune:finetune"),
     "eval": Command("eval", schemas.EvalRunConfig, "evaluate.run:evaluate"),
     "generate": Command("generate", schemas.GenerateConfig, "generate:generate"),
     "bench": Command("bench", schemas.BenchRunConfig, "bench:bench"),
@@ -82,7 +83,7 @@ def launch(
     Raises
     ------
     UserError : the user's mistake, from composing or from the job.
-    CheckFailed : from the job.
+    Fault : from the job.
     """
     name = COMMANDS[command].config
     overrides = _with_search_path(overrides, config_dir)
@@ -96,13 +97,14 @@ def launch(
             results = [job.return_value for batch in batches for job in batch]
         else:
             # Typed before Hydra makes the run's folder: a mistake leaves nothing behind.
-            cfg = _typed(hydra.compose_config(name, overrides, _run_mode("RUN")), command)
-            _check_outputs(cfg)
-            if os.environ.get("RANK", MAIN_RANK) != MAIN_RANK:
-                return [COMMANDS[command].run(cfg, arguments)]  # under torchrun one process keeps the run's folder
-            results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
+            composed = hydra.compose_config(name, overrides, _run_mode("RUN"))
+            _check_outputs(_typed(composed, command))
+            if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process keeps the run's folder
+                results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
+            else:
+                results = [task(_job(composed))]
     for number, result in enumerate(results):
-        if isinstance(result, UserError | CheckFailed):
+        if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
     return results
 
@@ -147,19 +149,25 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
 
 def _task(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
     """What Hydra calls. What one line can say is returned, not raised: Hydra would add lines of its own."""
+    from msattn.trainer.peers import together
+
     try:
-        return COMMANDS[command].run(typed(config, COMMANDS[command].schema), arguments)
-    except (UserError, CheckFailed) as error:
+        with together():
+            return COMMANDS[command].run(typed(config, COMMANDS[command].schema), arguments)
+    except (UserError, Fault) as error:
         return error
     except TrainingDiverged as error:
         return UserError(str(error))
 
 
 def _typed(composed: Any, command: str) -> JobConfig:
+    return typed(_job(composed), COMMANDS[command].schema)
+
+
+def _job(composed: Any) -> Any:
     from omegaconf import OmegaConf
 
-    job = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
-    return typed(job, COMMANDS[command].schema)
+    return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
 
 
 def _run_mode(name: str) -> Any:

@@ -86,7 +86,7 @@ def _faiss(cuda: bool) -> Finding:
             return Finding("faiss", f"{found} ({where})", True)
     if importlib.util.find_spec("faiss") is not None:
         return Finding("faiss", "found, version unknown", True)
-    note = "no; k-means runs in torch on the GPU" if cuda else "no; fit-kmeans needs it"
+    note = "no; k-means runs in torch on the GPU" if cuda else "no; fit-kmeans needs it, or kmeans.engine=batched"
     return Finding("faiss", note, cuda, "" if cuda else "pip install 'msattn[cpu]'")
 
 

@@ -2,11 +2,14 @@
 
 :func:`fit` trains any module whose forward returns ``{"loss": scalar, "parts": {name: scalar}}``. What it adds to the
 Trainer: checkpoints that count only once they are complete, resuming to the bit, a stop that names the part whose loss is
-not finite, and Ctrl-C that saves first. The step itself never waits for the device: losses are summed there and read when
-they are logged or a checkpoint is due.
+not finite, and Ctrl-C or SIGTERM that saves first. The step itself never waits for the device: losses are summed there and
+read when they are logged or a checkpoint is due.
 """
 
+import os
+import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,9 +29,11 @@ from msattn.trainer.checkpoints import (
     outcome_of,
     settings_of,
     starting_point,
+    writing,
 )
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import TrainingDiverged, UserError
+from msattn.trainer.errors import Terminated, TrainingDiverged, UserError
+from msattn.trainer.peers import Vote
 from msattn.trainer.tracker import Tracker
 from msattn.trainer.watch import Watch
 
@@ -50,6 +55,7 @@ def fit(
     evaluate: Callable[[], dict[str, float]] | None = None,
     collate: Callable[[list[Any]], dict[str, Any]] | None = None,
     optimizer: Literal["adamw", "adam"] = "adamw",
+    shard: str | None = None,
 ) -> Summary:
     """Train ``module`` in place for ``train.steps`` optimizer steps.
 
@@ -66,15 +72,19 @@ def fit(
     evaluate : called every ``train.eval_every`` steps and after the last, the module in eval mode.
     collate : items -> batch; torch's default otherwise.
     optimizer : ``adamw`` decays weights beside the gradient, ``adam`` inside it.
+    shard : class of the layers whose weights the processes (each with a GPU) share out among them, gathering a layer's when it
+        runs (FSDP2); None: each process holds all. Afterwards the weights of ``module`` are ``DTensor``.
 
     Raises
     ------
-    UserError : settings that do not fit together, or that differ from those of the run to be resumed.
+    UserError : settings that do not fit together, or that differ from those of the run to be resumed; a full disk.
     TrainingDiverged : something is not finite; the last complete checkpoint stays.
-    KeyboardInterrupt : Ctrl-C, after the step was finished and saved.
+    KeyboardInterrupt : Ctrl-C, after the step was finished and saved; Terminated, a kind of it, for SIGTERM.
     """
     checkpoints = Path(folder) / "checkpoints"
-    arguments = _arguments(train, checkpoints, device, seed)
+    arguments = _arguments(train, checkpoints, device, seed, shard)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     settings = settings_of(train, seed, optimizer, arguments.world_size)
     last = starting_point(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
     done = outcome_of(last) if last is not None else Summary(0, 0.0, {}, {})
@@ -84,7 +94,8 @@ def fit(
 
     if train.compile:
         module.compile(dynamic=False)
-    watch = Watch(module, train, tracker, evaluate, settings, done)
+    vote = Vote(arguments.world_size)
+    watch = Watch(module, train, tracker, evaluate, settings, done, vote)
     kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam
     options = {"lr": train.lr, "betas": (0.9, train.beta2), "fused": True}
     trainer = _Trainer(
@@ -97,25 +108,31 @@ def fit(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.watch = watch
-    with watch.shown(), watch.interruptible(arguments.world_size):
+    with watch.shown(), watch.interruptible():
         trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
+        stopped_by = vote.settle(watch.signal)
     steps = trainer.state.global_step
-    if steps < train.steps:
-        raise KeyboardInterrupt(
+    if stopped_by:
+        raise (Terminated if stopped_by == signal.SIGTERM else KeyboardInterrupt)(
             f"stopped after step {steps} of {train.steps}, saved in {checkpoints}; resume=true goes on from there"
         )
     return watch.summary(steps)
 
 
 class _Arguments(TrainingArguments):
-    """One device a process: the Trainer would otherwise spread over every visible GPU by DataParallel."""
+    """One device a process, its current one: the Trainer would otherwise spread over every visible GPU by DataParallel."""
 
     @property
     def n_gpu(self) -> int:
         return min(super().n_gpu, 1)
 
+    @property
+    def device(self) -> torch.device:
+        own = super().device  # the first GPU, for a process that trains alone among others
+        return torch.device("cuda", torch.cuda.current_device()) if own.type == "cuda" else own
 
-def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed: int) -> _Arguments:
+
+def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed: int, shard: str | None) -> _Arguments:
     if train.schedule not in _SCHEDULES:
         raise UserError(f"train.schedule={train.schedule}: accepted are {', '.join(_SCHEDULES)}")
     if train.warmup_steps > train.steps:
@@ -133,13 +150,15 @@ def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed
         logging_steps=train.log_every,
         logging_nan_inf_filter=False,  # it would hide NaN, and wait for the device at every step
         save_steps=train.save_every,
-        save_total_limit=2,
         seed=seed,
         use_cpu=not on_gpu,
         train_sampling_strategy="sequential",  # the order is _Order's
         dataloader_num_workers=train.num_workers,
         dataloader_pin_memory=on_gpu,
-        accelerator_config={"non_blocking": on_gpu},
+        # Shared-out gradients are summed at every micro-batch: kept whole until the last, they would fill each GPU.
+        accelerator_config={"non_blocking": on_gpu, "gradient_accumulation_kwargs": {"sync_each_batch": shard is not None}},
+        fsdp=shard is not None,  # pyright: ignore[reportArgumentType]
+        fsdp_config={"transformer_layer_cls_to_wrap": [shard], "state_dict_type": "SHARDED_STATE_DICT"} if shard else None,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         label_names=[],
@@ -178,6 +197,13 @@ class _Order(Dataset[Any]):
         return self.dataset[int(self._permutation[1][place])]
 
 
+def _begin_worker(seed_worker: Callable[[int], None] | None, worker: int) -> None:
+    """Leave the process group: Ctrl-C and torchrun send signals to all of it, and who trains still needs its workers."""
+    os.setpgrp()
+    if seed_worker is not None:
+        seed_worker(worker)
+
+
 class _Trainer(Trainer):
     """Takes the loss from the module's output and saves the module whole, tied weights once."""
 
@@ -199,11 +225,22 @@ class _Trainer(Trainer):
         self.watch.add(outputs, inputs)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        loader.worker_init_fn = partial(_begin_worker, loader.worker_init_fn)
+        return loader
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with writing(Path(cast(str, self.args.output_dir), f"checkpoint-{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.args.should_save:
+        if self.args.should_save and not self.is_fsdp_enabled:  # FSDP's shards are saved beside the optimizer's
             target = Path(output_dir or cast(str, self.args.output_dir))
             target.mkdir(parents=True, exist_ok=True)
             save_model(cast(nn.Module, self.model), str(target / WEIGHTS))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_weights(cast(nn.Module, self.model), Path(resume_from_checkpoint))
+        if self.is_fsdp_enabled:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        return load_weights(cast(nn.Module, self.model), Path(resume_from_checkpoint))

@@ -138,12 +138,6 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device(device)
 
 
-def require_one_process(command: str) -> None:
-    """UserError under ``torchrun`` with more than one process, for jobs that are not shared out among them."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError(f"{command} runs in one process: start it without torchrun; only train-gate shares out its work")
-
-
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on CUDA, float32 elsewhere."""
     if dtype == "auto":
@@ -228,7 +222,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 @contextmanager
-def _no_bar() -> Iterator[None]:
+def no_bar() -> Iterator[None]:
     """Without transformers' progress bar: what lies on this disk is there in seconds."""
     from transformers.utils import logging as transformers_logging
 
@@ -273,7 +267,7 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
 
     source = _source(cfg.path)
     try:
-        with _no_bar() if isinstance(source, Path) else nullcontext():
+        with no_bar() if isinstance(source, Path) else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, revision=cfg.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
             )

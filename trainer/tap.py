@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "msattn_tap"
+DENSE = "msattn_dense"
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,31 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
         model.config._attn_implementation = before
         for item in taps:
             item.remove()
+
+
+def use_dense_attention(model: "PreTrainedModel") -> None:
+    """Let ``model`` attend as :func:`causal_attention` does, to sequences without padding: for training, compiled or not.
+
+    transformers' own "sdpa" writes the causal mask out under ``torch.compile``, which rules the fast kernels out.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(DENSE, _dense_attention)
+    model.set_attn_implementation(DENSE)
+
+
+def _dense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **unused: object,  # what transformers passes to every attention function
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls; under autocast RoPE leaves queries and keys in fp32."""
+    out = causal_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=None)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> Tensor:

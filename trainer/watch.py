@@ -1,10 +1,13 @@
-"""What the training loop does between its steps: sums losses, logs, evaluates, stops what diverges, heeds Ctrl-C."""
+"""What the training loop does between its steps: sums losses, logs, evaluates, stops what diverges, heeds signals."""
 
+import os
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -14,12 +17,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from msattn.trainer.checkpoints import Summary, mark_complete, newest_checkpoint
+from msattn.trainer.checkpoints import Summary, last_good, mark_complete, writing
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
+from msattn.trainer.peers import Vote
 from msattn.trainer.tracker import Tracker
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Watch(TrainerCallback):
@@ -33,6 +40,7 @@ class Watch(TrainerCallback):
         evaluate: Callable[[], dict[str, float]] | None,
         settings: dict[str, Any],
         done: Summary,
+        vote: Vote,
     ) -> None:
         self.module = module
         self.train = train
@@ -40,11 +48,13 @@ class Watch(TrainerCallback):
         self.evaluate = evaluate if train.eval_every else None
         self.settings = settings
         self.done = done
+        self.vote = vote
         self.losses = done.losses
         self.metrics = done.metrics
-        self.interrupted = False
+        self.signal = 0  # that came here; 0: none
         self.console = Console()
         self._started = time.perf_counter()
+        self._first_step: tuple[int, float] | None = None  # and when it ended
         self._open_window()
 
     def _open_window(self) -> None:
@@ -52,6 +62,7 @@ class Watch(TrainerCallback):
         self._names: tuple[str, ...] = ()
         self._sums = self._finite_batches = self._still_finite = torch.empty(0)  # [loss and parts], on the device
         self._batches = self._tokens = 0
+        self._steps = 0
         self._window_started = time.perf_counter()
 
     def summary(self, steps: int) -> Summary:
@@ -77,16 +88,20 @@ class Watch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         step, finished = state.global_step, state.global_step >= state.max_steps
+        self.tracker.step = step
         if finished:
             control.should_log = True
-        if self.interrupted:
+        self._steps += 1
+        self._first_step = self._first_step or (step, time.perf_counter())
+        stops = self.vote.agree(self.signal)
+        if stops:
             control.should_save = control.should_training_stop = True
         if control.should_log or control.should_save:
             self._read_losses(step, args)
         if control.should_save:
             self._check_weights(step, args)
-        if self.evaluate is not None and (step % self.train.eval_every == 0 or finished):
-            self._run_evaluation(step, args.process_index == 0)
+        if self.evaluate is not None and (finished or (step % self.train.eval_every == 0 and not stops)):
+            self._run_evaluation(step, args)
         return control
 
     def on_log(
@@ -105,6 +120,9 @@ class Watch(TrainerCallback):
         figures = {**self.losses, "grad_norm": logs["grad_norm"], "lr": logs["learning_rate"]}
         if self._tokens:
             figures["tokens_per_s"] = self._tokens * args.world_size / seconds
+        figures["steps_per_s"] = self._steps / seconds
+        figures["seconds_left"] = self._seconds_left(state)
+        figures["memory_gib"] = peak_memory_gib(args.device)
         self._open_window()
         if args.process_index == 0:
             self.tracker.log(figures, state.global_step)
@@ -115,12 +133,17 @@ class Watch(TrainerCallback):
             torch.distributed.barrier()  # every process has its random state in the checkpoint
         if args.process_index == 0:
             checkpoint = Path(cast(str, args.output_dir)) / f"checkpoint-{state.global_step}"
-            mark_complete(checkpoint, self.settings, self.summary(state.global_step))
+            with writing(checkpoint):
+                mark_complete(checkpoint, self.settings, self.summary(state.global_step))
 
     def _read_losses(self, step: int, args: TrainingArguments) -> None:
         if not self._batches:
             return
-        sums, finite_batches = torch.stack([self._sums, self._finite_batches]).tolist()
+        sums, finite_batches = self._sums.clone(), self._finite_batches.clone()
+        if args.world_size > 1:  # what counts is the mean over processes, and all stop where one's loss is not finite
+            torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(finite_batches, torch.distributed.ReduceOp.MIN)
+        sums, finite_batches = torch.stack([sums / args.world_size, finite_batches]).tolist()
         first = min(finite_batches)
         if first < self._batches:
             # A bad weight spreads to every part within a step: those that broke first are to blame.
@@ -131,29 +154,43 @@ class Watch(TrainerCallback):
 
     def _check_weights(self, step: int, args: TrainingArguments) -> None:
         trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
-        finite = torch.stack([weight.detach().isfinite().all() for _, weight in trained]).tolist()
+        # Of shared-out weights each process sees its part; their common gradient norm has spoilt all parts alike.
+        parts = [weight.to_local() if isinstance(weight, DTensor) else weight for _, weight in trained]
+        finite = torch.stack([part.detach().isfinite().all() for part in parts]).tolist()
         if not all(finite):
             self._stop(step, args, f"the weight {trained[finite.index(False)][0]}")
 
     def _stop(self, step: int, args: TrainingArguments, what: str) -> None:
-        last = newest_checkpoint(Path(cast(str, args.output_dir)))
-        kept = f"the last good checkpoint is {last}" if last is not None else "there is no checkpoint yet"
-        raise TrainingDiverged(f"{what} is not finite, seen at step {step}; {kept}")
+        raise TrainingDiverged(f"{what} is not finite, seen at step {step}; {last_good(Path(cast(str, args.output_dir)))}")
 
-    def _run_evaluation(self, step: int, reports: bool) -> None:
+    def _seconds_left(self, state: TrainerState) -> float:
+        """At the pace since the first step, which compiles; with evaluations and checkpoints in it."""
+        first, ended = self._first_step or (0, self._started)
+        if state.global_step == first:
+            first, ended = self.done.steps, self._started
+        pace = (time.perf_counter() - ended) / (state.global_step - first)
+        return pace * (state.max_steps - state.global_step)
+
+    def _run_evaluation(self, step: int, args: TrainingArguments) -> None:
         self.module.eval()
         started = time.perf_counter()
-        self.metrics = cast(Callable[[], dict[str, float]], self.evaluate)()
+        # A run that stops leaves one out, and goes on to the same bits all the same.
+        with torch.random.fork_rng([args.device] if args.device.type == "cuda" else []):
+            self.metrics = cast(Callable[[], dict[str, float]], self.evaluate)()
         self._window_started += time.perf_counter() - started
-        if reports:
+        if args.process_index == 0:
             self.tracker.log(self.metrics, step)
             self._show(step, self.metrics)
 
     def _show(self, step: int, figures: dict[str, float]) -> None:
-        line = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        """Figures but those of single layers, which the tracker has."""
+        shown = {name: value for name, value in figures.items() if "layer" not in name}
+        left = shown.pop("seconds_left", None)
+        line = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         if self.console.is_terminal:
             self._progress.update(self._task, completed=step, figures=line)
         else:
+            line += f"  {timedelta(seconds=round(left))} left" if left is not None else ""
             print(f"step {step}/{self.train.steps}  {line}", flush=True)
 
     @contextmanager
@@ -171,23 +208,35 @@ class Watch(TrainerCallback):
             yield
 
     @contextmanager
-    def interruptible(self, processes: int) -> Iterator[None]:
-        """The first Ctrl-C finishes and saves the step, the second stops at once.
+    def interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM finishes and saves the step, in all processes the same one; the second stops at once.
 
-        Several processes would stop at different steps and wait for each other, and only the main thread may handle
-        signals: there Ctrl-C keeps its usual meaning.
+        Only the main thread may handle signals: elsewhere they keep their usual meaning.
         """
-        if processes > 1 or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
-        usual = signal.getsignal(signal.SIGINT)
+        usual = {number: signal.getsignal(number) for number in STOPS}
 
         def finish_step(number: int, frame: FrameType | None) -> None:
-            self.interrupted = True
-            signal.signal(signal.SIGINT, usual)
+            self.signal = number
+            for each in STOPS:
+                signal.signal(each, usual[each])
+            if self.vote.alone:  # torchrun says as much itself
+                name = signal.Signals(number).name
+                os.write(2, f"{name}: finishing this step, then saving\n".encode())
 
-        signal.signal(signal.SIGINT, finish_step)
+        for number in STOPS:
+            signal.signal(number, finish_step)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, usual)
+            for number in STOPS:
+                signal.signal(number, usual[number])
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that was taken so far: of the GPU by tensors, or of the machine by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

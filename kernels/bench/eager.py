@@ -6,7 +6,7 @@ of a kernel allows it. One sequence layout throughout: no padding, as many queri
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, pad
+from torch.nn.functional import conv2d, one_hot, pad
 
 from msattn.kernels.testing import block_numbers, dense_attention, max_over_blocks, tokens_of_blocks, visible
 from msattn.kernels.types import BucketIndex
@@ -115,6 +115,16 @@ def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int) -> tupl
     _, lse, probs = dense_attention(q, k, k, everything, dtype=q.dtype)
     of_key = buckets.long().repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand_as(probs)
     return probs.new_zeros((*probs.shape[:3], num_buckets)).scatter_add_(3, of_key, probs), lse
+
+
+def nearest_centroid(k: Tensor, centroids: Tensor) -> Tensor:
+    """The largest of all products, which are held."""
+    return (k.to(centroids.dtype) @ centroids.mT).amax(-1)
+
+
+def bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
+    """A one-hot matrix, which is held, times the keys."""
+    return one_hot(buckets.long(), num_buckets).to(k.dtype).mT @ k
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ OPERATIONS = {
     "conv_decode": Operation(decode.conv_decode),
     "bucket_mass": Operation(targets.bucket_mass),
     "merge_states": Operation(targets.merge_states),
+    "nearest_centroid": Operation(targets.nearest_centroid),
 }
 
 

@@ -1,10 +1,11 @@
-"""What serves training and other operations: the mass of each bucket, and the merging of partial results."""
+"""What serves training and other operations: the mass of each bucket, the merging of partial results, k-means."""
 
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
@@ -71,3 +72,38 @@ def merge_states(shape: Shape, options: Options) -> Iterator[Case]:
         [peers.eager(eager.merge_states, layers, work, out)],
         f"{PARTS} parts",
     )
+
+
+def nearest_centroid(shape: Shape, options: Options) -> Iterator[Case]:
+    """An iteration of k-means, half by half; beside each the product K C^T alone, whose result is dropped chunk by chunk."""
+    from msattn.kernels import nearest_centroid as op
+
+    num_buckets = min(1024, max(1, shape.length // 32))
+    (k,) = shape.draw(shape.kv_heads, shape.length)
+    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    size = shape.kv_heads, num_buckets, shape.head_size
+    centroids = normalize(torch.randn(size, generator=generator, device=shape.device), dim=-1)
+    rows, item = shape.batch * shape.kv_heads * shape.length, shape.dtype.itemsize
+    work = Work(2 * rows * num_buckets * shape.head_size, rows * shape.head_size * item + 4 * centroids.numel())
+    rounded = centroids.to(shape.dtype).expand(shape.batch, -1, -1, -1)
+    product = Peer("product", lambda: _product, [(rounded, k.contiguous())], work, note="K C^T alone")
+    halves = [
+        (
+            lambda k, centroids: op.nearest_centroid(k, centroids).products,
+            lambda k, centroids: reference.nearest_centroid(k, centroids).products,
+            eager.nearest_centroid,
+            [(k, centroids)],
+            "nearest",
+        ),
+        (
+            lambda k, buckets: op.bucket_sums(k, buckets, num_buckets=num_buckets).sums,
+            lambda k, buckets: reference.bucket_sums(k, buckets, num_buckets=num_buckets).sums,
+            partial(eager.bucket_sums, num_buckets=num_buckets),
+            [(k, op.nearest_centroid(k, centroids).buckets)],
+            "sums",
+        ),
+    ]
+    for call, exact, plain, layers, half in halves:
+        setting = f"{half}, {num_buckets} buckets"
+        beside = [product, peers.eager(plain, layers, work, rows * num_buckets, setting=setting)]
+        yield Case(call, exact, plain, layers, work._replace(bytes=work.bytes + 4 * rows), beside, setting)

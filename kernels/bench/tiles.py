@@ -85,6 +85,24 @@ TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses 
         Tile(64, 64, 4, 5, 3),
         Tile(64, 128, 4, 5, 2),
     ],
+    "nearest_centroid": [
+        Tile(128, 128, 8, 3),
+        Tile(128, 64, 8, 2),
+        Tile(128, 64, 8, 3),
+        Tile(128, 64, 4, 2),
+        Tile(64, 128, 4, 2),
+        Tile(64, 64, 4, 2),
+        Tile(256, 64, 8, 2),
+    ],
+    "bucket_sums": [
+        Tile(128, 64, 8, 3, 1),
+        Tile(128, 64, 8, 4, 2),
+        Tile(128, 32, 8, 3, 2),
+        Tile(128, 128, 8, 3, 1),
+        Tile(64, 64, 4, 3, 3),
+        Tile(64, 64, 4, 4, 4),
+        Tile(64, 128, 4, 3, 2),
+    ],
 }
 FORWARD = {
     "maxpool_attention": ["maxpool_attention"],
@@ -95,6 +113,7 @@ FORWARD = {
     "bucket_decode": ["bucket_decode"],
     "flash_decode": ["flash_decode"],
     "bucket_mass": ["bucket_mass"],
+    "nearest_centroid": ["nearest_centroid", "bucket_sums"],
 }
 BACKWARD = {
     "block_sparse_attention": ["block_sparse_attention_dq", "block_sparse_attention_dkv"],

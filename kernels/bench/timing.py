@@ -19,14 +19,14 @@ class Milliseconds(NamedTuple):
     q3: float
 
 
-def time_ms(call: Call, device: str, repeats: int = 20, budget_s: float = 5.0) -> Milliseconds:
-    """Time a call by itself, warm: CUDA events on a GPU, else the clock. 5 repeats or more, but few long ones."""
+def time_ms(call: Call, device: str, repeats: int = 20, budget_s: float = 5.0, least: int = 5) -> Milliseconds:
+    """Time a call by itself, warm: CUDA events on a GPU, else the clock. ``least`` repeats or more, but few long ones."""
     call()
     _wait(device)
     start = time.perf_counter()
     call()
     _wait(device)
-    repeats = max(5, min(repeats, int(budget_s / max(time.perf_counter() - start, 1e-9))))
+    repeats = max(least, min(repeats, int(budget_s / max(time.perf_counter() - start, 1e-9))))
     times = [_time_once(call, device) for _ in range(repeats)]
     q1, median, q3 = statistics.quantiles(times, n=4)
     return Milliseconds(median, q1, q3)

@@ -14,12 +14,14 @@ from msattn.kernels.reference.head_mix_attention import (
 from msattn.kernels.reference.maxpool_attention import maxpool_attention
 from msattn.kernels.reference.merge_states import merge_states
 from msattn.kernels.reference.multiscale_attention import multiscale_attention, multiscale_attention_backward
+from msattn.kernels.reference.nearest_centroid import bucket_sums, nearest_centroid
 
 __all__ = [
     "block_sparse_attention",
     "block_sparse_attention_backward",
     "bucket_decode",
     "bucket_mass",
+    "bucket_sums",
     "conv_attention",
     "conv_attention_backward",
     "conv_attention_forward",
@@ -32,4 +34,5 @@ __all__ = [
     "merge_states",
     "multiscale_attention",
     "multiscale_attention_backward",
+    "nearest_centroid",
 ]

@@ -10,6 +10,7 @@ from msattn.trainer.config.commands import (
     ArtifactsConfig,
     BenchRunConfig,
     EvalRunConfig,
+    FinetuneConfig,
     FitKMeansConfig,
     GenerateConfig,
     JobConfig,
@@ -22,7 +23,16 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import TASKS, EvalConfig, NeedleConfig, PerplexityConfig, RecallConfig
 from msattn.trainer.config.model import ModelConfig, Suits
 from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig
-from msattn.trainer.config.train import LOSSES, POOLINGS, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
+from msattn.trainer.config.train import (
+    LOSSES,
+    POOLINGS,
+    FinetuneTrainConfig,
+    GateConfig,
+    KMeansConfig,
+    QModelConfig,
+    TrackerConfig,
+    TrainConfig,
+)
 from msattn.trainer.config.typed import known_keys, nearest, typed
 from msattn.trainer.config.values import DTYPES
 
@@ -42,6 +52,8 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "EvalRunConfig",
+    "FinetuneConfig",
+    "FinetuneTrainConfig",
     "FitKMeansConfig",
     "GateConfig",
     "GenerateConfig",

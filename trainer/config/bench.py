@@ -15,6 +15,7 @@ OPERATIONS = (  # those of kernels.bench
     "conv_decode",
     "bucket_mass",
     "merge_states",
+    "nearest_centroid",
 )
 DIFFERENTIABLE = ("block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention")
 PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")

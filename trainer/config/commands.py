@@ -1,5 +1,6 @@
 """One schema for each command."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,8 +9,17 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig
-from msattn.trainer.config.train import GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
+from msattn.trainer.config.train import (
+    FinetuneTrainConfig,
+    GateConfig,
+    KMeansConfig,
+    QModelConfig,
+    TrackerConfig,
+    TrainConfig,
+)
 from msattn.trainer.config.values import DTYPES, one_of, require
+
+TASK_TOKENS = 256  # a retrieval task and some text around it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +133,45 @@ class TrainQModelConfig(RunConfig):
     qmodel: QModelConfig
     train: TrainConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(RunConfig):
+    """``msattn finetune``; of ``artifacts`` it reads ``gate``, whose blocks the training reads, unless ``select.sparsity=0``.
+
+    Attributes
+    ----------
+    dtype : of the products, and of the weights that are written; in training the weights are float32.
+    gate_weight : of the gates' loss beside the language model's.
+    tasks : share of the training chunks that are retrieval tasks, made anew every time: text seldom asks for such things.
+    """
+
+    select: SelectConfig
+    train: FinetuneTrainConfig
+    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+    gate_weight: float = 1.0
+    tasks: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.dtype != "float16", "dtype", self.dtype, "auto, bfloat16 or float32: float16 loses small gradients")
+        require(self.data.seq_len > 1, "data.seq_len", self.data.seq_len, "2 tokens or more")
+        require(0 <= self.gate_weight < math.inf, "gate_weight", self.gate_weight, "0 or more")
+        require(0 <= self.tasks <= 1, "tasks", self.tasks, "in [0, 1]")
+        ok = self.tasks == 0 or self.data.seq_len >= TASK_TOKENS
+        require(ok, "data.seq_len", self.data.seq_len, f"{TASK_TOKENS} tokens or more with tasks={self.tasks}")
+        if self.sparse:
+            gate = self.artifacts.gate
+            require(gate is not None, "artifacts.gate", gate, "the gates that choose what is read; msattn train-gate first")
+            require(self.select.policy == "topk", "select.policy", self.select.policy, "finetune trains with topk")
+            require(self.select.scores == "gate", "select.scores", self.select.scores, "finetune trains with gate")
+            why = "only plain training (select.sparsity=0) is compiled"
+            require(not self.train.compile, "train.compile", self.train.compile, why)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether attention reads what gates choose."""
+        return self.select.sparsity > 0
 
 
 @dataclass(frozen=True, kw_only=True)

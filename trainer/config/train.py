@@ -58,6 +58,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class FinetuneTrainConfig(TrainConfig):
+    """Training of a whole model; its optimizer state takes 16 bytes a parameter.
+
+    Attributes
+    ----------
+    activation_checkpointing : keep only each layer's input for the backward pass, which runs the layer again.
+    fsdp : share weights, gradients and optimizer state out among the processes (FSDP2), instead of a copy in each.
+    """
+
+    activation_checkpointing: bool = True
+    fsdp: bool = False
+
+
+@dataclass(frozen=True)
 class TrackerConfig:
     """Where figures go besides ``metrics.jsonl``: ``wandb`` (offline when there is no key) or ``none``."""
 
@@ -126,6 +140,8 @@ class KMeansConfig:
     num_prompts : chunks of ``data.seq_len`` tokens whose keys are clustered.
     normalize_keys : keys to unit length before clustering.
     rope : cluster keys after RoPE (the untrained baseline of seed 004) instead of before.
+    engine : ``batched`` (all heads of a layer at once, on the device), ``faiss`` (head after head, on the GPU with a Faiss that
+        has GPUs) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
     """
 
     num_buckets: int = 1024
@@ -133,10 +149,12 @@ class KMeansConfig:
     num_prompts: int = 8
     normalize_keys: bool = False
     rope: bool = False
+    engine: str = "auto"
 
     def __post_init__(self) -> None:
         for key in ("num_buckets", "iterations", "num_prompts"):
             require(getattr(self, key) > 0, f"kmeans.{key}", getattr(self, key), "a positive number")
+        one_of("kmeans.engine", self.engine, ("auto", "batched", "faiss"))
 
 
 @dataclass(frozen=True)
@@ -149,10 +167,12 @@ class QModelConfig:
     heads : ``kv`` (one classifier a key/value head) or ``query``.
     num_prompts : chunks whose queries and targets are cached.
     queries_per_prompt : long-range queries kept a prompt and query head.
-    long_range : a query counts when its top key is more than so many tokens away.
+    long_range : a query counts when its top key is more than so many tokens away (0: all count).
     causal : whether targets leave out keys after the query (the paper trains without).
     min_distance : targets count only keys farther than so many tokens (None: all keys).
     batch_queries : queries an optimizer step, a head.
+    residual : add the network's logits to the products of query and centroids, which route without training.
+    layers_at_once : layers that train together on one device (None: as many as its free memory holds); changes no result.
     """
 
     hidden: int = 1024
@@ -163,9 +183,13 @@ class QModelConfig:
     causal: bool = False
     min_distance: int | None = None
     batch_queries: int = 1000
+    residual: bool = False
+    layers_at_once: int | None = None
 
     def __post_init__(self) -> None:
         for key in ("hidden", "num_prompts", "queries_per_prompt", "batch_queries"):
             require(getattr(self, key) > 0, f"qmodel.{key}", getattr(self, key), "a positive number")
+        at_once = self.layers_at_once
+        require(at_once is None or at_once > 0, "qmodel.layers_at_once", at_once, "null or a positive number")
         require(self.long_range >= 0, "qmodel.long_range", self.long_range, "0 or more tokens")
         one_of("qmodel.heads", self.heads, ("query", "kv"))

@@ -23,19 +23,19 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig, TrackerConfig, TrainConfig
 from msattn.trainer.data import Document, documents, encode
-from msattn.trainer.embedded.tasks import TASKS, Crop, Phrases, Tokens, needle_prompt
+from msattn.trainer.embedded.tasks import ANSWER_WEIGHT, TASKS, Crop, Phrases, Tokens, needle_prompt
 from msattn.trainer.embedded.tokenizer import load_tokenizer, train_tokenizer
 from msattn.trainer.loop import fit
+from msattn.trainer.tap import use_dense_attention
 from msattn.trainer.tracker import Tracker
 
 SHIPPED = Path(__file__).parent / "model"
 LIBRARY_SHARE = 0.2  # of the text, by tokens; the rest is books
 DEV_SHARE = 0.02  # the end of every book is kept for the figures that are printed while training
-ANSWER_WEIGHT = 6.0  # loss weight of an answer's tokens; text has 1
 DEV_PROMPTS = 64
 TEST_PROMPTS = 200
 
@@ -172,18 +172,8 @@ def half_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
-) -> tuple[Tensor, None]:
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast RoPE leaves float32
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
-
-
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model, its weights drawn from ``plan.seed``."""
-    # transformers' own "sdpa" writes the causal mask out under torch.compile, which rules the flash kernel out.
-    AttentionInterface.register("recipe_causal", _causal_attention)
     config = LlamaConfig(
         **plan.architecture,
         vocab_size=len(tokenizer),
@@ -193,7 +183,9 @@ def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausa
         eos_token_id=cast(int, tokenizer.eos_token_id),
     )
     torch.manual_seed(plan.seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="recipe_causal")
+    model = AutoModelForCausalLM.from_config(config)
+    use_dense_attention(model)
+    return model
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ Tokens = NDArray[np.int64]
 Weights = NDArray[np.float32]
 
 ANSWER_DIGITS = 5
+ANSWER_WEIGHT = 6.0  # loss weight of an answer's tokens; text has 1
 _COLOUR_WORDS = (
     "amber azure black blue bronze brown copper coral crimson cream golden green grey indigo iron ivory jade lemon "
     "lilac maroon olive orange pale pearl pink plum purple red rose ruby silver white"

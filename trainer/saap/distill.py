@@ -1,242 +1,132 @@
 """``train-qmodel``: query classifiers learn where the frozen model's attention falls (SAAP, arXiv 2502.08246, section 4).
 
-Queries, keys and the partition are frozen, so that the target of a query is a constant: the share of its attention that each
-bucket holds. The long-range queries of some prompts are taken with their targets once and kept in files; training reads those.
+The training pairs are cached first (:mod:`msattn.trainer.saap.pairs`). Then layers train by groups, as many at once as the
+device holds with all their pairs, so that a step gathers its batch where it computes and its cost on the host is shared by
+many heads. The processes of a ``torchrun`` share out prompts, then layers. A layer's weights and batches are drawn from the
+seed and its own number alone, and nothing couples it to others: its result is the same in every group and process.
 """
 
+import gc
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
+import psutil
 import torch
-import torch.nn.functional as F
-from rich.progress import track
-from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from msattn.kernels.bucket_mass import bucket_mass
-from msattn.trainer import artifacts, data, models
-from msattn.trainer.config import QModelConfig, TrainQModelConfig
+from msattn.trainer import artifacts, data, models, ranks
+from msattn.trainer.checkpoints import settings_of
+from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.loop import fit
+from msattn.trainer.saap.distiller import Distiller, Draws, over_layers, routing_recall
+from msattn.trainer.saap.index import slot_of
 from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.pairs import PairCache
 from msattn.trainer.saap.parts import FinishedParts
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.tracker import Tracker
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-CANDIDATES = 8  # query positions looked at for each that is kept: about a fifth of the queries are long-range
-FEWEST = 16  # queries of a head and prompt: where fewer are long-range, those that look farthest make up the number
-PROMPTS_A_BATCH = 8  # a batch mixes prompts, so that its norm is not one text's
 HEALTH_PROMPTS = 4  # held-out chunks
-HEALTH_PROBES = 32
+MEMORY_SHARE = 0.8  # of the free device memory
+STATE_BYTES = 18  # a weight: itself, gradient and Adam's two moments in fp32, a copy for the product in bf16
+WORK_BYTES = 32  # an element of the hidden layer or the logits: what a step keeps of it for backward, and the gradients
+NOT_CACHED = ("hidden", "heads", "batch_queries", "residual", "layers_at_once")  # settings that the pairs do not depend on
 
-Prompt = dict[str, Tensor]
-"""One prompt's training pairs: ``queries`` fp16 [layers, Hq, n, D], ``targets`` fp16 [layers, Hq, n, C], ``counts`` and
-``long_range`` int64 [layers, Hq]: how many of the n rows hold a query, and how many of those are long-range."""
+
+def groups_of(layers: list[int], at_once: int) -> list[list[int]]:
+    """Groups of ``at_once`` layers at most, as even as can be: those left when some are done are the same again."""
+    parts = np.array_split(np.array(layers, int), -(-len(layers) // at_once)) if layers else []
+    return [part.tolist() for part in parts]
 
 
-def layer_pairs(x: LayerInputs, partition: KMeans, cfg: QModelConfig, positions: Tensor, generator: torch.Generator) -> Prompt:
-    """One layer's entries of a :data:`Prompt` (without the dimension of layers), n = ``cfg.queries_per_prompt`` at most.
+def layers_at_once(cfg: TrainQModelConfig, caches: list[PairCache], heads: int, device: torch.device, processes: int) -> int:
+    """How many layers train together: ``qmodel.layers_at_once``, or as many as fit into the free memory of ``device``.
 
-    Parameters
-    ----------
-    x : LayerInputs
-        A whole prompt; the sink, position 0, is left out of the targets.
-    positions : Tensor
-        int32, ascending: the queries to choose from.
-    generator : torch.Generator
-        Draws among long-range queries; on the CPU, so that every machine draws the same.
+    UserError when not even one does.
     """
-    buckets = partition.assign(x.layer, x.k_nope, x.k)
-    buckets[:, :, 0] = -1
-    queries = x.q[:, :, positions]
-
-    def attention(min_distance: int | None):
-        return bucket_mass(
-            queries,
-            x.k,
-            buckets,
-            num_buckets=partition.num_buckets,
-            causal=cfg.causal,
-            scale=x.scale,
-            min_distance=min_distance,
-            q_pos=positions,
-        )
-
-    everywhere = attention(None)
-    target = everywhere if cfg.min_distance is None else attention(cfg.min_distance)
-    distance = (positions - everywhere.top_key[0]).abs()  # [Hq, positions]
-    usable = target.lse[0] > -torch.inf
-    far = usable & (distance > cfg.long_range)
-    draw = torch.rand(distance.shape, generator=generator).to(distance.device)
-    rank = torch.where(far, 1 + draw, distance / x.num_keys).masked_fill(~usable, -1)
-    rows = rank.topk(min(cfg.queries_per_prompt, len(positions)), dim=-1).indices  # [Hq, n]
-    counts = far.sum(-1).clamp(min=FEWEST).minimum(usable.sum(-1)).clamp(max=rows.shape[1])
-    source = x.q if partition.rope else x.q_nope
-    kept = source[0, :, positions].gather(1, rows[..., None].expand(-1, -1, source.shape[-1]))
-    masses = target.mass[0].gather(1, rows[..., None].expand(-1, -1, partition.num_buckets))
-    pairs = {"queries": kept.half(), "targets": masses.half(), "counts": counts, "long_range": far.sum(-1).minimum(counts)}
-    return {name: value.cpu() for name, value in pairs.items()}
-
-
-def prompt_pairs(model: "PreTrainedModel", partition: KMeans, cfg: QModelConfig, input_ids: Tensor, seed: int) -> Prompt:
-    """The training pairs of one prompt ``input_ids [N]``, all layers of ``partition``."""
-    generator = torch.Generator().manual_seed(seed)
-    candidates = torch.randperm(len(input_ids), generator=generator)[: CANDIDATES * cfg.queries_per_prompt]
-    positions = candidates.sort().values.to(input_ids.device, torch.int32)
-    layers: dict[int, Prompt] = {}
-
-    def attend(x: LayerInputs) -> Tensor:
-        if x.layer in partition.layers:
-            layers[x.layer] = layer_pairs(x, partition, cfg, positions, generator)
-        return dense_attention(x)
-
-    with tap(model, attend), torch.no_grad():
-        run_backbone(model, input_ids[None])
-    rows = max(int(pairs["counts"].max()) for pairs in layers.values())
-    ordered = [layers[layer] for layer in partition.layers]
-    stacked = {name: torch.stack([pairs[name] for pairs in ordered]) for name in ordered[0]}
-    return {name: value[:, :, :rows].contiguous() if value.dim() == 4 else value for name, value in stacked.items()}
-
-
-def cached_pairs(
-    parts: FinishedParts, chunks: data.Chunks, kind: str, model: "PreTrainedModel", partition: KMeans, cfg: TrainQModelConfig
-) -> list[Prompt]:
-    """The pairs of every chunk, from the files of ``parts`` where they are, else computed and kept there; mapped into memory.
-
-    Raises
-    ------
-    UserError : the disk has no room for them, or no query of any prompt is long-range.
-    """
-    names = [f"{kind}_{i:04d}" for i in range(len(chunks))]
-    missing = [i for i, name in enumerate(names) if not parts.path(name).exists()]
-    heads, head_dim = models.num_heads(model.config), models.head_dim(model.config)
-    row = 2 * (head_dim + partition.num_buckets)  # bytes, fp16
-    size = len(missing) * len(partition.layers) * heads * cfg.qmodel.queries_per_prompt * row
-    free = shutil.disk_usage(parts.folder).free
-    if size > free:
+    if cfg.qmodel.layers_at_once is not None:
+        return cfg.qmodel.layers_at_once
+    *_, num_buckets, head_dim = caches[0].partition.centroids.shape
+    weights = cfg.qmodel.hidden * (head_dim + num_buckets)
+    elements = cfg.qmodel.batch_queries * cfg.train.micro_batch_size * (cfg.qmodel.hidden + num_buckets)
+    needed = sum(cache.layer_bytes() for cache in caches) + heads * (STATE_BYTES * weights + WORK_BYTES * elements)
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available // processes
+    if needed > free:
         raise UserError(
-            f"qmodel.num_prompts={cfg.qmodel.num_prompts}: cached queries take up to {size / 1e9:.1f} GB in {parts.folder}, "
-            f"where {free / 1e9:.1f} GB are free; lower it or qmodel.queries_per_prompt"
+            f"qmodel.num_prompts={cfg.qmodel.num_prompts}: training one layer takes {needed / 1e9:.1f} GB of memory, "
+            f"{free / 1e9:.1f} GB are free; lower it or qmodel.queries_per_prompt"
         )
-    if missing:
-        print(
-            f"{kind} queries and targets of {len(missing)} prompts: at most {size / 1e9:.2f} GB in {parts.folder}", flush=True
+    return max(1, int(MEMORY_SHARE * free / needed))
+
+
+def train_layers(
+    cfg: TrainQModelConfig, layers: list[int], train: PairCache, heldout: PairCache, heads: int, work: Path, done: FinishedParts
+) -> None:
+    """Train the classifiers of ``layers`` together; each layer becomes a part of ``done``, its note its figures."""
+    began = time.perf_counter()
+    whole = train.partition
+    device = whole.centroids.device
+    partition = KMeans(whole.centroids[[slot_of(whole.layers, layer) for layer in layers]], layers, whole.rope)
+    pairs, health = train.load(layers, heads, device), heldout.load(layers, heads, device)
+    qmodel = QModel(partition, heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed).to(device)
+    bf16 = device.type == "cuda" and models.resolve_dtype(cfg.dtype, device) != torch.float32
+    loading = time.perf_counter() - began
+
+    folder = work / f"layers_{span(layers)}"
+    run_name = f"{cfg.model.name}-{cfg.name}-qmodel-{span(layers)}"
+    with Tracker.start(cfg.tracker, folder=folder, run_name=run_name, config=asdict(cfg)) as tracker:
+        summary = fit(
+            Distiller(qmodel, pairs, cfg.qmodel.batch_queries, bf16=bf16),
+            Draws(cfg.seed, cfg.train.steps * cfg.train.batch_size),
+            train=cfg.train,
+            folder=folder,
+            tracker=tracker,
+            device=device,
+            seed=cfg.seed,
+            resume=cfg.resume,
+            evaluate=lambda: over_layers(routing_recall(qmodel, health)),
+            optimizer="adam",
         )
-    for i in track(missing, description=f"{kind} targets", disable=not missing):
-        seed = 1_000_003 * cfg.seed + 2 * i + (kind == "train")
-        input_ids = chunks[i]["input_ids"].to(partition.centroids.device)
-        parts.save(names[i], prompt_pairs(model, partition, cfg.qmodel, input_ids, seed))
-    prompts = [parts.load(name)[0] for name in names]
-    found = sum(prompt["long_range"] for prompt in prompts)
-    if not isinstance(found, Tensor) or not found.any():
-        raise UserError(
-            f"qmodel.long_range={cfg.qmodel.long_range}: no query looks that far back in {len(prompts)} prompts of "
-            f"{cfg.data.seq_len} tokens; lower it"
-        )
-    return prompts
-
-
-class QueryBatches(Dataset[dict[str, Tensor]]):
-    """Item i is a batch drawn from (seed, i) alone: ``queries [layers, H, n, D]``, ``targets [layers, H, n, C]``.
-
-    Each batch mixes up to ``PROMPTS_A_BATCH`` prompts; a classifier's rows are drawn, with replacement, from the queries of all
-    query heads that it serves.
-
-    Parameters
-    ----------
-    prompts : list of Prompt
-    num_heads : int
-        ``H``, classifiers a layer.
-    batch_queries : int
-        ``n``.
-    length : int
-        Number of items.
-    """
-
-    def __init__(self, prompts: list[Prompt], *, num_heads: int, batch_queries: int, length: int, seed: int) -> None:
-        self.prompts, self.num_heads, self.batch_queries, self.length, self.seed = (
-            prompts,
-            num_heads,
-            batch_queries,
-            length,
-            seed,
-        )
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        chosen = torch.randperm(len(self.prompts), generator=generator)[:PROMPTS_A_BATCH].tolist()
-        shares = [len(part) for part in torch.arange(self.batch_queries).tensor_split(len(chosen))]
-        drawn = [self._draw(self.prompts[i], share, generator) for i, share in zip(chosen, shares, strict=True)]
-        return {name: torch.cat([part[name] for part in drawn], dim=2) for name in drawn[0]}
-
-    def _draw(self, prompt: Prompt, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        counts = prompt["counts"].unflatten(1, (self.num_heads, -1))  # [layers, H, query heads a classifier]
-        ends = counts.cumsum(-1)
-        pick = (torch.rand(*ends.shape[:2], count, generator=generator) * ends[..., -1:]).long().minimum(ends[..., -1:] - 1)
-        head = torch.searchsorted(ends, pick, right=True)
-        row = pick - (ends - counts).gather(-1, head)
-        layers, heads, rows = prompt["queries"].shape[:3]
-        first = torch.arange(layers * self.num_heads).view(layers, self.num_heads, 1) * (heads // self.num_heads)
-        flat = (first + head) * rows + row
-        return {name: prompt[name].flatten(0, 2)[flat] for name in ("queries", "targets")}
-
-
-def join_batches(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Several batches as one."""
-    return {name: torch.cat([item[name] for item in items], dim=2) for name in items[0]}
-
-
-class Distiller(nn.Module):
-    """Classifiers in training: ``KL(target || classifier)``, the mean over queries, heads and layers."""
-
-    def __init__(self, qmodel: QModel) -> None:
-        super().__init__()
-        self.qmodel = qmodel
-
-    def forward(self, queries: Tensor, targets: Tensor) -> dict[str, Tensor | dict[str, Tensor]]:
-        """Loss of a batch ``queries [layers, H, n, D]``, ``targets [layers, H, n, C]``, and each layer's part."""
-        log_probs = self.qmodel(queries.float()).float().log_softmax(-1)
-        divergence = F.kl_div(log_probs, targets.float(), reduction="none").sum(-1).mean((1, 2))
-        parts = {f"layer {layer}": value for layer, value in zip(self.qmodel.layers, divergence, strict=True)}
-        return {"loss": divergence.mean(), "parts": parts}
-
-
-@torch.no_grad()
-def routing_recall(qmodel: QModel, prompts: list[Prompt]) -> dict[str, float]:
-    """Mean attention mass in the buckets that a query visits, for 1, 2, 4, ... probes.
-
-    ``recall_qmodel@L``: chosen by the classifier; ``recall_kmeans@L``: by products with the centroids; ``recall_oracle@L``: the
-    heaviest.
-    """
-    device, centroids = qmodel.weight_in.device, qmodel.partition.centroids
-    most = min(HEALTH_PROBES, qmodel.num_buckets)
-    sums = {name: torch.zeros(most, device=device) for name in ("qmodel", "kmeans", "oracle")}
-    total = 0
-    for prompt in prompts:
-        queries, targets = prompt["queries"].to(device).float(), prompt["targets"].to(device).float()
-        heads, rows = queries.shape[1:3]
-        filled = torch.arange(rows, device=device) < prompt["counts"].to(device)[..., None]  # [layers, Hq, n]
-        by_classifier = queries.unflatten(1, (qmodel.weight_in.shape[1], -1)).flatten(2, 3)
-        scores = {
-            "qmodel": qmodel(by_classifier).unflatten(2, (-1, rows)).flatten(1, 2),
-            "kmeans": queries @ centroids.repeat_interleave(heads // qmodel.kv_heads, dim=1).mT,
-            "oracle": targets,
+        figures = {
+            layer: {"loss": summary.losses[f"layer {layer}"], **recalls}
+            for layer, recalls in routing_recall(qmodel.eval(), health).items()
         }
-        total += int(filled.sum())
-        for name, score in scores.items():
-            mass = targets.gather(-1, score.topk(most, dim=-1).indices).cumsum(-1)
-            sums[name] += mass[filled].sum(0)
-    probes = [2**i for i in range(most.bit_length()) if 2**i <= most]
-    return {f"recall_{name}@{count}": (sums[name][count - 1] / total).item() for count in probes for name in sums}
+        tracker.summary(over_layers(figures))
+    seconds = (loading + summary.seconds) / len(layers)
+    tensors = qmodel.state_dict()
+    for slot, layer in enumerate(layers):
+        own = {name: value[slot].cpu().contiguous() for name, value in tensors.items()}
+        done.save(part_of(layer), own, {"figures": figures[layer], "seconds": seconds})
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def release_memory() -> None:
+    """What nobody holds any more goes back to the device; the Trainer and its callbacks hold each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def span(layers: list[int]) -> str:
+    """``3-7`` for consecutive layers, else each one's number."""
+    consecutive = len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]}-{layers[-1]}" if consecutive else ",".join(map(str, layers))
+
+
+def part_of(layer: int) -> str:
+    return f"layer_{layer:03d}"
+
+
+def find_partition(cfg: TrainQModelConfig) -> KMeans:
+    """The k-means that ``cfg`` names, or that of the same model and name; UserError when there is none."""
+    source = cfg.artifacts.kmeans or artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
+    if cfg.artifacts.kmeans is None and not Path(source).exists():
+        raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; make it with msattn fit-kmeans, or name one")
+    return KMeans.load(source)
 
 
 def train_qmodel(cfg: TrainQModelConfig) -> Path:
@@ -252,74 +142,87 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     """
     folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
     artifacts.check_writable(folder, cfg.overwrite)
-    models.require_one_process("train-qmodel")
     if cfg.qmodel.long_range >= cfg.data.seq_len:
         raise UserError(f"qmodel.long_range={cfg.qmodel.long_range}: accepted is less than data.seq_len={cfg.data.seq_len}")
-    source = cfg.artifacts.kmeans or artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
-    if cfg.artifacts.kmeans is None and not Path(source).exists():
-        raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; make it with msattn fit-kmeans, or name one")
     device = models.resolve_device(cfg.device)
-    partition = KMeans.load(source).to(device)
+    partition = find_partition(cfg).to(device)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     assert partition.artifact is not None
     artifacts.check_model(partition.artifact, loaded.fingerprint)
     models.check_length(loaded.model.config, cfg.data.seq_len)
 
     text = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts)
-    heldout = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HEALTH_PROMPTS)
-    kmeans_hash = partition.artifact.manifest["content_hash"]
-    frozen = {
-        "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in ("hidden", "heads", "batch_queries")},
-        "data": [text.fingerprint, heldout.fingerprint],
+    heldout_text = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HEALTH_PROMPTS)
+    source = {
+        "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED},
+        "data": [text.fingerprint, heldout_text.fingerprint],
         "model": loaded.fingerprint,
-        "kmeans": kmeans_hash,
+        "kmeans": partition.artifact.manifest["content_hash"],
         "seed": cfg.seed,
     }
     work = folder.parent / "runs" / "qmodel"
-    parts = FinishedParts(work / "cache", frozen, resume=cfg.resume)
-    prompts = cached_pairs(parts, text, "train", loaded.model, partition, cfg)
-    health = cached_pairs(parts, heldout, "heldout", loaded.model, partition, cfg)
-    share = float(sum(prompt["long_range"].sum() for prompt in prompts)) / float(
-        sum(prompt["counts"].sum() for prompt in prompts)
-    )
-    if share < 1:
+    team = ranks.join(device)
+    with team.main_process_first():  # it removes what was made with other settings
+        cached, done = open_work(cfg, work, source, clears=team.is_main_process and not cfg.resume)
+    train = PairCache(cached, "train", text, partition, cfg)
+    heldout = PairCache(cached, "heldout", heldout_text, partition, cfg)
+    for cache in (train, heldout):
+        cache.fill(loaded.model, team)
+        cache.check()
+    if (share := train.long_range()) < 1 and team.is_main_process:
         print(
             f"{1 - share:.1%} of the cached queries are not long-range: their head has few in a prompt, its farthest stand in"
         )
-
-    config = loaded.model.config
+    config, fingerprint = loaded.model.config, loaded.fingerprint
     heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
-    fingerprint = loaded.fingerprint
     del loaded
-    torch.manual_seed(cfg.seed)
-    qmodel = QModel(partition, heads, cfg.qmodel.hidden).to(device)
-    batches = QueryBatches(
-        prompts,
-        num_heads=heads,
-        batch_queries=cfg.qmodel.batch_queries,
-        length=cfg.train.steps * cfg.train.batch_size,
-        seed=cfg.seed,
-    )
-    with Tracker.start(cfg.tracker, folder=work, run_name=f"{cfg.model.name}-{cfg.name}-qmodel", config=asdict(cfg)) as tracker:
-        summary = fit(
-            Distiller(qmodel),
-            batches,
-            train=cfg.train,
-            folder=work,
-            tracker=tracker,
-            device=device,
-            seed=cfg.seed,
-            resume=cfg.resume,
-            evaluate=lambda: routing_recall(qmodel, health),
-            collate=join_batches,
-            optimizer="adam",
-        )
-        metrics = {**summary.losses, **routing_recall(qmodel.eval(), health)}
-        tracker.summary(metrics)
+    release_memory()
+
+    shares = np.array_split(np.array(partition.layers), team.num_processes)
+    own = [layer for layer in shares[team.process_index].tolist() if not done.path(part_of(layer)).exists()]
+    at_once = layers_at_once(cfg, [train, heldout], heads, device, team.num_processes)
+    with ranks.alone(device):
+        for group in groups_of(own, at_once):
+            print(f"layers {span(group)}: {len(group) * heads} classifiers train at once", flush=True)
+            train_layers(cfg, group, train, heldout, heads, work, done)
+            release_memory()
+    team.wait_for_everyone()
+    if team.is_main_process:
+        assemble(cfg, folder, train, heldout, done, fingerprint)
+    team.wait_for_everyone()
+    return folder
+
+
+def open_work(
+    cfg: TrainQModelConfig, work: Path, source: dict[str, Any], *, clears: bool
+) -> tuple[FinishedParts, FinishedParts]:
+    """The folders of cached pairs, which depend on ``source``, and of trained layers; ``clears`` removes begun ones."""
+    training = {"qmodel": {**asdict(cfg.qmodel), "layers_at_once": None}, "train": settings_of(cfg.train, cfg.seed, "adam", 1)}
+    cached = FinishedParts(work / "cache", source, resume=cfg.resume)
+    done = FinishedParts(work / "layers", source | training, resume=cfg.resume)
+    for left in work.glob("layers_*") if clears else ():
+        shutil.rmtree(left)
+    return cached, done
+
+
+def assemble(
+    cfg: TrainQModelConfig, folder: Path, train: PairCache, heldout: PairCache, done: FinishedParts, fingerprint: dict[str, Any]
+) -> None:
+    """Write the trained layers as one artifact, say so, and remove them."""
+    partition = train.partition
+    assert partition.artifact is not None
+    trained = {layer: done.load(part_of(layer)) for layer in partition.layers}
+    kv_heads = len(trained) * partition.centroids.shape[1]
+    metrics = over_layers({layer: note["figures"] for layer, (_, note) in trained.items()})
+    metrics |= {
+        "cache_seconds_a_kv_head": (train.seconds() + heldout.seconds()) / kv_heads,
+        "training_seconds_a_kv_head": sum(note["seconds"] for _, note in trained.values()) / kv_heads,
+    }
+    layers = [tensors for tensors, _ in trained.values()]
     artifacts.write(
         folder,
         kind="qmodel",
-        tensors={name: value.cpu().contiguous() for name, value in qmodel.state_dict().items()},
+        tensors={name: torch.stack([tensors[name] for tensors in layers]) for name in layers[0]},
         config=asdict(cfg),
         model=fingerprint,
         details={
@@ -327,13 +230,17 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
             "layers": partition.layers,
             "rope": partition.rope,
             "num_buckets": partition.num_buckets,
-            "kmeans_hash": kmeans_hash,
-            "share_long_range": share,
+            "kmeans_hash": partition.artifact.manifest["content_hash"],
+            "share_long_range": train.long_range(),
         },
-        data=text.fingerprint,
+        data=train.chunks.fingerprint,
         seed=cfg.seed,
         metrics=metrics,
         overwrite=cfg.overwrite,
     )
+    run_name = f"{cfg.model.name}-{cfg.name}-qmodel"
+    with Tracker.start(cfg.tracker, folder=train.parts.folder.parent, run_name=run_name, config=asdict(cfg)) as tracker:
+        tracker.summary(metrics)
+        tracker.artifact(folder)
+    done.remove()
     artifacts.announce(folder, metrics)
-    return folder

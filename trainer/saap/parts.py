@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, unwritable
 
 
 class FinishedParts:
@@ -32,16 +32,25 @@ class FinishedParts:
                 raise UserError(f"resume=true: what is in {folder} was made with other settings; resume=false starts again")
             self.remove()
         folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(described)
+        partial = folder / f"settings.{os.getpid()}.partial"
+        partial.write_text(described)
+        partial.rename(note)
 
     def path(self, name: str) -> Path:
         """Where the part ``name`` is, or will be."""
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, tensors: dict[str, Tensor], note: object = None) -> None:
-        """Keeps ``tensors`` and ``note`` (anything JSON) as the part ``name``; a file is there whole or not at all."""
+        """Keeps ``tensors`` and ``note`` (anything JSON) as the part ``name``; a file is there whole or not at all.
+
+        UserError: the disk has no room for it.
+        """
         partial = self.folder / f"{name}.{os.getpid()}.partial"
-        save_file(tensors, partial, metadata={"note": json.dumps(note)})
+        try:
+            save_file(tensors, partial, metadata={"note": json.dumps(note)})
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise unwritable(self.path(name), error) from error
         partial.rename(self.path(name))
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:

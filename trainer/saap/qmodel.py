@@ -28,6 +28,11 @@ class QModel(nn.Module):
         Classifiers a layer: the number of key/value heads (shared by a query group) or of query heads.
     hidden : int
         Width of the hidden layer.
+    residual : bool
+        The network corrects plain routing: the products of query and centroids are added to its logits. The paper's figure 7
+        names a residual form of the same capacity, and no formula; this one has the same weights and starts from k-means.
+    seed : int
+        A layer's first weights are drawn from (seed, layer).
 
     Attributes
     ----------
@@ -38,12 +43,13 @@ class QModel(nn.Module):
     mean: Tensor
     variance: Tensor
 
-    def __init__(self, partition: KMeans, num_heads: int, hidden: int) -> None:
+    def __init__(self, partition: KMeans, num_heads: int, hidden: int, *, residual: bool = False, seed: int = 0) -> None:
         super().__init__()
         num_layers, kv_heads, num_buckets, head_dim = partition.centroids.shape
         if num_heads % kv_heads:
             raise ValueError(f"num_heads={num_heads}: expected a multiple of the partition's {kv_heads} key/value heads")
         self.partition = partition
+        self.residual = residual
         self.layers, self.num_buckets, self.kv_heads = partition.layers, num_buckets, kv_heads
         heads = (num_layers, num_heads)
         self.weight_in = nn.Parameter(torch.empty(*heads, head_dim, hidden))  # [layers, H, D, F]
@@ -53,11 +59,13 @@ class QModel(nn.Module):
         self.bias_out = nn.Parameter(torch.zeros(*heads, 1, num_buckets))
         self.register_buffer("mean", torch.zeros(*heads, 1, hidden))
         self.register_buffer("variance", torch.ones(*heads, 1, hidden))
-        for weight in (self.weight_in, self.weight_out):
-            bound = weight.shape[-2] ** -0.5  # nn.Linear's
-            nn.init.uniform_(weight, -bound, bound)
+        for slot, layer in enumerate(self.layers):
+            generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
+            for weight in (self.weight_in, self.weight_out):
+                bound = weight.shape[-2] ** -0.5  # nn.Linear's
+                nn.init.uniform_(weight[slot], -bound, bound, generator)
         self.artifact: artifacts.Artifact | None = None
-        self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, ...]] = {}
 
     @classmethod
     def load(cls, path: str | Path) -> "QModel":
@@ -66,7 +74,7 @@ class QModel(nn.Module):
         details, tensors = artifact.manifest["details"], artifact.tensors
         partition = KMeans(tensors["partition.centroids"], details["layers"], details["rope"])
         with torch.device("meta"):
-            qmodel = cls(partition, *tensors["weight_out"].shape[1:3])
+            qmodel = cls(partition, *tensors["weight_out"].shape[1:3], residual=details.get("residual", False))
         qmodel.load_state_dict(tensors, assign=True)
         qmodel.artifact = artifact
         return qmodel.requires_grad_(False).eval()
@@ -88,7 +96,12 @@ class QModel(nn.Module):
                 self.variance.lerp_(variance * (rows / max(rows - 1, 1)), BATCH_NORM_MOMENTUM)  # unbiased, as BatchNorm1d's
         factor = self.gain * torch.rsqrt(variance + BATCH_NORM_EPS)
         normed = torch.addcmul(self.shift - mean * factor, hidden, factor)
-        return normed.relu() @ self.weight_out + self.bias_out
+        logits = normed.relu() @ self.weight_out + self.bias_out
+        return logits + queries @ self.directions().mT if self.residual else logits
+
+    def directions(self) -> Tensor:
+        """The centroids that each classifier's buckets have: ``[layers, H, C, D]``."""
+        return self.partition.centroids.repeat_interleave(self.weight_in.shape[1] // self.kv_heads, dim=1)
 
     def train(self, mode: bool = True) -> "QModel":
         """Switches modes as every module does; weights folded for serving are dropped."""
@@ -102,21 +115,26 @@ class QModel(nn.Module):
     def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Probabilities of one token's queries ``[B, Hq, 1, D]``, summed over the query group: fp32 ``[B, Hkv, C]``."""
         queries = (q if self.rope else q_nope)[:, :, -1]
-        weight_in, bias_in, weight_out, bias_out = self._serving(slot_of(self.layers, layer), queries.dtype)
+        weight_in, bias_in, weight_out, bias_out, *directions = self._serving(slot_of(self.layers, layer), queries.dtype)
         heads, batch = len(weight_in), len(queries)
         rows = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries a classifier, D]
-        logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
+        base = torch.baddbmm(bias_out, rows, directions[0]) if self.residual else bias_out
+        logits = torch.baddbmm(base, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
         probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)  # [B, H, queries a classifier, C]
         return probs.flatten(1, 2).unflatten(1, (self.kv_heads, -1)).sum(2)
 
-    def _serving(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One layer's weights in ``dtype`` with the batch norm folded into the first product: two products serve a token."""
+    def _serving(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """One layer's weights in ``dtype`` with the batch norm folded into the first product: two products serve a token.
+
+        A residual classifier has the centroids, ``[H, D, C]``, beside them.
+        """
         if (slot, dtype) not in self._folded:
             factor = self.gain[slot] * torch.rsqrt(self.variance[slot] + BATCH_NORM_EPS)
             bias_in = self.shift[slot] - self.mean[slot] * factor
-            parts = (self.weight_in[slot] * factor, bias_in, self.weight_out[slot], self.bias_out[slot])
-            a, b, c, d = (part.detach().to(dtype) for part in parts)
-            self._folded[slot, dtype] = (a, b, c, d)
+            parts = [self.weight_in[slot] * factor, bias_in, self.weight_out[slot], self.bias_out[slot]]
+            if self.residual:
+                parts.append(self.directions()[slot].mT)
+            self._folded[slot, dtype] = tuple(part.detach().to(dtype) for part in parts)
         return self._folded[slot, dtype]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

@@ -7,9 +7,10 @@ the gate. A row's choice hangs on no later row.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils import reduce
 from torch import Tensor
 
 from msattn.trainer.seer.blocks import diagonal_blocks, visible_blocks
@@ -35,7 +36,7 @@ def calibrate(
 
     Parameters
     ----------
-    chunks : items ``{"input_ids": int64 [N]}``; text the gate may know, and no test should.
+    chunks : items ``{"input_ids": int64 [N]}``, this process's share of them; text the gate may know, and no test should.
     floor : part of its share that each row keeps, in [0, 1].
 
     Returns
@@ -55,6 +56,7 @@ def calibrate(
     with tap(teacher, attend):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    counts = cast(Tensor, reduce(counts, "sum"))  # over processes: whole numbers, the same in any order
     return {"floor": floor, "sparsities": list(SPARSITIES), "layers": [thresholds(found) for found in counts.cpu()]}
 
 

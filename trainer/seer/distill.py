@@ -5,15 +5,18 @@ call, and the layer's gate loss and gradient are computed on the spot; only the 
 memory of inference, and ``loss.backward()`` stays what a trainer expects.
 """
 
-import os
+import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -24,6 +27,7 @@ from msattn.trainer.loop import fit
 from msattn.trainer.seer.blocks import block_softmax, visible_blocks
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.maps import BlockMaps
 from msattn.trainer.seer.select import Oracle, Selection, TopK, normalize_rows, recall
 from msattn.trainer.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.tracker import Tracker
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 CALIBRATION_CHUNKS = 4
 HEALTH_CHUNKS = 2
 HEALTH_SPARSITIES = (0.5, 0.8, 0.9)
+MAP_TITLES = ("attention's map", "gate's scores", f"read at {HEALTH_SPARSITIES[-1]:.0%} sparsity")
 SMOOTH_L1_BETA = 0.01  # errors of probabilities rarely pass 1, torch's default, below which smooth L1 is half the MSE
 
 
@@ -83,6 +88,11 @@ class GateDistiller(nn.Module):
     ----------
     gate : trains; the only registered submodule, so the only thing saved and synchronised.
     teacher : frozen, and kept out of the module tree.
+
+    Notes
+    -----
+    A layer's loss and gradient hold some nine block maps (fp32 ``[B, Hq, Tr, Tc]``) for a moment. At the shape of Llama-3.1-8B
+    that is less than the middle of the MLP holds, up to some 256k tokens; so the peak is that of inference, plus the gates.
     """
 
     def __init__(self, gate: Gate, teacher: "PreTrainedModel") -> None:
@@ -123,8 +133,15 @@ class GateDistiller(nn.Module):
 
 
 @torch.no_grad()
-def health(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+def health(
+    gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], maps: BlockMaps | None = None
+) -> dict[str, float]:
     """Recall of attention mass under top-k selection, the gate's and the oracle's beside it.
+
+    Parameters
+    ----------
+    chunks : items ``{"input_ids": int64 [N]}``, this process's share of them; all processes return the mean over all.
+    maps : takes in the block maps that pass by (those of the last chunk stay), at the largest sparsity.
 
     Returns
     -------
@@ -136,18 +153,25 @@ def health(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Te
     def attend(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
         dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
-        for name, scores in (("gate", gate.scores(x)), ("oracle", normalize_rows(dense.pooled))):
+        true, scores = normalize_rows(dense.pooled), gate.scores(x)
+        for name, ranked in (("gate", scores), ("oracle", true)):
             for sparsity in HEALTH_SPARSITIES:
-                mask = Selection(TopK(sparsity), Oracle(size)).choose(scores, x)
+                mask = Selection(TopK(sparsity), Oracle(size)).choose(ranked, x)
                 share = recall(x, mask, size, dense.lse).mean()
                 found[f"recall/{name}@{sparsity}"].append(share)
                 found[f"recall/{name}@{sparsity}/layer {x.layer}"].append(share)
+                if maps is not None and (name, sparsity) == ("gate", HEALTH_SPARSITIES[-1]):
+                    maps.add(x, size, true, scores, mask)
         return dense.out
 
     with tap(teacher, attend):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
-    return {name: torch.stack(shares).mean().item() for name, shares in found.items()}
+    merged: dict[str, list[float]] = defaultdict(list)
+    for part in gather_object([{name: torch.stack(shares).tolist() for name, shares in found.items()}]):
+        for name, shares in part.items():
+            merged[name] += shares
+    return {name: fmean(shares) for name, shares in merged.items()}
 
 
 def train_gate(cfg: TrainGateConfig) -> Path:
@@ -156,7 +180,8 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     Returns
     -------
     Path
-        ``outputs/<model.name>/<name>/gate``. Checkpoints and metrics are in ``runs/gate`` beside it.
+        ``outputs/<model.name>/<name>/gate``. Checkpoints, metrics and pictures of block maps are in
+        ``runs/gate`` beside it.
 
     Raises
     ------
@@ -172,12 +197,21 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed)
     heldout = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HEALTH_CHUNKS)
     gate = Gate.build(loaded.model.config, cfg.gate).to(loaded.model.device)
-
-    def check_health() -> dict[str, float]:
-        return health(gate, loaded.model, (heldout[i] for i in range(len(heldout))))
-
     work = folder.parent / "runs" / "gate"
     config = asdict(cfg)
+
+    def check_health() -> dict[str, float]:
+        maps = BlockMaps(len(gate.layers), models.num_heads(loaded.model.config))
+        figures = health(gate, loaded.model, own_share(heldout, len(heldout)), maps)
+        if PartialState().is_main_process:
+            picture = work / "maps" / f"step-{tracker.step:06d}.png"
+            try:
+                maps.save(picture, MAP_TITLES)
+                tracker.image("block maps", picture, tracker.step)
+            except OSError as error:  # no reason to end a run
+                print(f"{picture}: {error.strerror}; the picture is left out", file=sys.stderr, flush=True)
+        return figures
+
     with Tracker.start(cfg.tracker, folder=work, run_name=f"{cfg.model.name}-gate-{cfg.name}", config=config) as tracker:
         summary = fit(
             GateDistiller(gate, loaded.model),
@@ -190,24 +224,35 @@ def train_gate(cfg: TrainGateConfig) -> Path:
             resume=cfg.resume,
             evaluate=check_health,
         )
-        metrics = summary.metrics or check_health()
+        metrics = summary.metrics
+        if not metrics:  # train.eval_every=0: only now
+            tracker.step = summary.steps
+            metrics = check_health()
+            tracker.log(metrics, summary.steps)
         figures = {name: value for name, value in {**summary.losses, **metrics}.items() if "layer" not in name}
         figures |= {"steps": summary.steps, "seconds": summary.seconds}
         tracker.summary(figures)
-    seen = range(min(CALIBRATION_CHUNKS, len(chunks)))
-    gate.thresholds = calibrate(gate, loaded.model, (chunks[i] for i in seen))
-    if os.environ.get("RANK", "0") == "0":  # under torchrun all processes hold the same gates, and one writes them
-        artifacts.write(
-            folder,
-            kind="gate",
-            tensors=gate.tensors(),
-            config=config,
-            model=loaded.fingerprint,
-            details=gate.details(),
-            data=chunks.fingerprint,
-            seed=cfg.seed,
-            metrics=figures,
-            overwrite=cfg.overwrite,
-        )
+        gate.thresholds = calibrate(gate, loaded.model, own_share(chunks, CALIBRATION_CHUNKS))
+        if PartialState().is_main_process:  # under torchrun all processes hold the same gates, and one writes them
+            artifacts.write(
+                folder,
+                kind="gate",
+                tensors=gate.tensors(),
+                config=config,
+                model=loaded.fingerprint,
+                details=gate.details(),
+                data=chunks.fingerprint,
+                seed=cfg.seed,
+                metrics=figures,
+                overwrite=cfg.overwrite,
+            )
+            tracker.artifact(folder)
+    if PartialState().is_main_process:
         artifacts.announce(folder, figures)
     return folder
+
+
+def own_share(chunks: data.Chunks, most: int) -> Iterator[dict[str, Tensor]]:
+    """Of the first chunks, at most ``most``, those that fall to this process; without ``torchrun`` all of them."""
+    state = PartialState()
+    return (chunks[i] for i in range(state.process_index, min(most, len(chunks)), state.num_processes))

@@ -1,0 +1,228 @@
+"""The two halves of an iteration of spherical k-means, for all heads at once: nearest centroids, and sums of their members.
+
+    bucket[n] = argmax_c k_n . c          sums[c] = sum of the k_n with bucket[n] = c
+
+Neither the products ``[M, C]`` nor the one-hot matrix that turns members into sums is ever in memory: both are made a tile at a
+time. A program of the first owns BM keys and walks over the centroids; a program of the second owns BC buckets and walks over a
+split of the keys, its one-hot tile a factor of a matrix product. Without atomics: splits are added up in their order.
+
+Products are as good as fp32: 16-bit keys are exact factors, and an fp32 centroid is the sum of two of them, ``high + low``,
+up to ``2 ** -18`` of itself in bf16 (less in fp16); fp32 factors are split into TF32 by the compiler, in three passes.
+
+Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: p_ pointer, b_ tile, o_ offset, m_ mask. Programs: (key tile,
+head, sequence), then (bucket tile, head and sequence, split of the keys).
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference, tuned
+from msattn.kernels.checks import check_bucket_sums, check_nearest_centroid, resolve_backend, statistics_dtype
+from msattn.kernels.primitives import capability, num_processors, padded_head, tl, triton
+from msattn.kernels.tuned import Tile
+from msattn.kernels.types import Backend, BucketSums, NearestCentroid
+
+
+def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = None) -> NearestCentroid:
+    """The centroid with the largest product with each key (SAAP, arXiv 2502.08246: the partition of the keys).
+
+    Parameters
+    ----------
+    k : Tensor ``[B, H, M, D]``
+        Keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are read as they are.
+    centroids : Tensor fp32 ``[H, C, D]``
+        (fp64 for fp64 keys.) Finite, also in the dtype of the keys.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    NearestCentroid
+        ``buckets`` int32 and ``products`` fp32, both ``[B, H, M]``; of equal products the lowest number. A product is off by at
+        most ``(2 ** -18 + 2 D * 2 ** -23) |k| |c|``: the split of the centroids, and the rounding of sums in fp32. So the
+        chosen centroid's is within twice that of the largest.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    NotImplementedError
+        In the backward pass.
+    """
+    check_nearest_centroid(k, centroids)
+    return NearestCentroid(*_nearest_operator(k, centroids, resolve_backend(backend, k, name="k")))
+
+
+def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backend | None = None) -> BucketSums:
+    """Sum and number of the keys of each bucket: the new centroids of k-means, up to their length.
+
+    Parameters
+    ----------
+    k : Tensor ``[B, H, M, D]``
+        Keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are read as they are.
+    buckets : Tensor int32 ``[B, H, M]``
+        The bucket of each key, 0 to ``num_buckets - 1``; a key with another number is in no bucket.
+    num_buckets : int
+        Number of buckets, C.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    BucketSums
+        ``sums`` fp32 ``[B, H, C, D]``, ``counts`` int32 ``[B, H, C]``; on the Triton backend bitwise the same every time.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    NotImplementedError
+        In the backward pass.
+    """
+    check_bucket_sums(k, buckets, num_buckets)
+    return BucketSums(*_sums_operator(k, buckets, num_buckets, resolve_backend(backend, k, name="k")))
+
+
+@torch.library.custom_op("msattn::nearest_centroid", mutates_args=())
+def _nearest_operator(k: Tensor, centroids: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    if backend == "torch":
+        return reference.nearest_centroid(k, centroids)
+    with torch.cuda.device_of(k):
+        return launch(k, centroids)
+
+
+@_nearest_operator.register_fake
+def _(k, centroids, backend):
+    return k.new_empty(k.shape[:3], dtype=torch.int32), k.new_empty(k.shape[:3], dtype=statistics_dtype(k))
+
+
+@torch.library.custom_op("msattn::bucket_sums", mutates_args=())
+def _sums_operator(k: Tensor, buckets: Tensor, num_buckets: int, backend: str) -> tuple[Tensor, Tensor]:
+    if backend == "torch":
+        return reference.bucket_sums(k, buckets, num_buckets=num_buckets)
+    with torch.cuda.device_of(k):
+        return launch_sums(k, buckets, num_buckets)
+
+
+@_sums_operator.register_fake
+def _(k, buckets, num_buckets, backend):
+    shape = (*k.shape[:2], num_buckets)
+    return k.new_empty((*shape, k.shape[3]), dtype=statistics_dtype(k)), k.new_empty(shape, dtype=torch.int32)
+
+
+def _backward(ctx, *gradients):
+    raise NotImplementedError("nearest_centroid and bucket_sums have no gradient: detach their inputs, or use torch.no_grad()")
+
+
+_nearest_operator.register_autograd(_backward)
+_sums_operator.register_autograd(_backward)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How ``tl.dot`` multiplies: fp32 in three passes of TF32, which keep 22 of 24 bits; 16-bit inputs have one way only."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def launch(k: Tensor, centroids: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Split the centroids and run the first kernel; ``tile`` (rows: keys, keys: centroids) overrides the shipped choice."""
+    batch, heads, num_keys, head = k.shape
+    num_buckets, cols = centroids.shape[1], padded_head(head)
+    tile = tile or tuned.pick("nearest_centroid", cols, k.dtype, capability(k.device))
+    centroids = centroids.contiguous()
+    high = centroids.to(k.dtype)
+    low = None if k.dtype == torch.float32 else (centroids - high).to(k.dtype)
+    buckets = torch.empty(k.shape[:3], dtype=torch.int32, device=k.device)
+    products = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
+    _nearest_kernel[(triton.cdiv(num_keys, tile.rows), heads, batch)](
+        k, high, low, buckets, products, *k.stride(), num_keys, num_buckets,
+        HEAD=head, FULL=num_buckets % tile.keys == 0, BM=tile.rows, BC=tile.keys, BD=cols, PRECISION=precision(k.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return buckets, products
+
+
+def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Run the second kernel and add its splits up; ``tile`` (rows: buckets, keys: keys) overrides the shipped choice."""
+    batch, heads, num_keys, head = k.shape
+    cols = padded_head(head)
+    tile = tile or tuned.pick("bucket_sums", cols, k.dtype, capability(k.device))
+    owners = triton.cdiv(num_buckets, tile.rows) * heads * batch
+    steps = triton.cdiv(num_keys, tile.keys)
+    steps = triton.cdiv(steps, max(1, min(tile.programs * num_processors(k.device) // owners, steps)))
+    splits = triton.cdiv(num_keys, steps * tile.keys)
+    sums = torch.empty((splits, batch, heads, num_buckets, head), dtype=torch.float32, device=k.device)
+    counts = torch.empty((splits, batch, heads, num_buckets), dtype=torch.int32, device=k.device)
+    _sums_kernel[(triton.cdiv(num_buckets, tile.rows), heads * batch, splits)](
+        k, buckets.contiguous(), sums, counts, *k.stride(), heads, num_keys, num_buckets, steps * tile.keys,
+        HEAD=head, BM=tile.keys, BC=tile.rows, BD=cols, PRECISION=precision(k.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return sums.sum(0), counts.sum(0, dtype=torch.int32)
+
+
+@triton.jit
+def _nearest_kernel(
+    k, high, low, buckets, products, stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets,
+    HEAD: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Best centroid and product ``[B, H, M]`` of BM keys; ``FULL``: the tiles of centroids divide their number."""
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_c, o_d = tl.arange(0, BC), tl.arange(0, BD)
+    m_row, m_d = row < num_keys, o_d < HEAD
+    p_k = k + batch * stride_kb + head * stride_kh + row.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
+    b_k = tl.load(p_k, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+    o_tile = head * num_buckets * HEAD + o_c[:, None] * HEAD + o_d[None, :]  # [BC, BD]
+
+    best = tl.full([BM], float("-inf"), tl.float32)
+    bucket = tl.zeros([BM], tl.int32)
+    for first in tl.range(0, num_buckets, BC):
+        m_c = first + o_c < num_buckets
+        m_tile = m_d[None, :] if FULL else m_c[:, None] & m_d[None, :]
+        o_first = o_tile + first * HEAD
+        s = tl.dot(b_k, tl.trans(tl.load(high + o_first, mask=m_tile, other=0.0)), input_precision=PRECISION)  # [BM, BC]
+        if low is not None:
+            s = tl.dot(b_k, tl.trans(tl.load(low + o_first, mask=m_tile, other=0.0)), s, input_precision=PRECISION)
+        if not FULL:
+            s = tl.where(m_c[None, :], s, float("-inf"))
+        s_max = tl.max(s, 1)
+        s_top = tl.min(tl.where(s == s_max[:, None], o_c[None, :], BC), 1)  # of equal ones the lowest
+        better = s_max > best
+        best = tl.where(better, s_max, best)
+        bucket = tl.where(better, first + s_top, bucket)
+    o_row = (batch * tl.num_programs(1) + head) * num_keys + row
+    tl.store(buckets + o_row, bucket, mask=m_row)
+    tl.store(products + o_row, best, mask=m_row)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _sums_kernel(
+    k, buckets, sums, counts, stride_kb, stride_kh, stride_km, stride_kd, heads, num_keys, num_buckets, split_keys,
+    HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split's ``sums [S, B, H, C, D]`` and ``counts [S, B, H, C]`` of BC buckets."""
+    sequence_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    o_c, o_m, o_d = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BM), tl.arange(0, BD)
+    m_d = o_d < HEAD
+    k += sequence_head // heads * stride_kb + sequence_head % heads * stride_kh
+    buckets += sequence_head * num_keys
+
+    total = tl.zeros([BC, BD], tl.float32)
+    # Counted by a product with ones, exact up to 2 ** 24 keys: a sum over the tile's rows would lay it out a second time.
+    count = tl.zeros([BC, 16], tl.float32)
+    ones = tl.full([BM, 16], 1.0, k.dtype.element_ty)
+    begin = split * split_keys
+    end = tl.minimum(begin + split_keys, num_keys)
+    for first in tl.range(begin, end, BM):
+        row = first + o_m
+        m_row = row < end
+        b_bucket = tl.load(buckets + row, mask=m_row, other=-1)
+        p_k = k + row.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
+        b_k = tl.load(p_k, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+        member = (o_c[:, None] == b_bucket[None, :]).to(b_k.dtype)  # [BC, BM]
+        total = tl.dot(member, b_k, total, input_precision=PRECISION)
+        count = tl.dot(member, ones, count, input_precision=PRECISION)
+    m_c = o_c < num_buckets
+    o_out = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * num_buckets + o_c
+    tl.store(sums + o_out[:, None] * HEAD + o_d[None, :], total, mask=m_c[:, None] & m_d[None, :])
+    tl.store(counts + o_out, tl.max(count, 1).to(tl.int32), mask=m_c)

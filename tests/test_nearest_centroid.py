@@ -1,0 +1,239 @@
+"""`nearest_centroid` and `bucket_sums` against fp64, on both backends."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import normalize, one_hot
+
+from msattn.kernels import nearest_centroid as module
+from msattn.kernels.nearest_centroid import bucket_sums, nearest_centroid
+from msattn.kernels.testing import random_buckets
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["triton", "torch"]
+FULL, HALF = torch.float32, torch.float16
+
+
+class Case(NamedTuple):
+    batch: int
+    heads: int
+    num_keys: int
+    num_buckets: int
+    head_size: int
+    dtype: torch.dtype = FULL
+
+    def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor]:
+        """Keys that lie as a projection leaves them ``[B, H, M, D]``, and unit centroids ``[H, C, D]``."""
+        generator = torch.Generator().manual_seed(0)
+        k = torch.randn(self.batch, self.num_keys, self.heads, self.head_size, generator=generator)
+        centroids = torch.randn(self.heads, self.num_buckets, self.head_size, generator=generator)
+        return k.transpose(1, 2).to(device, self.dtype), normalize(centroids, dim=-1).to(device)
+
+
+# Chosen by hand so that every two values of length, bucket count, head size and dtype meet, or nearly so.
+CASES = [
+    Case(1, 1, 1, 1, 64),
+    Case(2, 3, 63, 5, 80, HALF),
+    Case(1, 2, 200, 64, 128, FULL),
+    Case(2, 2, 130, 130, 64, HALF),
+    Case(1, 4, 129, 200, 8, FULL),
+    Case(1, 1, 300, 7, 256, HALF),
+    Case(1, 2, 128, 128, 128, HALF),
+    Case(3, 1, 65, 33, 80, FULL),
+]
+
+
+def check_nearest(case: Case, backend: Backend, device: str) -> None:
+    k, centroids = case.inputs(device)
+    got = nearest_centroid(k, centroids, backend=backend)
+    assert got.buckets.dtype == torch.int32
+    assert got.products.dtype == torch.float32
+    exact = k.double() @ centroids.double().mT
+    lengths = k.double().norm(dim=-1) * centroids.double().norm(dim=-1).amax()
+    bound = (2**-18 + 2 * case.head_size * 2**-23) * lengths  # the one that the docstring states
+    assert ((got.products - exact.amax(-1)).abs() <= 2 * bound).all()
+    chosen = exact.gather(-1, got.buckets.long()[..., None])[..., 0]
+    assert ((got.products - chosen).abs() <= bound).all()
+    assert (chosen >= exact.amax(-1) - 2 * bound).all()
+
+
+def check_sums(case: Case, backend: Backend, device: str) -> None:
+    k, _ = case.inputs(device)
+    buckets = random_buckets(case.batch, case.heads, case.num_keys, case.num_buckets, device)  # -1 among them
+    got = bucket_sums(k, buckets, num_buckets=case.num_buckets, backend=backend)
+    assert got.sums.dtype == torch.float32
+    assert got.counts.dtype == torch.int32
+    member = one_hot(buckets.long() + 1, case.num_buckets + 1)[..., 1:]
+    assert torch.equal(got.counts.long(), member.sum(2))
+    terms = member.sum(2)[..., None] * (member.double().mT @ k.double().abs())  # each addition rounds a part of the sum
+    error = (got.sums - member.double().mT @ k.double()).abs()
+    assert (error <= 2**-23 * terms + 2**-21 * k.double().abs().amax()).all()
+    assert (got.sums[got.counts == 0] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check_nearest(case, backend, device)
+    check_sums(case, backend, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
+    for num_keys, num_buckets in itertools.product((1, 63, 129, 4095), (1, 7, 128, 1000, 1024)):
+        case = Case(2, 3, num_keys, num_buckets, head_size, dtype)
+        check_nearest(case, "triton", "cuda")
+        check_sums(case, "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_at_full_length() -> None:
+    """A layer of Llama-3.1-8B: as many splits as there will be."""
+    case = Case(1, 8, 131_072, 1024, 128, torch.bfloat16)
+    check_nearest(case, "triton", "cuda")
+    k, centroids = case.inputs("cuda")
+    buckets = nearest_centroid(k, centroids).buckets
+    got = bucket_sums(k, buckets, num_buckets=1024)
+    assert torch.equal(got.counts.sum(-1), torch.full((1, 8), 131_072, device="cuda"))
+    for head in range(8):
+        want = torch.zeros(1024, 128, dtype=torch.float64, device="cuda")
+        want.index_add_(0, buckets[0, head], k[0, head].double())
+        torch.testing.assert_close(got.sums[0, head].double(), want, rtol=0, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_the_same_every_time() -> None:
+    k, centroids = Case(1, 4, 50_000, 300, 128, torch.bfloat16).inputs("cuda")
+    first = nearest_centroid(k, centroids)
+    sums = bucket_sums(k, first.buckets, num_buckets=300)
+    for _ in range(5):
+        assert all(torch.equal(x, y) for x, y in zip(nearest_centroid(k, centroids), first, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(bucket_sums(k, first.buckets, num_buckets=300), sums, strict=True))
+
+
+@pytest.mark.gpu
+def test_offsets_of_more_than_31_bits() -> None:
+    k = torch.zeros(2**24 + 1, 136, dtype=torch.float16, device="cuda")[:, :128]  # rows 136 apart: the last begins past 2**31
+    k[-1] = 1
+    k = k[None, None]
+    centroids = torch.stack([-torch.ones(128), torch.ones(128)])[None].cuda()
+    got = nearest_centroid(k, centroids)
+    assert got.buckets[0, 0, -1] == 1
+    assert got.products[0, 0, -1] == 128
+    sums = bucket_sums(k, got.buckets, num_buckets=2)
+    assert (sums.sums[0, 0, 1] == 1).all()
+    assert sums.counts.tolist() == [[[2**24, 1]]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_equal_products_the_lowest_number(backend: Backend, device: str) -> None:
+    k, centroids = Case(1, 2, 40, 10, 64).inputs(device)
+    k, centroids = k.round(), (8 * centroids).round()  # whole numbers: products are exact in any order
+    repeated = centroids.repeat(1, 20, 1)  # 200: several tiles
+    once = nearest_centroid(k, centroids, backend=backend)
+    again = nearest_centroid(k, repeated, backend=backend)
+    assert torch.equal(again.buckets, once.buckets)
+    assert torch.equal(again.products, once.products)
+    zero = nearest_centroid(torch.zeros_like(k), repeated, backend=backend)
+    assert (zero.buckets == 0).all()
+    assert (zero.products == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reads_views(backend: Backend, device: str) -> None:
+    k, centroids = Case(2, 3, 70, 9, 64, HALF).inputs(device)
+    wide = torch.randn(2, 3, 140, 128, device=device).to(HALF)
+    wide[:, :, ::2, 64:] = k
+    view, spread = wide[:, :, ::2, 64:], centroids.mT.contiguous().mT
+    want, got = nearest_centroid(k, centroids, backend=backend), nearest_centroid(view, spread, backend=backend)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    buckets = want.buckets.mT.contiguous().mT
+    want, got = (bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(num_keys=st.integers(1, 200), num_buckets=st.integers(1, 40), seed=st.integers(0, 2**16))
+def test_splits_are_parts_of_a_whole(num_keys: int, num_buckets: int, seed: int) -> None:
+    """However the keys are cut, every key is counted once, and whole numbers add up exactly."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.randint(-9, 10, (1, 2, num_keys, 8), generator=generator).float().to(device)
+    buckets = random_buckets(1, 2, num_keys, num_buckets, device, seed)
+    got, want = (bucket_sums(k, buckets, num_buckets=num_buckets, backend=backend) for backend in BACKENDS)
+    assert torch.equal(got.counts, want.counts)
+    assert torch.equal(got.sums, want.sums)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operators(backend: Backend, device: str) -> None:
+    k, centroids = Case(1, 2, 40, 7, 64).inputs(device)
+    buckets = random_buckets(1, 2, 40, 7, device)
+    torch.library.opcheck(module._nearest_operator, (k, centroids, backend))
+    torch.library.opcheck(module._sums_operator, (k, buckets, 7, backend))
+
+    def iteration(k: Tensor, centroids: Tensor) -> Tensor:
+        return bucket_sums(k, nearest_centroid(k, centroids, backend=backend).buckets, num_buckets=7, backend=backend).sums
+
+    assert torch.equal(torch.compile(iteration, fullgraph=True)(k, centroids), iteration(k, centroids))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    k, centroids = Case(1, 2, 40, 7, 64).inputs(device)
+    k.requires_grad_()
+    products = nearest_centroid(k, centroids, backend=backend).products
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        products.sum().backward()
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    k, centroids = Case(1, 8, 1000, 64, 128, torch.bfloat16).inputs("cuda")
+    nearest_centroid(k, centroids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = nearest_centroid(k, centroids)
+    k.copy_(torch.randn_like(k))
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(got, nearest_centroid(k, centroids), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(2, 20, 64)}, r"k.shape=\(2, 20, 64\): expected \[batch"),
+        ({"k": torch.zeros(1, 2, 20, 64).int()}, "k.dtype=torch.int32"),
+        ({"k": torch.zeros(1, 2, 20, 60)}, "head size 60: expected a multiple of 8"),
+        ({"centroids": torch.zeros(3, 7, 64)}, r"centroids.shape=\(3, 7, 64\): expected \[2, C, 64\]"),
+        ({"centroids": torch.zeros(2, 7, 64).half()}, "centroids.dtype=torch.float16: expected torch.float32"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+    ],
+)
+def test_nearest_refuses(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"k": torch.zeros(1, 2, 20, 64), "centroids": torch.zeros(2, 7, 64)}
+    with pytest.raises(ValueError, match=message):
+        nearest_centroid(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"buckets": torch.zeros(1, 2, 20)}, "buckets is torch.float32"),
+        ({"buckets": torch.zeros(1, 2, 21).int()}, r"buckets is torch.int32 \(1, 2, 21\): expected int32 \(1, 2, 20\)"),
+        ({"num_buckets": 0}, "num_buckets=0"),
+        ({"k": torch.zeros(1, 2, 20, 264)}, "head size 264"),
+    ],
+)
+def test_sums_refuse(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"k": torch.zeros(1, 2, 20, 64), "num_buckets": 4}
+    arguments["buckets"] = torch.zeros(1, 2, 20, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        bucket_sums(**(arguments | change))
