@@ -4,8 +4,9 @@ The budget is derived, not chosen: a kernel is compared with fp64 attention over
 much as the plain eager form in the kernel's own precision is, plus a rounding band (:func:`assert_within_budget`).
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,24 @@ class Case(NamedTuple):
         """Keyword arguments of the operation."""
         return {"block_size": self.block_size, "causal": self.causal, "kv_start": starts(self.padding, device)}
 
+
+def full_product(
+    head_size: int, dtype: torch.dtype, lengths: Sequence[tuple[int, int]], block_size: int = 64
+) -> Iterator[Case]:
+    """What a compiled kernel is held to: groups of 1, 4 and 7 with all ``lengths`` (queries, keys), causal or not, with padding.
+
+    Each kind of length (1, a multiple of 16, any) makes a compilation of its own, once for each kind of padding and order:
+    where attention is not causal, two pairs of lengths stand for all.
+    """
+    for (q_heads, kv_heads), (n, m) in itertools.product([(2, 2), (8, 2), (7, 1)], lengths):
+        turns: list[Any] = [(1, True, None), (2, True, (0, 30))] if m > 1 else [(1, True, None)]
+        if (n, m) in NOT_CAUSAL:
+            turns += [(1, False, None), (2, False, (0, 30))]
+        for batch, causal, padding in turns:
+            yield Case(batch, q_heads, kv_heads, n, m, head_size, dtype, causal, padding, block_size)
+
+
+NOT_CAUSAL = [(63, 63), (111, 300)]
 
 # Chosen by hand, so that most pairs of dtype, head size, group, lengths, order, padding and block meet in some row.
 CASES = [

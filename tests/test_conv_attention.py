@@ -16,6 +16,7 @@ from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.testing import (
     Case,
     dense_attention,
+    full_product,
     random_qkv,
     starts,
     visible,
@@ -114,12 +115,8 @@ def test_reference_at_length() -> None:
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
-    heads, lengths = [(2, 2), (4, 1), (7, 1)], [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]
     sizes = itertools.cycle([(6, 11), (3, 3), (2, 4), (5, 1), (1, 1)])
-    for (q_heads, kv_heads), (n, m), causal, padding in itertools.product(heads, lengths, [True, False], [None, (0, 30)]):
-        batch = 1 if padding is None else 2
-        padding = None if padding is None else tuple(min(p, m) for p in padding)
-        case = Case(batch, q_heads, kv_heads, n, m, head_size, dtype, causal, padding)
+    for case in full_product(head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]):
         check(case, next(sizes), "triton", "cuda")
 
 

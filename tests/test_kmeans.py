@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import faiss
 import psutil
 import pytest
 import torch
@@ -163,6 +162,8 @@ def test_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_faiss_is_its_own_kmeans() -> None:
     """What is put together from its parts, so that a GPU can be named, is what ``faiss.Kmeans`` does."""
+    import faiss
+
     points = blobs(heads=1, num_points=600)
     theirs = faiss.Kmeans(16, 8, niter=5, spherical=True, seed=3, min_points_per_centroid=1, max_points_per_centroid=75)
     theirs.train(points[0].numpy())
