@@ -88,7 +88,7 @@ class Case(NamedTuple):
 def full_product(
     head_size: int, dtype: torch.dtype, lengths: Sequence[tuple[int, int]], block_size: int = 64
 ) -> Iterator[Case]:
-    """What a compiled kernel is held to: groups of 1, 4 and 7 with all ``lengths`` (queries, keys), causal or not, with padding.
+    """What a compiled kernel is held to: groups of 1, 4 and 7 with ``lengths`` (queries, keys), causal or not, with padding.
 
     Each kind of length (1, a multiple of 16, any) makes a compilation of its own, once for each kind of padding and order:
     where attention is not causal, two pairs of lengths stand for all.
