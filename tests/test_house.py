@@ -258,7 +258,7 @@ def overrides_of(words: list[str]) -> list[str]:
         if word in ("--prompt", "--prompt-file", "--config-dir", "--cfg"):
             next(rest)
         elif not word.startswith("-"):
-            found.append(word if "[" in word else word.split(",")[0])
+            found.append(word if re.search(r"[\[{]", word) else word.split(",")[0])
     return found
 
 
