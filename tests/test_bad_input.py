@@ -140,6 +140,7 @@ def test_cuda_without_a_gpu(refused: Callable[..., str]) -> None:
     [
         (["kmeans.num_buckets=100000"], "kmeans.num_buckets=100000"),
         (["kmeans.iterations=0"], "kmeans.iterations=0: a positive number"),
+        (["kmeans.engine=fais"], "kmeans.engine=fais: accepted are auto, batched, faiss (did you mean faiss?)"),
     ],
 )
 def test_fit_kmeans_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
@@ -153,6 +154,13 @@ def test_fit_kmeans_refuses(refused: Callable[..., str], overrides: list[str], s
         (["name=new", "artifacts.kmeans=outputs/tiny/base/gate"], "kind=gate: accepted is kmeans"),
         (["name=new", "artifacts.kmeans=outputs/tiny/base/kmeans", "seed=1"], "kmeans artifact made for"),
         (["name=new", "artifacts.kmeans=outputs/tiny/base/kmeans", "qmodel.long_range=500"], "qmodel.long_range=500"),
+        (
+            ["overwrite=true", "resume=true", "qmodel.causal=true"],
+            "cache was made with other settings (data, qmodel); resume=false starts again",
+        ),
+        (["name=new", "qmodel.layers_at_once=0"], "qmodel.layers_at_once=0: null or a positive number"),
+        (["name=new", "qmodel.min_distance=-1"], "qmodel.min_distance=-1: null, or 0 or more tokens"),
+        (["name=new", "train.max_grad_norm=1"], "train.max_grad_norm=1.0: accepted is 0"),
     ],
 )
 def test_train_qmodel_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
@@ -221,11 +229,12 @@ def test_generate_refuses(here: Path, refused: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("command", ["train-gate", "fit-kmeans", "train-qmodel", "eval"])
 def test_a_file_where_outputs_should_go(here: Path, refused: Callable[..., str], command: str) -> None:
+    long = [*SMALL, "data.seq_len=512"]  # as far as classifiers look back by default, and farther
     (here / "taken").write_text("mine")
-    assert "outputs=taken" in refused(command, *SMALL, "outputs=taken")
+    assert "outputs=taken" in refused(command, *long, "outputs=taken")
     (here / "half/tiny").mkdir(parents=True)
     (here / "half/tiny/base").write_text("mine")
-    assert "outputs=half" in refused(command, *SMALL, "outputs=half")
+    assert "outputs=half" in refused(command, *long, "outputs=half")
 
 
 def test_a_file_where_the_artifact_should_go(here: Path, refused: Callable[..., str]) -> None:

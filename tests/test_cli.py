@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from msattn import cli
@@ -109,7 +110,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate --cgf job", "No such option: --cgf"),
         ("train-gate --cfg jobb", "'jobb' is not one of"),
         ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
-        ("eval eval=neddle", "eval=neddle: accepted are all, needle, perplexity, recall (did you mean needle?)"),
+        ("eval eval=neddle", "eval=neddle: accepted are all, gates, needle, perplexity, recall, routing (did you mean needle"),
         ("eval select=topq", "did you mean topk?"),
         ("-m train-gate", "No such option: -m"),
         ("train-gate -m train.steps=1,many", "job 1: train.steps: Value 'many'"),
@@ -193,6 +194,16 @@ def test_a_mistake_found_by_the_job_is_one_line(msattn, here: Path, monkeypatch:
 
     monkeypatch.setattr(compose.Command, "run", refuse)
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
+
+
+def test_a_run_that_does_not_fit_the_gpu_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(self: compose.Command, cfg: object, arguments: dict) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(compose.Command, "run", run_out)
+    code, _, err = msattn("train-gate")
+    assert code == 2
+    assert err.startswith("msattn: device=cuda: the run does not fit (CUDA out of memory); a smaller data.seq_len")
 
 
 def test_interrupted(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,19 @@ def test_chunks_are_the_tokens_cut_and_shuffled_by_the_seed(tmp_path: Path, toke
     assert chunks(cfg, tokenizer, seed=3, seq_len=8)[0]["input_ids"].shape == (8,)
 
 
+def test_fewer_chunks_than_asked_for_are_all_taken_and_said(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXTS[0] * 20)
+    cfg = text_config(tmp_path / "a.txt", seq_len=16)
+    whole = chunks(cfg, tokenizer, seed=0)
+    assert len(chunks(cfg, tokenizer, seed=0, num_chunks=len(whole))) == len(whole)
+    assert capsys.readouterr().err == ""
+    assert len(chunks(cfg, tokenizer, seed=0, num_chunks=999)) == len(whole)
+    said = f"hold {len(whole)} chunks of 16 tokens, not the 999 that were to be used\n"
+    assert capsys.readouterr().err == f"msattn: the documents of data.path={tmp_path / 'a.txt'} {said}"
+
+
 def test_num_bytes_counts_what_follows_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     text = "The naïve café — 3 déjà vus.\n" * 9
     (tmp_path / "a.txt").write_text(text)

@@ -30,6 +30,7 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models import Loaded
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.tap import LayerInputs, dense_attention, tap
 from tests.factory import tiny_architecture, tiny_model
 
 BUCKETS = 4
@@ -203,6 +204,21 @@ def test_losses_in_pieces_are_the_models_own(loaded: Loaded, monkeypatch: pytest
     torch.testing.assert_close(losses, F.cross_entropy(logits[:-1], ids[1:], reduction="none"))
 
 
+def test_recall_beside_perplexity_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    cfg = config(tmp_path, text, baselines=["sink_local"])
+    found = methods.find(cfg, loaded, torch.device("cpu"))
+    (row,) = [row for row in perplexity.run(loaded, cfg, found, Progress(disable=True)) if row.setting == "sparsity 0.6"]
+    ((_, select),) = found.blocks[0].settings([0.6])
+    shares = []
+    texts = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=3)
+    for number in range(len(texts)):
+        with found.blocks[0].attach(loaded.model, select, measure_recall=True) as sparse:
+            perplexity.prefill(loaded, texts[number]["input_ids"])
+            shares.append(sparse.stats()["recall"])
+    assert len(set(shares)) == row.samples == 2
+    assert row.recall == pytest.approx(sum(shares) / 2)
+
+
 def test_recall_shows_every_method_the_dense_inputs(loaded: Loaded, tmp_path: Path, text: str) -> None:
     """The rows of one method do not hang on which others run beside it."""
     cfg = config(tmp_path, text)
@@ -214,6 +230,46 @@ def test_recall_shows_every_method_the_dense_inputs(loaded: Loaded, tmp_path: Pa
     heads = torch.tensor(alone[-1].extra["heads"])
     assert heads.shape == (2, 4)
     assert alone[-1].score == pytest.approx(heads.mean().item(), abs=1e-6)
+
+
+def test_probes_of_each_query_head(trained: Path, text: str) -> None:
+    """Independent probes: the mass is that of the dense attention in each head's own best bucket and in the window."""
+    cfg = config(trained, text)
+    cfg = replace(cfg, dense_layers=[], eval=replace(cfg.eval, recall=replace(cfg.eval.recall, num_chunks=1, independent=True)))
+    loaded = models.load(cfg.model, device="cpu")
+    found = methods.find(cfg, loaded, torch.device("cpu"))
+    (routing,) = found.routing
+    rows = recall.run(loaded, cfg, replace(found, blocks=[]), Progress(disable=True))
+    by_name = {(row.method, row.setting): row for row in rows}
+    every = by_name["k-means, independent", f"{BUCKETS} probes"]
+    assert every.score == pytest.approx(1, abs=1e-5)
+    assert every.selectivity == pytest.approx(1)
+    assert ("k-means, independent", "0 probes") not in by_name
+
+    expected: dict[int, torch.Tensor] = {}
+
+    def attend(x: LayerInputs) -> torch.Tensor:
+        positions = torch.linspace(cfg.recent + cfg.sink, x.num_keys - 1, cfg.eval.recall.num_queries).round().long()
+        k = x.k.repeat_interleave(2, 1)[0]
+        seen = torch.arange(x.num_keys) <= positions[:, None]
+        weights = (x.q[0, :, positions] @ k.mT * x.scale).masked_fill(~seen, -torch.inf).softmax(-1)  # [Hq, n, M]
+        centroids = routing.router.centroids[x.layer].repeat_interleave(2, 0)  # pyright: ignore[reportAttributeAccessIssue, reportIndexIssue]
+        probe = (x.q_nope[0, :, positions] @ centroids.mT).argmax(-1)
+        buckets = routing.router.assign(x.layer, x.k_nope, x.k)[0].repeat_interleave(2, 0)
+        inside = (torch.arange(x.num_keys) < cfg.sink) | (torch.arange(x.num_keys) > positions[:, None] - cfg.recent)
+        read = inside | (buckets[:, None] == probe[..., None])
+        expected[x.layer] = (weights * read).sum(-1).mean(-1)
+        return dense_attention(x)
+
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
+    with torch.inference_mode(), tap(loaded.model, attend):
+        perplexity.prefill(loaded, chunks[0]["input_ids"])
+    heads = torch.tensor(by_name["k-means, independent", "1 probe"].extra["heads"])
+    torch.testing.assert_close(heads, torch.stack([expected[0], expected[1]]), rtol=1e-4, atol=1e-5)
+    shared = torch.tensor(by_name["k-means", "1 probe"].extra["heads"])
+    assert not torch.allclose(heads, shared)
+    oracle = [by_name[f"oracle routing{kind}", "1 probe"].score for kind in (", independent", "")]
+    assert oracle[0] > oracle[1]
 
 
 def test_named_artifacts(trained: Path, text: str) -> None:

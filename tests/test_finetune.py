@@ -149,6 +149,10 @@ def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
     assert equal(weights(resumed.with_name("gate")), weights(trained.with_name("gate")))
     again = finetune(replace(cfg, overwrite=True))  # nothing is left to do but to write
     assert equal(weights(again), weights(trained))
+    with pytest.raises(UserError, match=r"finetune/checkpoints has select.sparsity=0.5, not 0.6"):
+        finetune(replace(cfg, overwrite=True, select=SelectConfig(sparsity=0.6)))
+    with pytest.raises(UserError, match=r"has data=\w+, not \w+; use the same settings"):
+        finetune(replace(cfg, overwrite=True, data=replace(cfg.data, seq_len=95)))
 
 
 def test_from_random_weights_without_gates(root: Path) -> None:
@@ -160,7 +164,8 @@ def test_from_random_weights_without_gates(root: Path) -> None:
             lr=1e-2, steps=6, batch_size=2, micro_batch_size=2, save_every=6, activation_checkpointing=False
         ),
     )
-    folder = finetune(cfg)
+    # A YAML may name the place of the result as where the model is read from later.
+    folder = finetune(replace(cfg, model=replace(cfg.model, path=str(root / "outputs/small/scratch/model"))))
     assert not folder.with_name("gate").exists()
     facts = json.loads((folder / "training.json").read_text())
     assert facts["metrics"]["loss"] == facts["metrics"]["language"]
@@ -217,7 +222,7 @@ def test_what_stands_there_is_kept(root: Path, trained: Path, monkeypatch: pytes
     monkeypatch.setattr(
         type(models.load(served(run_config(root), trained), device="cpu").tokenizer), "save_pretrained", full_disk
     )
-    with pytest.raises(UserError, match=r"finetuned/model cannot be written .*No space.*resume=true"):
+    with pytest.raises(UserError, match=r"finetuned/model cannot be written .*No space.*resume=true goes on"):
         finetune(run_config(root, overwrite=True, resume=True))
     assert equal(weights(trained), before)
     assert not [path for path in trained.parent.iterdir() if path.name.startswith(".model")]
@@ -318,12 +323,12 @@ def assert_near(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(root: Path, tmp_path: Path) -> None:
+def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: Path) -> None:
     gate, runs = str(run_config(root).artifacts.gate), root / "outputs/small"
     launch(tmp_path, root, 1, "one", "cpu", gate, "whole", "new")
     launch(tmp_path, root, 2, "two", "cpu", gate, "whole", "new")
     assert_near(runs / "one", runs / "two")
-    assert not equal(weights(runs / "one/model"), weights(runs / "finetuned/model"))
+    assert not equal(weights(runs / "one/model"), weights(trained))
 
 
 @pytest.mark.gpu

@@ -16,16 +16,15 @@ from torch.nn.functional import normalize
 from msattn.trainer import artifacts
 from msattn.trainer.config import KMeansConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap.kmeans import (
-    KMeans,
+from msattn.trainer.saap.clustering import (
     batched_kmeans,
-    collect_keys,
     faiss_kmeans,
     fit_points,
     partition_stats,
     resolve_engine,
     split_empty,
 )
+from msattn.trainer.saap.kmeans import KMeans, collect_keys
 from tests.factory import random_tokens, tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -117,8 +116,6 @@ def test_fit_uses_all_points_and_normalizes_when_asked() -> None:
     assert centroids.shape == (1, 4, 16)
     assert stats["points"] == 2000  # 500 a bucket: Faiss alone would take 256
     assert 0 < stats["objective"] <= 1
-    with pytest.raises(UserError, match=r"kmeans.num_buckets=11: .* at most as many as there are keys, 10"):
-        fit_points(points[:, :10], KMeansConfig(num_buckets=11), device=CPU, seed=0)
 
 
 def test_what_cannot_be_clustered_is_refused() -> None:
@@ -264,6 +261,16 @@ def test_a_killed_job_goes_on(tmp_path: Path, alone: artifacts.Artifact, process
     assert all(torch.equal(part, centroids[int(name.removeprefix("layer_"))]) for name, part in kept.items())
 
 
+def test_a_decoded_token_gets_the_bucket_that_a_prompt_gives(device: str) -> None:
+    """Decoding takes a plain product; the buckets of whole prompts come from the operator."""
+    kmeans = KMeans(normalize(torch.randn(1, 3, 40, 64), dim=-1), [2]).to(device)
+    keys = torch.randn(2, 3, 50, 64, device=device).bfloat16()
+    prompt = kmeans.assign(2, keys, keys)
+    tokens = [kmeans.assign(2, key, key) for key in keys.split(1, dim=2)]
+    assert tokens[0].dtype == torch.int32
+    assert torch.equal(torch.cat(tokens, dim=2), prompt)
+
+
 @pytest.mark.parametrize("rope", [False, True])
 def test_routing(rope: bool) -> None:
     centroids = normalize(torch.randn(2, 3, 7, 8), dim=-1)
@@ -280,5 +287,7 @@ def test_routing(rope: bool) -> None:
     scores = kmeans.scores(1, q_before, q_after)
     expected = torch.stack([(queries[:, 2 * h : 2 * h + 2] @ centroids[0, h].double().T).sum(1) for h in range(3)], dim=1)
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
+    own = torch.stack([queries[:, h] @ centroids[0, h // 2].double().T for h in range(6)], dim=1)
+    torch.testing.assert_close(kmeans.head_scores(1, q_before, q_after).double(), own, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"layer=2: this router holds layers \[1, 4\]"):
         kmeans.scores(2, q_before, q_after)

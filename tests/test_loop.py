@@ -1,5 +1,6 @@
 """The training loop: resuming to the bit, stopping what diverges, Ctrl-C, accumulation, refusals."""
 
+import io
 import json
 import os
 import signal
@@ -12,13 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from msattn.trainer import loop
 from msattn.trainer.config import TrackerConfig, TrainConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.loop import Summary, TrainingDiverged, fit, newest_checkpoint
+from msattn.trainer.peers import Vote
 from msattn.trainer.tracker import Tracker
+from msattn.trainer.watch import Watch
 
 TRAIN = TrainConfig(lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_every=3, save_every=4, weight_decay=0.1)
 
@@ -241,21 +246,43 @@ def test_adam_decays_inside_the_gradient(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"schedule": "cosin"}, "train.schedule=cosin"), ({"warmup_steps": 13}, "train.warmup_steps=13")],
+    [
+        ({"schedule": "cosin"}, "train.schedule=cosin"),
+        ({"schedule": "reduce_lr_on_plateau"}, "train.schedule=reduce_lr_on_plateau: accepted are linear, cosine"),
+        ({"warmup_steps": 13}, "train.warmup_steps=13"),
+    ],
 )
 def test_bad_settings_are_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         run(Regression(), tmp_path, replace(TRAIN, **change))
 
 
+@pytest.mark.parametrize("schedule", loop._SCHEDULES)
+def test_every_schedule_that_is_accepted_runs(tmp_path: Path, schedule: str) -> None:
+    assert run(Regression(), tmp_path, replace(TRAIN, steps=2, warmup_steps=1, schedule=schedule)).steps == 2
+
+
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
-    train = replace(TRAIN, steps=1)
-    run(Regression(), tmp_path, train)
-    with pytest.raises(UserError, match=r"lr=0\.01, not 0\.02"):
-        run(Regression(), tmp_path, replace(train, lr=0.02), resume=True)
+    train, job = replace(TRAIN, steps=1), {"tasks": 0.5, "gate.q_pool": ["avg"]}
+    run(Regression(), tmp_path, train, job=job)
+    run(Regression(), tmp_path, replace(train, log_every=1), resume=True, job=job)
+    with pytest.raises(UserError, match=r"train\.lr=0\.01, not 0\.02"):
+        run(Regression(), tmp_path, replace(train, lr=0.02), resume=True, job=job)
+    with pytest.raises(UserError, match=r"tasks=0\.5, not 0\.4"):
+        run(Regression(), tmp_path, train, resume=True, job={**job, "tasks": 0.4})
     wider = nn.ModuleDict({"other": nn.Linear(2, 2)})
     with pytest.raises(UserError, match="does not fit the module"):
-        run(wider, tmp_path, train, resume=True)
+        run(wider, tmp_path, train, resume=True, job=job)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_several_processes_one_shows_its_progress(tmp_path: Path, first: bool) -> None:
+    with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
+        watch = Watch(Regression(), TRAIN, tracker, None, {}, Summary(0, 0.0, {}, {}), Vote(1))
+    watch.console = Console(file=io.StringIO(), force_terminal=True)
+    with watch.shown(first=first):
+        pass
+    assert bool(watch.console.file.getvalue()) == first  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:

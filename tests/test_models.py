@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import UserError
@@ -155,6 +156,17 @@ def test_missing_weights_are_not_drawn_at_random(folder: Path) -> None:
     model.save_pretrained(folder, state_dict=state)
     with pytest.raises(UserError, match=r"weights lack model\.layers\.1\.self_attn\.k_proj\.weight"):
         load(pretrained(folder), device="cpu")
+
+
+@pytest.mark.parametrize("made", [pretrained, random_init])
+def test_weights_that_the_gpu_does_not_hold(folder: Path, monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for way in ("from_pretrained", "from_config"):
+        monkeypatch.setattr(AutoModelForCausalLM, way, full)
+    with pytest.raises(UserError, match=r"model=tiny: the GPU's memory does not hold its weights in torch\.float32"):
+        load(made(folder), device="cpu")
 
 
 def test_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

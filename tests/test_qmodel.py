@@ -69,6 +69,8 @@ def test_scores_are_summed_probabilities_of_the_group(per_query_head: bool, rope
     probs = router(rows.expand(LAYERS, -1, -1, -1))[1].softmax(-1)
     expected = probs.reshape(KV_HEADS, GROUP, 2, BUCKETS).sum(1).transpose(0, 1)
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+    own = router.head_scores(3, before, after)
+    torch.testing.assert_close(own, probs.reshape(KV_HEADS * GROUP, 2, BUCKETS).transpose(0, 1), rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.utils.data import Dataset
 
 from msattn.trainer import checkpoints as checkpoint_files
@@ -256,7 +257,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_last_good_one(tmp_path: P
     good = newest_checkpoint(tmp_path / "checkpoints")
     assert good is not None
     marker = json.loads((good / MARKER).read_text())
-    marker["settings"]["steps"] = 8  # as if it had been a longer run's, that then met the limit
+    marker["settings"]["train.steps"] = 8  # as if it had been a longer run's, that then met the limit
     (good / MARKER).write_text(json.dumps(marker))
     longer = replace(TRAIN, steps=8, save_every=4, schedule="constant")
     with files_of_at_most(limit), pytest.raises(UserError, match=r"checkpoint-8 cannot be written .* are free in") as stopped:
@@ -269,6 +270,20 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_last_good_one(tmp_path: P
     run(Wide(tmp_path / "seen-1"), straight, longer)
     kept, wanted = (load_file(folder / f"checkpoints/checkpoint-8/{WEIGHTS}") for folder in (tmp_path, straight))
     assert all(torch.equal(kept[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shares_of_a_checkpoint_that_cannot_be_written_end_in_one_line(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    weights = {"weight": torch.zeros(2**14)}
+    with (
+        files_of_at_most(2**15),
+        pytest.raises(UserError, match="checkpoint-3 cannot be written") as stopped,
+        checkpoint_files.writing(checkpoint),
+    ):
+        save_shards({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    assert "\n" not in str(stopped.value)
+    assert not checkpoint.exists(), "its room is given back"
 
 
 @pytest.fixture

@@ -232,6 +232,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(root):
     assert int(last.name.removeprefix("checkpoint-")) < steps
     resumed = train_gate(replace(killed, resume=True))
     assert artifacts.read(resumed).manifest["content_hash"] == artifacts.read(whole).manifest["content_hash"]
+    other = replace(killed, resume=True, overwrite=True, gate=replace(killed.gate, loss="kl"))
+    with pytest.raises(UserError, match=r"checkpoints has gate\.loss=mse, not kl"):
+        train_gate(other)
 
 
 def test_a_poisoned_layer_stops_the_run_and_is_named(root, monkeypatch):

@@ -226,16 +226,54 @@ def test_what_cannot_be_trained_is_refused(text: Path, trained: Path, tmp_path: 
     cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
     refused(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
     refused(cfg, "qmodel.long_range=127: no query looks that far back in 4 prompts", long_range=127, causal=True)
+    refused(
+        cfg, "qmodel.min_distance=126: a head has no query with keys so far away in 4 prompts", min_distance=126, causal=True
+    )
+    refused(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
+    refused(cfg, "qmodel.min_distance=-1: null, or 0 or more tokens", min_distance=-1)
+    with pytest.raises(UserError, match=r"train.max_grad_norm=1.0: accepted is 0: a norm over layers"):
+        replace(cfg, train=replace(cfg.train, max_grad_norm=1.0))
     refused(replace(cfg, seed=1), "its weights_hash is")
     with pytest.raises(UserError, match=r"qmodel.layers_at_once=0: null or a positive number"):
         replace(cfg.qmodel, layers_at_once=0)
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
         refused(cfg, r"qmodel.num_prompts=4: training one layer takes .* GB of memory, 0.0 GB are free")
+        refused(cfg, r"qmodel.layers_at_once=9: training 2 layers takes .* leave it to null", layers_at_once=9)
+        other = replace(for_kmeans, outputs=str(tmp_path))
+        with pytest.raises(UserError, match=r"kmeans.num_prompts=4: the keys take 0.0 GB of memory, 0.0 GB are free"):
+            fit_kmeans(other)
     monkeypatch.setattr(pairs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     refused(cfg, r"qmodel.num_prompts=4: cached queries take up to 0.0 GB .* where 0.0 GB are free", queries_per_prompt=39)
-    with pytest.raises(UserError, match=r"kmeans.num_buckets=600: .* at most as many as there are keys, 508"):
-        fit_kmeans(replace(for_kmeans, outputs=str(tmp_path), kmeans=replace(for_kmeans.kmeans, num_buckets=600)))
+    with pytest.raises(UserError, match=r"kmeans.num_buckets=509: .* at most as many as there are keys, 508"):
+        fit_kmeans(replace(other, kmeans=replace(for_kmeans.kmeans, num_buckets=509)))
+    assert not list(tmp_path.rglob("*")), "refused before any work"
+
+
+def test_targets_of_another_dtype_are_not_used(text: Path, trained: Path) -> None:
+    """Weights are identified alike in every dtype, but the cached queries and targets are not the same."""
+    _, cfg = configs(text, trained)
+    cfg = replace(cfg, name="third", artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
+    cfg = replace(cfg, train=replace(cfg.train, steps=2))
+    train_qmodel(cfg)
+    with pytest.raises(UserError, match=r"resume=true: .*cache was made with other settings \(dtype\)"):
+        train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
+
+
+def test_a_resumed_run_leaves_no_checkpoints(
+    text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its layers are grouped otherwise than before."""
+    _, cfg = configs(text, tmp_path)
+    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")), resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Distiller, "forward", interrupted_after(15, Distiller.forward))
+        with pytest.raises(KeyboardInterrupt):
+            train_qmodel(cfg)
+    work = tmp_path / "toy" / "base" / "runs" / "qmodel"
+    assert list(work.glob("layers_0-1/checkpoints/*"))
+    train_qmodel(replace(cfg, qmodel=replace(cfg.qmodel, layers_at_once=1)))
+    assert not list(work.glob("*/checkpoints"))
 
 
 def tapped(model: Any, tokens: torch.Tensor) -> list[LayerInputs]:
@@ -458,7 +496,20 @@ def test_parts_are_whole_or_not_there(tmp_path: Path) -> None:
     tensors, note = again.load("one")
     assert torch.equal(tensors["x"], torch.arange(3))
     assert note == {"note": 1}
-    assert [path.name for path in parts.folder.iterdir() if path.suffix == ".partial"] == []
+    (parts.folder / "two.123.partial").write_text("cut short by a kill")
+    FinishedParts(tmp_path / "parts", {"seed": 0}, resume=True)
+    assert sorted(path.name for path in parts.folder.iterdir()) == ["one.safetensors", "settings.json"]
     with pytest.raises(UserError, match="resume=true"):
         FinishedParts(tmp_path / "parts", {"seed": 1}, resume=True)
     assert not FinishedParts(tmp_path / "parts", {"seed": 1}, resume=False).path("one").exists()
+
+
+def test_a_full_disk_is_said_when_parts_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *_: Any) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r"settings.json cannot be written \(No space left on device\)"):
+        FinishedParts(tmp_path / "parts", {"seed": 0}, resume=False)
+    assert not list((tmp_path / "parts").iterdir())

@@ -130,8 +130,8 @@ def test_the_loss_in_slices_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None
     head.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
     hidden, targets = torch.randn(2, 13, 8, requires_grad=True), torch.randint(32, (2, 13))
     weights = torch.rand(2, 13)
-    each = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction="none")
-    expected = (each * weights.flatten()).sum() / weights.sum()
+    each = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction="none").view(2, 13)
+    expected = ((each * weights).sum(1) / weights.sum(1)).mean()
     expected.backward()
     gradients = [hidden.grad, head.weight.grad]
     hidden.grad = head.weight.grad = None
@@ -144,6 +144,28 @@ def test_the_loss_in_slices_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(rows) == 8
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close([hidden.grad, head.weight.grad], gradients)
+
+
+def test_the_loss_is_not_rounded_by_autocast() -> None:
+    head, hidden, targets = nn.Linear(8, 32, bias=False), torch.randn(2, 300, 8), torch.randint(32, (2, 300))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = language_loss(head, hidden, targets, torch.ones(2, 300))
+        logits = head(hidden)
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_batch_may_be_split_whatever_its_tokens_weigh(sparse: bool) -> None:
+    weights = torch.rand(IDS.shape) * torch.tensor([[1.0], [9.0]])
+    weights[0, :50] = 0
+    whole, split = fine_tuner(sparse=sparse), fine_tuner(sparse=sparse)
+    with whole.attached():
+        whole(IDS, weights)["loss"].backward()
+    with split.attached():
+        for row in range(2):
+            (split(IDS[row : row + 1], weights[row : row + 1])["loss"] / 2).backward()
+    for name, weight in whole.named_parameters():
+        torch.testing.assert_close(split.get_parameter(name).grad, weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_dense_training_compiles_to_one_graph() -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from msattn.trainer.config import TrainConfig
@@ -64,10 +65,17 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def settings_of(train: TrainConfig, seed: int, optimizer: str, processes: int) -> dict[str, Any]:
-    """What a continuation must share with the run it goes on with."""
+def dotted(**parts: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"train.lr": 0.1}`` of ``train={"lr": 0.1}``: settings under the names that the command line has for them."""
+    return {f"{part}.{key}": value for part, settings in parts.items() for key, value in settings.items()}
+
+
+def settings_of(
+    train: TrainConfig, seed: int, optimizer: str, processes: int, job: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a continuation must share with the run it goes on with: the optimizer's run, and what its ``job`` adds."""
     kept = {key: value for key, value in asdict(train).items() if key not in _FREE_TO_CHANGE}
-    return {**kept, "seed": seed, "optimizer": optimizer, "processes": processes}
+    return {**dotted(train=kept), "seed": seed, "optimizer": optimizer, "processes": processes, **(job or {})}
 
 
 def starting_point(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
@@ -103,11 +111,13 @@ def writing(checkpoint: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+        # What processes write together fails in all of them, with the errors of those that could not.
+        cause: Any = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         # PyTorch's writer raises a bare RuntimeError that gives no reason; others, as of a broken connection, are not ours.
-        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("iostream", "inline_container")):
+        if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in ("iostream", "inline_container")):
             raise
-        refused = unwritable(checkpoint, error, kept=f"; {last_good(checkpoint.parent)}")
+        refused = unwritable(checkpoint, cause, kept=f"; {last_good(checkpoint.parent)}")
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise refused from error
 
@@ -117,12 +127,12 @@ def mark_complete(checkpoint: Path, settings: dict[str, Any], outcome: Summary) 
 
     The marker appears whole or not at all, and not before the disk has the rest: some full disks say so no earlier.
     """
+    unfinished = checkpoint / f"{MARKER}.part"
+    unfinished.write_text(json.dumps({"settings": settings, **asdict(outcome)}))
     for path in checkpoint.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    unfinished = checkpoint / f"{MARKER}.part"
-    unfinished.write_text(json.dumps({"settings": settings, **asdict(outcome)}))
     os.replace(unfinished, checkpoint / MARKER)
     for older in _complete(checkpoint.parent)[:-KEPT]:
         _remove(older)

@@ -63,6 +63,13 @@ def compose(command: str, overrides: Sequence[str] = ()) -> Any:
         return _typed(hydra.compose_config(COMMANDS[command].config, list(overrides), _run_mode("RUN")), command)
 
 
+def compose_sweep(command: str, overrides: Sequence[str] = ()) -> list[Any]:
+    """:func:`compose` for each point of a sweep, in the order that they would run."""
+    with _hydra(command, None) as hydra:
+        sweep = hydra.compose_config(COMMANDS[command].config, list(overrides), _run_mode("MULTIRUN"))
+        return _points(hydra, sweep, command)
+
+
 def launch(
     command: str, overrides: Sequence[str], *, config_dir: Path | None = None, multirun: bool = False, **arguments: Any
 ) -> list[Any]:
@@ -73,7 +80,8 @@ def launch(
     command : a key of :data:`COMMANDS`.
     overrides : Hydra overrides.
     config_dir : a further folder of configuration groups.
-    multirun : sweep over comma-separated values; training jobs are named by their number unless ``name`` is given.
+    multirun : sweep over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. Training jobs are named
+        by their number unless ``name`` is given, or refers to what is swept.
     **arguments : passed to the job beside its configuration.
 
     Returns
@@ -90,8 +98,10 @@ def launch(
     task = functools.partial(_task, command=command, arguments=arguments)
     with _hydra(command, config_dir) as hydra:
         if multirun:
+            sweep = hydra.compose_config(name, overrides, _run_mode("MULTIRUN"))
+            _points(hydra, sweep, command)  # a mistake in a later point stops the sweep before its first
             # What trains writes an artifact a job; what serves reads those of the name it is given.
-            if COMMANDS[command].trains and not any(override.startswith("name=") for override in overrides):
+            if COMMANDS[command].trains and not _names_its_jobs(sweep, overrides):
                 overrides = [*overrides, "name=${hydra:job.num}"]
             batches = hydra.multirun(config_name=name, task_function=task, overrides=overrides)
             results = [job.return_value for batch in batches for job in batch]
@@ -107,6 +117,35 @@ def launch(
         if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
     return results
+
+
+def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
+    """Whether the jobs of ``sweep`` have names: given or swept, or made of other values, ``yarn-${select.sparsity}``."""
+    from omegaconf import OmegaConf
+
+    given = any(override.startswith("name=") for override in overrides)
+    return given or "name" in (sweep.hydra.sweeper.params or {}) or OmegaConf.is_interpolation(sweep, "name")
+
+
+def _points(hydra: Any, sweep: Any, command: str) -> list[JobConfig]:
+    """Every point of ``sweep``, typed: those of Hydra's own sweeper. Others make theirs as they go: none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.utils import get_class
+
+    split = getattr(get_class(sweep.hydra.sweeper._target_), "split_arguments", None)
+    if split is None:
+        return []
+    swept = [f"{key}={values}" for key, values in (sweep.hydra.sweeper.params or {}).items()]
+    given = sweep.hydra.overrides
+    parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
+    points = []
+    for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
+        try:
+            composed = hydra.compose_config(COMMANDS[command].config, [*given.hydra, *point], _run_mode("RUN"))
+            points.append(_typed(composed, command))
+        except UserError as error:
+            raise UserError(f"job {number}: {error}") from error
+    return points
 
 
 def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path | None = None) -> None:
@@ -149,6 +188,8 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
 
 def _task(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
     """What Hydra calls. What one line can say is returned, not raised: Hydra would add lines of its own."""
+    import torch
+
     from msattn.trainer.peers import together
 
     try:
@@ -158,6 +199,9 @@ def _task(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
         return error
     except TrainingDiverged as error:
         return UserError(str(error))
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        return UserError(f"device=cuda: the run does not fit ({reason}); a smaller data.seq_len or batch takes less memory")
 
 
 def _typed(composed: Any, command: str) -> JobConfig:
@@ -202,8 +246,10 @@ def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    OmegaConf.register_new_resolver("joined", "-".join, replace=True)  # names of runs hold lists: ${joined:${gate.q_pool}}
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None

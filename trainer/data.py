@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from msattn.trainer.config import DataConfig
 from msattn.trainer.embedded.tasks import scatter_needles
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, say
 
 HELD_OUT_SHARE = 10  # one document in so many, or the last one in so many of a lone document's characters
 _SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -254,8 +254,8 @@ def chunks(
     Parameters
     ----------
     tokenizer : a Hugging Face tokenizer.
-    seq_len, num_chunks : instead of those of ``cfg``; ``num_chunks`` takes that many of the shuffled chunks. A ``hub``
-        source is read only as far as they need.
+    seq_len, num_chunks : instead of those of ``cfg``; ``num_chunks`` takes that many of the shuffled chunks, or all where there
+        are fewer, and says so. A ``hub`` source is read only as far as they need.
 
     Raises
     ------
@@ -267,13 +267,15 @@ def chunks(
     needed = num_chunks * seq_len if cfg.source == "hub" and num_chunks else None
     tokens = encode(documents(cfg, heldout=heldout), tokenizer, at_least=needed)
     count = len(tokens) // seq_len
+    what = "held-out documents" if heldout else "documents"
+    hint = "; data.heldout_path names others" if heldout and cfg.source == "text" else ""
+    where = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source}"
+    if heldout and cfg.heldout_path is not None:
+        what, hint, where = "documents", "", f"data.heldout_path={cfg.heldout_path}"
     if count == 0:
-        what = "held-out documents" if heldout else "documents"
-        hint = "; data.heldout_path names others" if heldout and cfg.source == "text" else ""
-        where = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source}"
-        if heldout and cfg.heldout_path is not None:
-            what, hint, where = "documents", "", f"data.heldout_path={cfg.heldout_path}"
         raise UserError(f"data.seq_len={seq_len}: the {what} of {where} hold only {len(tokens)} tokens{hint}")
+    if num_chunks is not None and count < num_chunks:
+        say(f"the {what} of {where} hold {count} chunks of {seq_len} tokens, not the {num_chunks} that were to be used")
     order = np.random.default_rng(seed).permutation(count)[:num_chunks]
     return Chunks(tokens[: count * seq_len].reshape(count, seq_len)[order], tokenizer)
 

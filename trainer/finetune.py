@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 
 from msattn.trainer import artifacts, data, models
-from msattn.trainer.checkpoints import Summary
+from msattn.trainer.checkpoints import Summary, dotted
 from msattn.trainer.config import FinetuneConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.loop import fit
+from msattn.trainer.loop import fit, release_memory
 from msattn.trainer.practice import Practice
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.distill import CALIBRATION_CHUNKS, health, own_share
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 FACTS = "training.json"  # how the model was made; a folder without it is not ours to replace
 HELDOUT_CHUNKS = 4
 BYTES_A_PARAMETER = 16  # float32: the weight, its gradient, and AdamW's two moments
+BUCKET_BYTES = 4  # a parameter: the second copy of its gradient that DDP sends to the other processes
 FASTEST_FIRST = [  # of the backends of dense attention; PyTorch's own order has cuDNN last
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -93,7 +93,8 @@ def finetune(cfg: FinetuneConfig) -> Path:
     work, config = folder.parent / "runs" / "finetune", asdict(cfg)
     with Tracker.start(cfg.tracker, folder=work, run_name=f"{cfg.model.name}-{cfg.name}", config=config) as tracker:
         with tuner.attached(), sdpa_kernel(FASTEST_FIRST, set_priority=True):
-            summary = _fit(cfg, tuner, _items(cfg, chunks, loaded.tokenizer), heldout, work, tracker, device)
+            items, job = _items(cfg, chunks, loaded.tokenizer), _settings(cfg, loaded, chunks, gate)
+            summary = _fit(cfg, tuner, items, heldout, work, tracker, job)
         figures = {name: value for name, value in {**summary.losses, **summary.metrics}.items() if "layer" not in name}
         figures |= {"steps": summary.steps, "seconds": summary.seconds}
         tracker.summary(figures)
@@ -117,6 +118,15 @@ def _items(cfg: FinetuneConfig, chunks: data.Chunks, tokenizer: Any) -> Dataset[
     return Practice(chunks, tokenizer, share=cfg.tasks, length=length, seed=cfg.seed)
 
 
+def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None) -> dict[str, Any]:
+    """What a continuation has to share beside the optimizer's run."""
+    gates = gate.manifest["content_hash"] if gate is not None and gate.manifest else None
+    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY}
+    own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype}
+    parts = dotted(select=asdict(cfg.select), artifacts={"gate": gates}, model=identity)
+    return {**own, **parts, "data": chunks.fingerprint}
+
+
 def _fit(
     cfg: FinetuneConfig,
     tuner: FineTuner,
@@ -124,7 +134,7 @@ def _fit(
     heldout: data.Chunks,
     work: Path,
     tracker: Tracker,
-    device: torch.device,
+    job: dict[str, Any],
 ) -> Summary:
     layers: Any = tuner.model.base_model.layers
     try:
@@ -134,9 +144,10 @@ def _fit(
             train=cfg.train,
             folder=work,
             tracker=tracker,
-            device=device,
+            device=tuner.model.device,
             seed=cfg.seed,
             resume=cfg.resume,
+            job=job,
             evaluate=lambda: heldout_loss(tuner, heldout),
             shard=type(layers[0]).__name__ if cfg.train.fsdp else None,
         )
@@ -154,7 +165,7 @@ def _fit(
 def _check_places(cfg: FinetuneConfig, folder: Path) -> None:
     """Refuse to write over what training starts from, or over what is not ours."""
     artifacts.check_writable(folder, cfg.overwrite, marker=FACTS)
-    places = {"model.path": (cfg.model.path, folder)}
+    places = {"model.path": (cfg.model.path, folder)} if cfg.model.init == "pretrained" else {}
     if cfg.sparse:
         gates = folder.with_name("gate")
         artifacts.check_writable(gates, cfg.overwrite)
@@ -191,7 +202,9 @@ def _check_memory(cfg: FinetuneConfig, model: "PreTrainedModel", device: torch.d
     """Refuse, before the first step, weights and optimizer state that are more than the GPU has."""
     if device.type != "cuda":
         return
-    needed = BYTES_A_PARAMETER * model.num_parameters() / (_processes() if cfg.train.fsdp else 1)
+    processes = _processes()
+    whole = BYTES_A_PARAMETER + (BUCKET_BYTES if processes > 1 else 0)
+    needed = model.num_parameters() * (BYTES_A_PARAMETER / processes if cfg.train.fsdp else whole)
     memory = torch.cuda.get_device_properties(device).total_memory
     if needed > memory:
         raise UserError(
@@ -233,18 +246,16 @@ def _write_model(
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
         plain.generation_config = model.generation_config
-        try:
-            with models.no_bar(), artifacts.replacing(folder) as new:
-                plain.save_pretrained(new)
-                tokenizer.save_pretrained(new)
-                (new / FACTS).write_text(json.dumps({**facts, "versions": artifacts.versions()}, indent=2) + "\n")
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder} cannot be written ({error}): make room, then resume=true writes it") from error
+        with models.no_bar(), artifacts.replacing(folder) as new:
+            plain.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+            (new / FACTS).write_text(json.dumps({**facts, "versions": artifacts.versions()}, indent=2) + "\n")
     state.wait_for_everyone()
 
 
 def _write_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: data.Chunks, heldout: data.Chunks) -> None:
     """Write the gates as those of the model in ``folder``, calibrated on it and measured."""
+    release_memory()  # the optimizer's
     source = replace(cfg.model, path=str(folder), init="pretrained", revision=None, rope_scaling=None)
     loaded = models.load(source, device=cfg.device, dtype=cfg.dtype)
     trained = Gate.build(loaded.model.config, gate.cfg)

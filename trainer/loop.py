@@ -6,9 +6,10 @@ not finite, and Ctrl-C or SIGTERM that saves first. The step itself never waits 
 read when they are logged or a checkpoint is due.
 """
 
+import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,7 +20,6 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 from transformers import PrinterCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import SchedulerType
 
 from msattn.trainer.checkpoints import (
     WEIGHTS,
@@ -39,7 +39,16 @@ from msattn.trainer.watch import Watch
 
 __all__ = ["Summary", "TrainingDiverged", "fit", "newest_checkpoint"]
 
-_SCHEDULES = tuple(kind.value for kind in SchedulerType)
+# Of transformers.SchedulerType those that need no more than a number of steps.
+_SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
 
 
 def fit(
@@ -52,6 +61,7 @@ def fit(
     device: torch.device,
     seed: int,
     resume: bool,
+    job: Mapping[str, Any] | None = None,
     evaluate: Callable[[], dict[str, float]] | None = None,
     collate: Callable[[list[Any]], dict[str, Any]] | None = None,
     optimizer: Literal["adamw", "adam"] = "adamw",
@@ -69,6 +79,7 @@ def fit(
     device : ``cpu``, or ``cuda`` (one device a process; more under ``torchrun``).
     resume : go on from the newest complete checkpoint, to the same result as an uninterrupted run; start where there is
         none. Otherwise earlier checkpoints in ``folder`` are removed.
+    job : what else the result depends on, by the names that the user has for it: a continuation must have the same.
     evaluate : called every ``train.eval_every`` steps and after the last, the module in eval mode.
     collate : items -> batch; torch's default otherwise.
     optimizer : ``adamw`` decays weights beside the gradient, ``adam`` inside it.
@@ -85,7 +96,7 @@ def fit(
     arguments = _arguments(train, checkpoints, device, seed, shard)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    settings = settings_of(train, seed, optimizer, arguments.world_size)
+    settings = settings_of(train, seed, optimizer, arguments.world_size, job)
     last = starting_point(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
     done = outcome_of(last) if last is not None else Summary(0, 0.0, {}, {})
     if last is not None and done.steps >= train.steps:
@@ -108,7 +119,7 @@ def fit(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.watch = watch
-    with watch.shown(), watch.interruptible():
+    with watch.shown(first=arguments.process_index == 0), watch.interruptible():
         trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
         stopped_by = vote.settle(watch.signal)
     steps = trainer.state.global_step
@@ -117,6 +128,12 @@ def fit(
             f"stopped after step {steps} of {train.steps}, saved in {checkpoints}; resume=true goes on from there"
         )
     return watch.summary(steps)
+
+
+def release_memory() -> None:
+    """What nobody holds any more goes back to the device; the Trainer and its callbacks hold each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class _Arguments(TrainingArguments):

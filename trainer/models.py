@@ -159,7 +159,8 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
 
     Raises
     ------
-    UserError : nothing to load under ``model.path``, an architecture that is not served, missing weights, no GPU.
+    UserError : nothing to load under ``model.path``, an architecture that is not served, missing weights, no GPU, or one
+        without room for them.
     """
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
@@ -171,7 +172,10 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
     tokenizer = _tokenizer(cfg)
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {len(tokenizer)} tokens")
-    model = _random(config, place, kind, seed) if random else _pretrained(cfg, config, place, kind)
+    try:
+        model = _random(config, place, kind, seed) if random else _pretrained(cfg, config, place, kind)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"model={cfg.name}: the GPU's memory does not hold its weights in {kind}") from error
     model.eval().requires_grad_(False)
     name = f"{cfg.name} (random weights, seed {seed})" if random else cfg.path
     return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=name, revision=None if random else cfg.revision))
@@ -271,6 +275,8 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, revision=cfg.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
             )
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(cfg.path, source, error) from error
     model, info = loaded

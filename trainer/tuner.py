@@ -132,7 +132,10 @@ class FineTuner(nn.Module):
 
 
 def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean of the cross-entropy (nats); logits exist for a slice of the tokens at a time, in the backward pass too.
+    """Mean over sequences of each one's weighted mean of the cross-entropy (nats).
+
+    So a batch may be split among micro-batches and processes as one likes. Logits exist for a slice of the tokens at a time, in
+    the backward pass too.
 
     Parameters
     ----------
@@ -143,12 +146,14 @@ def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Ten
     rows = max(1, LOGIT_BYTES // (4 * head.out_features))
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden).float(), targets, reduction="none") @ weights
+        # No dot product: under autocast it would round to bfloat16.
+        return (F.cross_entropy(head(hidden).float(), targets, reduction="none") * weights).sum()
 
-    tokens = (hidden.flatten(0, 1), targets.flatten(), weights.flatten())
+    shares = weights / weights.sum(1, keepdim=True).clamp(min=1) / len(weights)
+    tokens = (hidden.flatten(0, 1), targets.flatten(), shares.flatten())
     slices = zip(*(each.split(rows) for each in tokens), strict=True)
     losses = [checkpoint(slice_loss, *part, use_reentrant=False) for part in slices]
-    return torch.stack(losses).sum() / weights.sum().clamp(min=1)
+    return torch.stack(losses).sum()
 
 
 def checkpoint_activations(model: "PreTrainedModel") -> None:

@@ -194,8 +194,8 @@ class Watch(TrainerCallback):
             print(f"step {step}/{self.train.steps}  {line}", flush=True)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """A progress bar on a terminal; plain lines elsewhere."""
+    def shown(self, *, first: bool) -> Iterator[None]:
+        """A progress bar on a terminal, that of the ``first`` process; plain lines elsewhere."""
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -203,7 +203,8 @@ class Watch(TrainerCallback):
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
         )
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as self._progress:
+        bar = first and self.console.is_terminal
+        with Progress(*columns, console=self.console, disable=not bar) as self._progress:
             self._task = self._progress.add_task("", total=self.train.steps, completed=self.done.steps, figures="")
             yield
 

@@ -134,6 +134,17 @@ class TrainQModelConfig(RunConfig):
     train: TrainConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length, clipped = self.data.seq_len, self.train.max_grad_norm
+        require(length > 1, "data.seq_len", length, "2 tokens or more")
+        for key in ("long_range", "min_distance"):
+            distance = getattr(self.qmodel, key)
+            ok = distance is None or distance < length
+            require(ok, f"qmodel.{key}", distance, f"accepted is less than data.seq_len={length}")
+        why = "accepted is 0: a norm over layers would tie each to those it trains with"
+        require(clipped == 0, "train.max_grad_norm", clipped, why)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(RunConfig):

@@ -26,13 +26,17 @@ class PerplexityConfig:
 @dataclass(frozen=True)
 class RecallConfig:
     """Attention mass read, on ``num_chunks`` chunks of ``length`` tokens: by block selections at ``sparsities``, by routing
-    with ``probes`` buckets at ``num_queries`` decoding queries a chunk."""
+    with ``probes`` buckets at ``num_queries`` decoding queries a chunk.
+
+    ``independent`` adds routing in which each query head has probes of its own; serving lets a query group share them.
+    """
 
     length: int = 4096
     num_chunks: int = 2
     num_queries: int = 64
     sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
     probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
+    independent: bool = False
 
     def __post_init__(self) -> None:
         for key in ("length", "num_chunks", "num_queries"):

@@ -17,8 +17,9 @@ class Suits:
     long_range : distance, in tokens, beyond which a query's top key makes it a training query.
     qmodel_hidden : width of the query classifier.
     qmodel_steps, qmodel_lr : its optimizer steps and learning rate.
+    qmodel_residual : whether it corrects the products of query and centroids instead of replacing them.
     gate_lr, gate_steps, gate_batch : learning rate of the gates, optimizer steps, chunks a step.
-    gate_loss, gate_q_pool, gate_k_pool : their loss and poolings.
+    gate_loss, gate_q_pool, gate_k_pool, gate_rope : their loss and poolings, and whether they rotate.
     kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, whose queries are learnt from.
     probes : buckets visited a query.
     recent : dense window, in tokens.
@@ -34,12 +35,14 @@ class Suits:
     qmodel_hidden: int = 1024
     qmodel_steps: int = 40000
     qmodel_lr: float = 1e-5
+    qmodel_residual: bool = False
     gate_lr: float = 1e-3
     gate_steps: int = 500
     gate_batch: int = 16
     gate_loss: str = "mse"
     gate_q_pool: list[str] = field(default_factory=lambda: ["avg"])
     gate_k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
+    gate_rope: bool = True
     kmeans_prompts: int = 8
     qmodel_prompts: int = 48
     probes: int = 32

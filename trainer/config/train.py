@@ -192,4 +192,6 @@ class QModelConfig:
         at_once = self.layers_at_once
         require(at_once is None or at_once > 0, "qmodel.layers_at_once", at_once, "null or a positive number")
         require(self.long_range >= 0, "qmodel.long_range", self.long_range, "0 or more tokens")
+        ok = self.min_distance is None or self.min_distance >= 0
+        require(ok, "qmodel.min_distance", self.min_distance, "null, or 0 or more tokens")
         one_of("qmodel.heads", self.heads, ("query", "kv"))

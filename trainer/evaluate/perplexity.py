@@ -37,7 +37,7 @@ class Run:
     seconds: list[float]
     peak_mb: float
     sparsity: float
-    recall: float | None = None  # of the first chunk alone
+    recall: float | None = None
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
@@ -54,14 +54,16 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
     num_bytes = sum(chunks.num_bytes(i) for i in range(len(chunks)))
     bits_per_byte = len(chunks) * (settings.length - 1) / math.log(2) / num_bytes
     plan = [(method, label, select) for method in methods.blocks for label, select in method.settings(settings.sparsities)]
-    advance = partial(progress.advance, progress.add_task("perplexity", total=(len(plan) + 1) * len(chunks)))
+    advance = partial(progress.advance, progress.add_task("perplexity", total=(2 * len(plan) + 1) * len(chunks)))
     as_row = partial(row, bits_per_byte_of_nats=bits_per_byte, length=settings.length)
     prefill(loaded, chunks[0]["input_ids"])  # the first pass pays for what later ones find ready
     dense = measure(loaded, chunks, nullcontext(), advance)
     rows = [as_row("dense", "", dense, dense)]
     for method, label, select in plan:
-        with method.attach(loaded.model, select, measure_recall=True) as sparse:  # untimed: recall costs a dense pass
-            prefill(loaded, chunks[0]["input_ids"])
+        with method.attach(loaded.model, select, measure_recall=True) as sparse:  # untimed: recall costs dense passes
+            for i in range(len(chunks)):
+                prefill(loaded, chunks[i]["input_ids"])
+                advance()
             recall = sparse.stats()["recall"]
         run = measure(loaded, chunks, method.attach(loaded.model, select), advance)
         rows.append(as_row(method.name, label, replace(run, recall=recall), dense))

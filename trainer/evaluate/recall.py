@@ -5,7 +5,7 @@ reads is ``exp(lse_sparse - lse_dense)``, from the statistics of the operations 
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -135,7 +135,8 @@ def read_buckets(
     """``{(method, setting): reading}`` of one router over a chunk's decoding queries.
 
     The ``first`` router brings along what hangs on none: the best possible routing over its buckets, and the window alone.
-    The queries stand evenly over the positions whose context is longer than the dense window.
+    The queries stand evenly over the positions whose context is longer than the dense window. A query group shares its probes;
+    with ``independent`` there are also rows in which each query head has its own, as if the group's keys were its alone.
     """
     if x.layer in method.dense_layers or x.layer not in method.router.layers:
         return {}
@@ -144,15 +145,23 @@ def read_buckets(
     positions = torch.linspace(begin, x.num_keys - 1, count, device=x.q.device).round().int()
     buckets = method.router.assign(x.layer, x.k_nope, x.k)
     q, q_nope = (queries[0, :, positions].transpose(0, 1)[:, :, None] for queries in (x.q, x.q_nope))  # [n, Hq, 1, D]
-    scores = {method.name: method.router.scores(x.layer, q_nope, q)}
-    if first:
-        scores["oracle routing"] = true_mass(x, dense.lse, method, buckets, positions)
-    return {
-        (name if probes else WINDOW, label): decode_at(x, dense, method, buckets, positions, top_buckets(worth, probes))
-        for name, worth in scores.items()
-        for label, probes in method.settings(cfg.eval.recall.probes)
-        if probes or first
-    }
+    views = {"": (x, buckets, method.router.scores(x.layer, q_nope, q))}
+    if cfg.eval.recall.independent:
+        group = x.q.shape[1] // x.k.shape[1]
+        k, v, own_buckets = (each.repeat_interleave(group, 1) for each in (x.k, x.v, buckets))
+        views[", independent"] = (replace(x, k=k, v=v), own_buckets, method.router.head_scores(x.layer, q_nope, q))
+    readings = {}
+    for suffix, (view, held, worth) in views.items():
+        scores = {method.name: worth}
+        if first:
+            scores["oracle routing"] = true_mass(view, dense.lse, method, held, positions)
+        for name, ranked in scores.items():
+            for label, probes in method.settings(cfg.eval.recall.probes):
+                if probes or (first and not suffix):
+                    visited = top_buckets(ranked, probes)
+                    key = (name + suffix if probes else WINDOW, label)
+                    readings[key] = decode_at(view, dense, method, held, positions, visited)
+    return readings
 
 
 def true_mass(x: LayerInputs, dense_lse: Tensor, method: Routing, buckets: Tensor, positions: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ many heads. The processes of a ``torchrun`` share out prompts, then layers. A la
 seed and its own number alone, and nothing couples it to others: its result is the same in every group and process.
 """
 
-import gc
 import shutil
 import time
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from msattn.trainer import artifacts, data, models, ranks
 from msattn.trainer.checkpoints import settings_of
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.loop import fit
+from msattn.trainer.loop import fit, release_memory
 from msattn.trainer.saap.distiller import Distiller, Draws, over_layers, routing_recall
 from msattn.trainer.saap.index import slot_of
 from msattn.trainer.saap.kmeans import KMeans
@@ -43,25 +42,29 @@ def groups_of(layers: list[int], at_once: int) -> list[list[int]]:
     return [part.tolist() for part in parts]
 
 
-def layers_at_once(cfg: TrainQModelConfig, caches: list[PairCache], heads: int, device: torch.device, processes: int) -> int:
-    """How many layers train together: ``qmodel.layers_at_once``, or as many as fit into the free memory of ``device``.
+def layers_at_once(
+    cfg: TrainQModelConfig, caches: list[PairCache], layers: int, heads: int, device: torch.device, processes: int
+) -> int:
+    """How many of ``layers`` train together: ``qmodel.layers_at_once``, or as many as fit into the free memory of ``device``.
 
-    UserError when not even one does.
+    UserError when so many do not fit, or not even one does.
     """
-    if cfg.qmodel.layers_at_once is not None:
-        return cfg.qmodel.layers_at_once
     *_, num_buckets, head_dim = caches[0].partition.centroids.shape
     weights = cfg.qmodel.hidden * (head_dim + num_buckets)
     elements = cfg.qmodel.batch_queries * cfg.train.micro_batch_size * (cfg.qmodel.hidden + num_buckets)
     needed = sum(cache.layer_bytes() for cache in caches) + heads * (STATE_BYTES * weights + WORK_BYTES * elements)
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available // processes
-    if needed > free:
+    given = cfg.qmodel.layers_at_once
+    wanted = min(given or 1, layers)
+    if wanted * needed > free:
+        room = f"{wanted * needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; lower it or"
+        if wanted > 1:
+            raise UserError(f"qmodel.layers_at_once={given}: training {wanted} layers takes {room} leave it to null")
         raise UserError(
-            f"qmodel.num_prompts={cfg.qmodel.num_prompts}: training one layer takes {needed / 1e9:.1f} GB of memory, "
-            f"{free / 1e9:.1f} GB are free; lower it or qmodel.queries_per_prompt"
+            f"qmodel.num_prompts={cfg.qmodel.num_prompts}: training one layer takes {room} qmodel.queries_per_prompt"
         )
-    return max(1, int(MEMORY_SHARE * free / needed))
+    return given or max(1, int(MEMORY_SHARE * free / needed))
 
 
 def train_layers(
@@ -105,12 +108,6 @@ def train_layers(
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def release_memory() -> None:
-    """What nobody holds any more goes back to the device; the Trainer and its callbacks hold each other."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def span(layers: list[int]) -> str:
     """``3-7`` for consecutive layers, else each one's number."""
     consecutive = len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1))
@@ -142,8 +139,6 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     """
     folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
     artifacts.check_writable(folder, cfg.overwrite)
-    if cfg.qmodel.long_range >= cfg.data.seq_len:
-        raise UserError(f"qmodel.long_range={cfg.qmodel.long_range}: accepted is less than data.seq_len={cfg.data.seq_len}")
     device = models.resolve_device(cfg.device)
     partition = find_partition(cfg).to(device)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
@@ -157,6 +152,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED},
         "data": [text.fingerprint, heldout_text.fingerprint],
         "model": loaded.fingerprint,
+        "dtype": str(loaded.model.dtype),
         "kmeans": partition.artifact.manifest["content_hash"],
         "seed": cfg.seed,
     }
@@ -180,7 +176,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
 
     shares = np.array_split(np.array(partition.layers), team.num_processes)
     own = [layer for layer in shares[team.process_index].tolist() if not done.path(part_of(layer)).exists()]
-    at_once = layers_at_once(cfg, [train, heldout], heads, device, team.num_processes)
+    at_once = layers_at_once(cfg, [train, heldout], len(own), heads, device, team.num_processes)
     with ranks.alone(device):
         for group in groups_of(own, at_once):
             print(f"layers {span(group)}: {len(group) * heads} classifiers train at once", flush=True)
@@ -243,4 +239,6 @@ def assemble(
         tracker.summary(metrics)
         tracker.artifact(folder)
     done.remove()
+    for left in train.parts.folder.parent.glob("layers_*/checkpoints"):  # of groups that were cut otherwise before a resume
+        shutil.rmtree(left)
     artifacts.announce(folder, metrics)

@@ -36,6 +36,10 @@ class Router(Protocol):
         """Worth of each bucket for one token's query group: fp32 ``[B, Hkv, C]`` from queries ``[B, Hq, 1, D]``."""
         ...
 
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Worth of each bucket for each query head on its own: fp32 ``[B, Hq, C]``."""
+        ...
+
 
 def slot_of(layers: list[int], layer: int) -> int:
     """Where ``layer`` stands among the routed ``layers``; ValueError when it is not routed."""

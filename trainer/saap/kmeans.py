@@ -1,24 +1,23 @@
-"""Spherical k-means on keys: the partition that SAAP routes over (arXiv 2502.08246, sections 3 and 4).
+"""The partition of the keys that SAAP routes over: what holds and serves it, and the job that makes it (arXiv 2502.08246).
 
-Keys are taken before RoPE, a partition for each layer and key/value head; position 0, the attention sink, is left out. Two
-engines fit: :func:`batched_kmeans`, all heads of a layer at once through :mod:`msattn.kernels.nearest_centroid`, and Faiss,
-head after head. Under ``torchrun`` layers are shared out among the processes, and end the same as in one.
+Keys are taken before RoPE, a partition for each layer and key/value head; position 0, the attention sink, is left out. Under
+``torchrun`` layers are shared out among the processes, and end the same as in one.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from rich.progress import Progress, track
 from torch import Tensor, nn
 
-from msattn.kernels.nearest_centroid import bucket_sums, nearest_centroid
+from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts, data, models, ranks
-from msattn.trainer.config import FitKMeansConfig, KMeansConfig
+from msattn.trainer.config import FitKMeansConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.saap.clustering import fit_points, mean_stats, resolve_engine
 from msattn.trainer.saap.index import slot_of
 from msattn.trainer.saap.parts import FinishedParts
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -26,8 +25,6 @@ from msattn.trainer.tracker import Tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SPLIT_EPS = 1 / 1024  # an empty bucket takes half of a full one: both centroids move apart by this share
 
 
 class KMeans(nn.Module):
@@ -69,160 +66,25 @@ class KMeans(nn.Module):
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """The nearest centroid of each key: int32 ``[B, Hkv, N]`` for keys ``[B, Hkv, N, D]`` before and after RoPE."""
-        return nearest_centroid(k if self.rope else k_nope, self.centroids[slot_of(self.layers, layer)]).buckets
+        keys = k if self.rope else k_nope
+        if keys.shape[2] == 1:  # a decoded token: splitting the centroids would cost the operator more than its product
+            return self._products(layer, keys).argmax(-1).to(torch.int32)
+        return nearest_centroid(keys, self.centroids[slot_of(self.layers, layer)]).buckets
 
     def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Products of one token's queries ``[B, Hq, 1, D]`` and the centroids, summed over the query group: ``[B, Hkv, C]``."""
+        return self.head_scores(layer, q_nope, q).unflatten(1, (self.centroids.shape[1], -1)).sum(2)
+
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Products of one token's queries ``[B, Hq, 1, D]`` and the centroids, each query's own: ``[B, Hq, C]``."""
+        queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.centroids.shape[1], -1))  # [B, Hkv, group, D]
+        return self._products(layer, queries).flatten(1, 2)
+
+    def _products(self, layer: int, rows: Tensor) -> Tensor:
+        """Of ``rows [B, Hkv, n, D]`` and their head's centroids: fp32 ``[B, Hkv, n, C]``."""
         centroids = self.centroids[slot_of(self.layers, layer)]
-        queries = q if self.rope else q_nope
-        group = queries[:, :, -1].unflatten(1, (centroids.shape[0], -1)).sum(2)  # [B, Hkv, D]
-        return (centroids @ group.to(centroids.dtype)[..., None]).squeeze(-1)
-
-
-def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int) -> Tensor:
-    """Spherical k-means of ``H`` point sets at once, as ``faiss.Kmeans(spherical=True)`` does each of them.
-
-    Parameters
-    ----------
-    points : Tensor
-        ``[H, n, D]``, fp32, fp16 or bf16, on any device, ``n >= num_buckets``.
-    num_buckets, iterations, seed : int
-        Random points are the first centroids; then ``iterations`` of assigning and averaging.
-
-    Returns
-    -------
-    Tensor : unit centroids ``[H, C, D]``, fp32; on one kind of machine bitwise the same for a seed.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randperm(points.shape[1], generator=generator)[:num_buckets].to(points.device)
-    centroids = nn.functional.normalize(points[:, first].float(), dim=-1)
-    for _ in range(iterations):
-        buckets = nearest_centroid(points[None], centroids).buckets
-        sums, counts = (x[0] for x in bucket_sums(points[None], buckets, num_buckets=num_buckets))
-        centroids = nn.functional.normalize(split_empty(sums, counts, centroids), dim=-1)
-    return centroids
-
-
-def split_empty(sums: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
-    """Means ``[H, C, D]`` of the buckets; the e-th empty bucket and the e-th fullest share the latter's members.
-
-    ``sums [H, C, D]``, ``counts [H, C]``. ``centroids`` stay where there is no full bucket left to share.
-    """
-    empty = counts == 0
-    means = torch.where(empty[..., None], centroids, sums / counts.clamp(min=1)[..., None])
-    by_size = counts.argsort(dim=-1, descending=True, stable=True)  # the empty ones come last
-    num_empty = empty.sum(-1, keepdim=True)
-    rank = torch.arange(counts.shape[1], device=counts.device)
-    donor = rank < torch.minimum(num_empty, counts.shape[1] - num_empty)
-    ordered = means.gather(1, by_size[..., None].expand_as(means))
-    taker = donor.flip(-1)  # the e-th fullest gives to the e-th from the end
-    sign = torch.where(torch.arange(means.shape[2], device=means.device) % 2 == 0, SPLIT_EPS, -SPLIT_EPS)
-    moved = torch.where(donor[..., None], ordered * (1 + sign), ordered)
-    moved = torch.where(taker[..., None], ordered.flip(1) * (1 - sign), moved)
-    return torch.empty_like(means).scatter_(1, by_size[..., None].expand_as(means), moved)
-
-
-def faiss_kmeans(
-    points: Tensor, num_buckets: int, iterations: int, seed: int, advance: Callable[[int], object] = lambda heads: None
-) -> Tensor:
-    """The reference: Faiss, head after head; on the GPU that ``points [H, n, D]`` are on, if the installed Faiss has GPUs.
-
-    Returns unit centroids ``[H, C, D]``, fp32. ``advance(1)`` is called after each head. UserError when Faiss is not installed.
-    """
-    faiss = require_faiss()
-    _, num_points, size = points.shape
-    settings = faiss.ClusteringParameters()
-    settings.niter, settings.seed, settings.spherical = iterations, seed, True
-    settings.min_points_per_centroid = 1
-    settings.max_points_per_centroid = math.ceil(num_points / num_buckets)  # Faiss would keep 256 without a word
-    result = []
-    for head in points:
-        index = faiss.IndexFlatIP(size)
-        if points.is_cuda and faiss.get_num_gpus():
-            index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), points.device.index or 0, index)
-        clustering = faiss.Clustering(size, num_buckets, settings)
-        clustering.train(head.float().cpu().numpy(), index)
-        centroids = faiss.vector_float_to_array(clustering.centroids).reshape(num_buckets, size)
-        result.append(torch.from_numpy(centroids).to(points.device))
-        advance(1)
-    return torch.stack(result)
-
-
-def require_faiss() -> Any:
-    """The module, or UserError with the ways out."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise UserError(
-            "kmeans.engine=faiss (which auto is on a CPU): Faiss is not installed; pip install 'msattn[cpu]', or "
-            "kmeans.engine=batched"
-        ) from error
-    return faiss
-
-
-def resolve_engine(engine: str, device: torch.device) -> str:
-    """``auto`` is ``batched`` on CUDA, ``faiss`` elsewhere; UserError for a Faiss that is not installed."""
-    if engine == "auto":
-        engine = "batched" if device.type == "cuda" else "faiss"
-    if engine == "faiss":
-        require_faiss()
-    return engine
-
-
-def fit_points(
-    points: Tensor,
-    cfg: KMeansConfig,
-    *,
-    device: torch.device,
-    seed: int,
-    advance: Callable[[int], object] = lambda heads: None,
-) -> tuple[Tensor, list[dict[str, float]]]:
-    """Centroids ``[H, C, D]`` (on the CPU) of ``points [H, n, D]``, and for each head what :func:`partition_stats` says.
-
-    ``advance`` is called with numbers of heads that are done. UserError: more buckets than points, points that are not finite,
-    no Faiss where it is to fit.
-    """
-    engine = resolve_engine(cfg.engine, device)
-    heads, num_points, _ = points.shape
-    if cfg.num_buckets > num_points:
-        raise UserError(f"kmeans.num_buckets={cfg.num_buckets}: accepted are at most as many as there are keys, {num_points}")
-    points = points.to(device)
-    if not points.isfinite().all():
-        name = str(points.dtype).removeprefix("torch.")
-        raise UserError(f"dtype={name}: some of the model's keys are not finite; accepted is one that holds them, as float32")
-    if cfg.normalize_keys:
-        points = nn.functional.normalize(points.float(), dim=-1).to(points.dtype)
-    if engine == "faiss":
-        centroids = faiss_kmeans(points, cfg.num_buckets, cfg.iterations, seed, advance)
-    else:
-        centroids = batched_kmeans(points, cfg.num_buckets, cfg.iterations, seed)
-        advance(heads)
-    return centroids.cpu(), partition_stats(points, centroids)
-
-
-def partition_stats(points: Tensor, centroids: Tensor) -> list[dict[str, float]]:
-    """For each head: points used, objective, empty buckets, imbalance factor.
-
-    The objective is the mean product of a point and its centroid. The imbalance factor is ``C sum_c n_c^2 / n^2``: how many
-    times more points a visit meets than with equal buckets, 1 at best.
-    """
-    buckets, products = (x[0] for x in nearest_centroid(points[None], centroids))
-    (heads, num_buckets, _), num_points = centroids.shape, points.shape[1]
-    of_all = buckets + num_buckets * torch.arange(heads, device=buckets.device)[:, None]
-    sizes = torch.bincount(of_all.flatten(), minlength=heads * num_buckets).view(heads, num_buckets).double()
-    objective = products.mean(1, dtype=torch.float64).tolist()
-    imbalance = (num_buckets * (sizes**2).sum(1) / num_points**2).tolist()
-    empty = (sizes == 0).sum(1).tolist()
-    return [
-        {"points": num_points, "objective": objective[h], "empty_buckets": empty[h], "imbalance": imbalance[h]}
-        for h in range(heads)
-    ]
-
-
-def mean_stats(layers: list[list[dict[str, float]]]) -> dict[str, float]:
-    """:func:`partition_stats` averaged over the heads of some layers."""
-    heads = [head for layer in layers for head in layer]
-    return {name: sum(head[name] for head in heads) / len(heads) for name in heads[0]}
+        by_head = rows.transpose(0, 1).flatten(1, 2).to(centroids.dtype)  # a broadcast product would copy centroids B times
+        return (by_head @ centroids.mT).unflatten(1, (len(rows), -1)).transpose(0, 1)
 
 
 def collect_keys(
@@ -249,6 +111,21 @@ def collect_keys(
     return keys
 
 
+def check_size(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: int, processes: int) -> None:
+    """UserError where there are more buckets than keys, or the keys of a process's layers do not fit into memory."""
+    config, num_buckets, num_keys = model.config, cfg.kmeans.num_buckets, num_chunks * (cfg.data.seq_len - 1)
+    if num_buckets > num_keys:
+        raise UserError(f"kmeans.num_buckets={num_buckets}: accepted are at most as many as there are keys, {num_keys}")
+    heads = -(-models.num_layers(config) // processes) * models.num_kv_heads(config)
+    needed = heads * num_keys * models.head_dim(config) * model.dtype.itemsize
+    free = psutil.virtual_memory().available // processes
+    if needed > free:
+        raise UserError(
+            f"kmeans.num_prompts={cfg.kmeans.num_prompts}: the keys take {needed / 1e9:.1f} GB of memory, "
+            f"{free / 1e9:.1f} GB are free; lower it or data.seq_len"
+        )
+
+
 def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     """The job behind ``msattn fit-kmeans``: partitions of the keys of every layer, written as an artifact.
 
@@ -261,7 +138,8 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
 
     Raises
     ------
-    UserError : the artifact exists, the model or data cannot serve, more buckets than keys, no Faiss where it is to fit.
+    UserError : the artifact exists, the model or data cannot serve, more buckets than keys, more keys than fit into memory, no
+        Faiss where it is to fit.
     """
     folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     artifacts.check_writable(folder, cfg.overwrite)
@@ -272,10 +150,18 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts)
 
     processes = ranks.join(device)
+    check_size(cfg, loaded.model, len(chunks), processes.num_processes)
     work = folder.parent / "runs" / "kmeans"
-    made_of = {"kmeans": settings, "data": chunks.fingerprint, "model": loaded.fingerprint, "seed": cfg.seed}
+    made_of = {
+        "kmeans": settings,
+        "data": chunks.fingerprint,
+        "model": loaded.fingerprint,
+        "dtype": str(loaded.model.dtype),
+        "seed": cfg.seed,
+    }
     with processes.main_process_first():  # it removes what other settings left
         parts = FinishedParts(work / "layers", made_of, resume=cfg.resume)
+    processes.wait_for_everyone()
     layers = list(range(models.num_layers(loaded.model.config)))
     own = layers[processes.process_index :: processes.num_processes]
     fit_layers(cfg, loaded.model, chunks, parts, own, device=device, quiet=not processes.is_main_process)

@@ -199,11 +199,11 @@ class PairCache:
 
     def check(self) -> None:
         """UserError where some head has nothing to learn from."""
-        if not self.totals("long_range").any() or not self.totals("counts").all():
-            raise UserError(
-                f"qmodel.long_range={self.cfg.qmodel.long_range}: no query looks that far back in {len(self.chunks)} prompts "
-                f"of {self.cfg.data.seq_len} tokens; lower it"
-            )
+        cfg, where = self.cfg.qmodel, f"in {len(self.chunks)} prompts of {self.cfg.data.seq_len} tokens; lower it"
+        if not self.totals("counts").all():
+            raise UserError(f"qmodel.min_distance={cfg.min_distance}: a head has no query with keys so far away {where}")
+        if not self.totals("long_range").any():
+            raise UserError(f"qmodel.long_range={cfg.long_range}: no query looks that far back {where}")
 
     def layer_bytes(self) -> int:
         """What the rows of the largest layer take in memory."""

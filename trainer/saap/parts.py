@@ -14,13 +14,17 @@ from msattn.trainer.errors import UserError, unwritable
 
 
 class FinishedParts:
-    """A folder of parts, a safetensors file each.
+    """A folder of parts, a safetensors file each. Processes that share it open it before any of them saves, one ahead of all.
 
     Parameters
     ----------
     folder : Path
     settings : dict
         All that the parts depend on. Parts made with other settings are refused with ``resume`` (UserError), else removed.
+
+    Raises
+    ------
+    UserError : the disk has no room.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
@@ -29,12 +33,21 @@ class FinishedParts:
         note = folder / "settings.json"
         if note.exists() and note.read_text() != described:
             if resume:
-                raise UserError(f"resume=true: what is in {folder} was made with other settings; resume=false starts again")
+                before, now = json.loads(note.read_text()), json.loads(described)
+                changed = ", ".join(sorted(key for key in before | now if before.get(key) != now.get(key)))
+                raise UserError(f"resume=true: {folder} was made with other settings ({changed}); resume=false starts again")
             self.remove()
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"settings.{os.getpid()}.partial"
-        partial.write_text(described)
-        partial.rename(note)
+        for left in folder.glob("*.partial"):  # by a process that was killed
+            left.unlink(missing_ok=True)
+        if not note.exists():
+            partial = folder / f"settings.{os.getpid()}.partial"
+            try:
+                partial.write_text(described)
+            except OSError as error:
+                partial.unlink(missing_ok=True)
+                raise unwritable(note, error) from error
+            partial.rename(note)
 
     def path(self, name: str) -> Path:
         """Where the part ``name`` is, or will be."""

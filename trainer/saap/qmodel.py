@@ -114,6 +114,10 @@ class QModel(nn.Module):
 
     def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Probabilities of one token's queries ``[B, Hq, 1, D]``, summed over the query group: fp32 ``[B, Hkv, C]``."""
+        return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).sum(2)
+
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Probabilities of one token's queries ``[B, Hq, 1, D]``, each query's own: fp32 ``[B, Hq, C]``."""
         queries = (q if self.rope else q_nope)[:, :, -1]
         weight_in, bias_in, weight_out, bias_out, *directions = self._serving(slot_of(self.layers, layer), queries.dtype)
         heads, batch = len(weight_in), len(queries)
@@ -121,7 +125,7 @@ class QModel(nn.Module):
         base = torch.baddbmm(bias_out, rows, directions[0]) if self.residual else bias_out
         logits = torch.baddbmm(base, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
         probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)  # [B, H, queries a classifier, C]
-        return probs.flatten(1, 2).unflatten(1, (self.kv_heads, -1)).sum(2)
+        return probs.flatten(1, 2)
 
     def _serving(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """One layer's weights in ``dtype`` with the batch norm folded into the first product: two products serve a token.

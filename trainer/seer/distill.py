@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, data, models
+from msattn.trainer.checkpoints import dotted
 from msattn.trainer.config import GateConfig, TrainGateConfig
 from msattn.trainer.loop import fit
 from msattn.trainer.seer.blocks import block_softmax, visible_blocks
@@ -199,6 +200,8 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     gate = Gate.build(loaded.model.config, cfg.gate).to(loaded.model.device)
     work = folder.parent / "runs" / "gate"
     config = asdict(cfg)
+    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY}
+    job = dotted(gate=config["gate"], model=identity) | {"dtype": cfg.dtype, "data": chunks.fingerprint}
 
     def check_health() -> dict[str, float]:
         maps = BlockMaps(len(gate.layers), models.num_heads(loaded.model.config))
@@ -222,6 +225,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
             device=loaded.model.device,
             seed=cfg.seed,
             resume=cfg.resume,
+            job=job,
             evaluate=check_health,
         )
         metrics = summary.metrics
