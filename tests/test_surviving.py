@@ -87,7 +87,7 @@ def job(folder: Path, resume: bool, device: str, pause: float) -> None:
     rank = os.environ.get("RANK", "0")
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         with together():
             run(Line(folder / f"seen-{rank}", pause), folder, resume=resume, device=device)
