@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import tuned
-from msattn.kernels.block_lists import compact, find_list
+from msattn.kernels.block_lists import compact, compact_columns, find_list
 from msattn.kernels.checks import check_layout, has_aligned_rows, query_offset
 from msattn.kernels.primitives import (
     LN_2,
@@ -65,34 +65,35 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     cols, sm = padded_head(head), capability(q.device)
     offset = query_offset(num_queries, num_keys, causal)
+    group = q_heads // kv_heads
     selection = block_mask, kv_start, num_queries, num_keys, offset, block_size, causal
     row_blocks, col_blocks = block_mask.shape[2:]
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
 
     lists, lengths = compact(*selection)
-    sizes = (
-        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, *lists.shape[:2], offset, scale * LOG2_E
-    )  # fmt: skip
+    shared = kv_heads, num_queries, num_keys, row_blocks, col_blocks
     tile = dq_tile or tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dq = torch.empty_like(q)
     terms = lse.new_empty((batch, q_heads, 2, (num_queries + 3) // 4 * 4))  # rows of 16 bytes, for a descriptor
     _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
-        lse, dlse, dq, terms, lists, lengths, kv_start, *dq.stride()[:3], terms.stride(2), *sizes,
+        lse, dlse, dq, terms, lists, lengths, kv_start, *dq.stride()[:3], terms.stride(2),
+        group, *shared, *lists.shape[:2], offset, scale * LOG2_E,
         BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
     del lists, lengths  # room for the second ones
-    lists, lengths = compact(*selection, by_column=True)
+    lists, lengths = compact_columns(*selection, kv_heads, group)
     tile = dkv_tile or tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
         tile_view(terms[..., :num_queries], 1, max(rows, TERMS.value)),
-        dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3], *sizes,
-        BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
+        dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
+        *shared, lists.shape[0], offset, scale * LOG2_E,
+        GROUP=group, BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -133,28 +134,46 @@ def _dq_kernel(
     p_terms += head * 2 * stride_terms + t
     tl.store(p_terms, lse2, mask=t < num_queries)
     tl.store(p_terms + stride_terms, row_term, mask=t < num_queries)
+    if 2 * COLS * q.dtype.primitive_bitwidth <= 4096:
+        # What is computed, not loaded, stays in registers as a first factor; shared memory then has room to load ahead.
+        exists = (t < queries)[:, None]
+        q, dout = tl.where(exists, q, 0.0), tl.where(exists, dout, 0.0)
 
     dq = tl.zeros([BM, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BN
-    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
+    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
-        k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
-        v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
-        if n >= plain * PARTS:
-            s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-        p = tl.exp2(s * scale2 - lse2[:, None])
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = _dq_step(dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+                      BN, COLS, False, CAUSAL, PRECISION)  # fmt: skip
+    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        dq = _dq_step(dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+                      BN, COLS, True, CAUSAL, PRECISION)  # fmt: skip
     store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit
+def _dq_step(
+    dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+    BN: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys from u0 on give."""
+    k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+    v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+    if MASK:
+        s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
+    p = tl.exp2(s * scale2 - lse2[:, None])
+    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=SIZES[1:-1])
 def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, terms_desc, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Scores stand transposed, [BN, BM], so that P^T and dS^T go into their products straight from registers.
@@ -164,6 +183,9 @@ def _dkv_kernel(
     kv_head = pid // tiles % kv_heads
     b = pid // (tiles * kv_heads)
     first_key, first_query, _, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    p_list, plain, all_blocks = find_list(
+        p_lists, p_lengths, b, kv_head, u0 // BLOCK, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
+    )
     u = u0 + tl.arange(0, BN)
     k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
@@ -171,23 +193,20 @@ def _dkv_kernel(
     dk = tl.zeros([BN, COLS], tl.float32)
     dv = tl.zeros([BN, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BM
-    for h in tl.range(kv_head * group, (kv_head + 1) * group):  # type: ignore[misc]
-        p_list, plain, all_blocks = find_list(
-            p_lists, p_lengths, b, h, u0 // BLOCK, kv_heads * group, list_batch, list_heads, col_blocks, row_blocks
-        )
-        for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
-            t0 = tl.load(p_list + all_blocks - 1 - n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BM
-            q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
-            dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
-            if CAUSAL and n >= plain * PARTS:
-                t = t0 + tl.arange(0, BM)
-                s = tl.where(u[:, None] <= t[None, :] + delta, s, float("-inf"))
-            p = tl.exp2(s * scale2 - _load_terms(terms_desc, b, h, 0, t0, BM))
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-            ds = p * (dp - _load_terms(terms_desc, b, h, 1, t0, BM))
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
+        entry = tl.load(p_list + all_blocks - 1 - n // PARTS).to(tl.int32)
+        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
+        q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
+        dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
+        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+        if CAUSAL and n >= plain * PARTS:
+            t = t0 + tl.arange(0, BM)
+            s = tl.where(u[:, None] <= t[None, :] + delta, s, float("-inf"))
+        p = tl.exp2(s * scale2 - _load_terms(terms_desc, b, h, 0, t0, BM))
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        ds = p * (dp - _load_terms(terms_desc, b, h, 1, t0, BM))
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
     store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)
 
