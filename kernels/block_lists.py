@@ -86,8 +86,9 @@ def _compact_kernel(
     found_plain = tl.zeros((), tl.int32)
     for first in tl.range(begin * MEMBERS, end * MEMBERS, CHUNK):  # type: ignore[misc]
         entry = first + tl.arange(0, CHUNK)
-        other, member = entry // MEMBERS, (entry % MEMBERS).to(tl.int64)
-        on = tl.load(p_mask + other.to(tl.int64) * stride_listed + member * stride_member, mask=other < end, other=0).to(tl.int32)
+        other = entry // MEMBERS
+        p_on = p_mask + other.to(tl.int64) * stride_listed + (entry % MEMBERS).to(tl.int64) * stride_member
+        on = tl.load(p_on, mask=other < end, other=0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
         tl.store(p_lists + row * entries + place, entry.to(p_lists.dtype.element_ty), mask=on != 0)
         found += tl.sum(on, 0)

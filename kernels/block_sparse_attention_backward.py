@@ -4,7 +4,7 @@
     dQ = scale * dS K   dK = scale * dS^T Q    dV = P^T dO
 
 The first pass owns a row block and walks its list of column blocks, for dQ; the second owns a column block of a key/value head
-and walks, for each query head of the group, its list of row blocks, for dK and dV. So every sum is one program's, in registers
+and walks its list of row blocks, of all query heads of the group, for dK and dV. So every sum is one program's, in registers
 and in one order: no atomics, no partial results in memory, the same bits every time. That takes seven products for each block
 read, 14 * BM * BN * D operations, where one pass would take five and add dQ up with atomics. A block costs the loads of two
 tiles in each pass; the terms of a row, made by the first pass, wait for the second in a layout that its loads are fast from.
@@ -134,8 +134,9 @@ def _dq_kernel(
     p_terms += head * 2 * stride_terms + t
     tl.store(p_terms, lse2, mask=t < num_queries)
     tl.store(p_terms + stride_terms, row_term, mask=t < num_queries)
-    if 2 * COLS * q.dtype.primitive_bitwidth <= 4096:
-        # What is computed, not loaded, stays in registers as a first factor; shared memory then has room to load ahead.
+    if COLS * q.dtype.primitive_bitwidth <= 2048:
+        # What is computed, not loaded, stays in registers as a first factor: less traffic in shared memory, and room there to
+        # load further ahead.
         exists = (t < queries)[:, None]
         q, dout = tl.where(exists, q, 0.0), tl.where(exists, dout, 0.0)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import reference
+from msattn.kernels.block_lists import compact, compact_columns
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.testing import (
     CASES,
@@ -132,6 +133,34 @@ def test_reads_only_what_the_mask_selects(backend: Backend, device: str) -> None
     for x in (dk, dv):
         assert x[:, :, :128].isfinite().all()
         assert (x[:, :, 128:] == 0).all()
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("causal", [True, False])
+def test_lists(heads: int, causal: bool, device: str) -> None:
+    """Each holds the blocks that can be seen, in order, and counts those that need no mask; columns for two heads at once."""
+    block, num_queries, num_keys = 16, 70, 100
+    mask = random_block_mask(1, heads, 5, 7, 0.5, device)
+    sizes = mask, None, num_queries, num_keys, num_keys - num_queries, block, causal
+    (rows, row_lengths), (columns, column_lengths) = compact(*sizes), compact_columns(*sizes, 2, 2)
+
+    def tiles(missing_keys: bool, missing_queries: bool) -> Tensor:
+        seen = visible(1, num_queries, num_keys, causal, None, device)[0, 0]
+        seen = torch.nn.functional.pad(seen, (0, 7 * block - num_keys), value=missing_keys)
+        seen = torch.nn.functional.pad(seen, (0, 0, 0, 5 * block - num_queries), value=missing_queries)
+        return seen.unflatten(1, (7, block)).unflatten(0, (5, block)).transpose(1, 2).flatten(2)
+
+    on = mask[0].repeat_interleave(4 // heads, 0) & tiles(False, False).any(2)
+    for h, r in itertools.product(range(heads), range(5)):
+        listed = on[h * 4 // heads, r].nonzero()[:, 0]
+        plain, count = row_lengths[0, h, r].tolist()
+        assert rows[0, h, r, :count].tolist() == listed.tolist()
+        assert plain == tiles(False, True).all(2)[r, listed].sum()
+    for h, c in itertools.product(range(2), range(7)):
+        listed = on[2 * h : 2 * h + 2, :, c].mT.flatten().nonzero()[:, 0]
+        plain, count = column_lengths[0, h, c].tolist()
+        assert columns[0, h, c, :count].tolist() == listed.tolist()
+        assert plain == tiles(True, True).all(2)[listed // 2, c].sum()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
