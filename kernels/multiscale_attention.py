@@ -33,12 +33,11 @@ from msattn.kernels.checks import (
     resolve_scale,
 )
 from msattn.kernels.multiscale_levels import (
-    add_sizes,
     find_means,
     find_row_list,
-    find_rows,
     find_tile,
     load_means,
+    mask_means,
     pool,
     pooled_tiles,
     row_lists,
@@ -141,8 +140,7 @@ def launch(
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
     _multiscale_attention_kernel[(batch * q_heads * row_blocks,)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys),
-        pool(k, kv_start, block_size), pool(v, kv_start, block_size),
-        out, lse, lists, counts, kv_start,
+        pool(k, v, kv_start, block_size), out, lse, lists, counts, kv_start,
         *out.stride()[:3],
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, *lists.shape[:2],
         query_offset(num_queries, num_keys, causal), scale * LOG2_E,
@@ -155,7 +153,7 @@ def launch(
 
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _multiscale_attention_kernel(
-    q_desc, k_desc, v_desc, p_k_means, p_v_means, p_out, p_lse, p_lists, p_counts, p_kv_start,
+    q_desc, k_desc, v_desc, p_means, p_out, p_lse, p_lists, p_counts, p_kv_start,
     stride_b, stride_h, stride_n,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -170,29 +168,30 @@ def _multiscale_attention_kernel(
     first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
-    p_list, n8, n4, n2, n1 = find_row_list(
+    p_list, keys8, keys4, keys2, keys1 = find_row_list(
         p_lists, p_counts, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
-    p_k_means = find_means(p_k_means, b, kv_head, kv_heads, col_blocks, HEAD, BM)
-    p_v_means = find_means(p_v_means, b, kv_head, kv_heads, col_blocks, HEAD, BM)
+    p_means = find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BM)
 
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
-    for n in tl.range(0, pooled_tiles(n8, n4, n2, BM, BP)):  # type: ignore[misc]
-        level, p_level, blocks, begin = find_tile(n, p_list, n8, n4, n2, BM, BP)
-        row = find_rows(level, p_level, blocks, begin + tl.arange(0, BP), col_blocks, BM)
-        k = load_means(p_k_means, row, HEAD, COLS)  # [BP, COLS]
+    level, left, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BM, BP)
+    for n in tl.range(0, pooled_tiles(keys8, keys4, keys2, BP)):  # type: ignore[misc]
+        k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        s = add_sizes(s, level, p_level, blocks, begin, keys, scale2, BM, BP)
-        v = load_means(p_v_means, row, HEAD, COLS)
-        m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+        if left < (BP << level):
+            s = mask_means(s, level, left, scale2, BP)
+        v = load_means(p_means, row, 1, HEAD, COLS)
+        m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)  # a level adds itself to scores
+        m += level
+        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # early, for loads wait for the list
 
-    p_list += n8 + n4 + n2
+    p_list += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)
     plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask
     PARTS: tl.constexpr = BM // BN  # of a block
-    for n in tl.range(0, n1 * PARTS):  # type: ignore[misc]
+    for n in tl.range(0, tl.cdiv(keys1, BM) * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]

@@ -21,20 +21,20 @@ from torch import Tensor
 from msattn.kernels import tuned
 from msattn.kernels.checks import check_layout, has_aligned_rows, query_offset
 from msattn.kernels.multiscale_levels import (
-    add_sizes,
     find_list,
     find_means,
     find_row_list,
-    find_rows,
     find_tile,
     first_tile,
     group_size,
     level_of_tile,
     load_means,
     log_size,
+    mask_means,
     pool,
     pooled_tiles,
     row_lists,
+    store_means,
     tile_lists,
 )
 from msattn.kernels.primitives import (
@@ -80,7 +80,7 @@ def launch(
     cols, sm = padded_head(head), capability(q.device)
     selection = zoom, kv_start, num_queries, num_keys, block_size, causal
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
-    k_means, v_means = pool(k, kv_start, block_size), pool(v, kv_start, block_size)
+    means = pool(k, v, kv_start, block_size)
 
     lists, counts = row_lists(*selection)
     sizes = (
@@ -92,20 +92,20 @@ def launch(
     dq, row_term = torch.empty_like(q), torch.empty_like(lse)
     _dq_kernel[(batch * q_heads * zoom.shape[2] * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
-        k_means, v_means, lse, dlse, dq, row_term, lists, counts, kv_start, *dq.stride()[:3], *sizes,
+        means, lse, dlse, dq, row_term, lists, counts, kv_start, *dq.stride()[:3], *sizes,
         BM=rows, BN=keys, BP=tile.keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
     tile = dkv_tile or tuned.pick("multiscale_attention_dkv", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    dk_means, dv_means = (torch.empty_like(x, dtype=torch.float32) for x in (k_means, v_means))
-    for pooled, x, y in ((True, k_means, v_means), (False, k, v)):
+    dmeans = torch.empty_like(means, dtype=torch.float32)
+    for pooled, x, y in ((True, *means.unbind(3)), (False, k, v)):
         del lists, counts  # room for the next
         lists, counts = tile_lists(*selection, pooled)
         _dkv_kernel[(batch * kv_heads * lists.shape[2] * (block_size // keys),)](
             tile_view(q, rows), tile_view(x, keys), tile_view(y, keys), tile_view(dout, rows),
-            lse, row_term, dk_means, dv_means, dk, dv, lists, counts, kv_start,
+            lse, row_term, dmeans, dk, dv, lists, counts, kv_start,
             *dk.stride()[:3], *dv.stride()[:3], *sizes,
             BM=rows, BN=keys, POOLED=pooled, **constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -117,7 +117,7 @@ SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_he
 
 @triton.jit(do_not_specialize=SIZES)
 def _dq_kernel(
-    q_desc, k_desc, v_desc, out_desc, dout_desc, p_k_means, p_v_means,
+    q_desc, k_desc, v_desc, out_desc, dout_desc, p_means,
     p_lse, p_dlse, p_dq, p_row_term, p_lists, p_counts, p_kv_start,
     stride_b, stride_h, stride_n,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
@@ -132,11 +132,10 @@ def _dq_kernel(
     h = kv_head * group + pid % group
     b = pid // (group * tiles * kv_heads)
     first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    p_list, n8, n4, n2, n1 = find_row_list(
+    p_list, keys8, keys4, keys2, keys1 = find_row_list(
         p_lists, p_counts, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
-    p_k_means = find_means(p_k_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
-    p_v_means = find_means(p_v_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
+    p_means = find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
 
     t = t0 + tl.arange(0, BM)
     first_row = (b * kv_heads * group + h).to(tl.int64) * num_queries + first_query
@@ -150,21 +149,22 @@ def _dq_kernel(
     tl.store(p_row_term + first_row + t[:, None], row_term, mask=(t < queries)[:, None])
 
     dq = tl.zeros([BM, COLS], tl.float32)
-    for n in tl.range(0, pooled_tiles(n8, n4, n2, BLOCK, BP)):  # type: ignore[misc]
-        level, p_level, blocks, begin = find_tile(n, p_list, n8, n4, n2, BLOCK, BP)
-        row = find_rows(level, p_level, blocks, begin + tl.arange(0, BP), col_blocks, BLOCK)
-        k = load_means(p_k_means, row, HEAD, COLS)  # [BP, COLS]
-        v = load_means(p_v_means, row, HEAD, COLS)
+    level, left, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)
+    for n in tl.range(0, pooled_tiles(keys8, keys4, keys2, BP)):  # type: ignore[misc]
+        k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
+        v = load_means(p_means, row, 1, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        s = add_sizes(s, level, p_level, blocks, begin, keys, scale2, BLOCK, BP)
-        p = tl.exp2(s * scale2 - lse2)
+        if left < (BP << level):
+            s = mask_means(s, level, left, scale2, BP)
+        p = tl.exp2(s * scale2 - (lse2 - level))
         ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # early, as in the forward pass
 
-    p_list += n8 + n4 + n2
+    p_list += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
     plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask
     PARTS: tl.constexpr = BLOCK // BN
-    for n in tl.range(0, n1 * PARTS):  # type: ignore[misc]
+    for n in tl.range(0, tl.cdiv(keys1, BLOCK) * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
@@ -179,7 +179,7 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, p_lse, p_row_term, p_dk_means, p_dv_means, p_dk, p_dv, p_lists, p_counts, p_kv_start,
+    q_desc, k_desc, v_desc, dout_desc, p_lse, p_row_term, p_dmeans, p_dk, p_dv, p_lists, p_counts, p_kv_start,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -233,23 +233,16 @@ def _dkv_kernel(
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk *= scale2 * LN_2
 
-    p_dk_means = find_means(p_dk_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
-    p_dv_means = find_means(p_dv_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
+    p_dmeans = find_means(p_dmeans, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
     if POOLED:
         share = 1.0 / tl.maximum(size, 1).to(tl.float32)[:, None]
-        _store_means(p_dk_means, dk * share, row0, HEAD, COLS, BN)
-        _store_means(p_dv_means, dv * share, row0, HEAD, COLS, BN)
+        row = row0 + tl.arange(0, BN)
+        store_means(p_dmeans, dk * share, row, row >= 0, 0, HEAD, COLS)
+        store_means(p_dmeans, dv * share, row, row >= 0, 1, HEAD, COLS)
     else:
         for e in tl.range(1, 4, num_stages=1):  # type: ignore[misc]
             row = first_tile(e, col_blocks) * BLOCK + (tl.maximum(tl.minimum(u, keys - 1), 0) >> e)
-            dk += load_means(p_dk_means, row, HEAD, COLS)
-            dv += load_means(p_dv_means, row, HEAD, COLS)
+            dk += load_means(p_dmeans, row, 0, HEAD, COLS)
+            dv += load_means(p_dmeans, row, 1, HEAD, COLS)
         store_tile(p_dk, dk, b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
         store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)
-
-
-@triton.jit
-def _store_means(p_means, x, row0, HEAD: tl.constexpr, COLS: tl.constexpr, BN: tl.constexpr):
-    row, d = row0 + tl.arange(0, BN), tl.arange(0, COLS)
-    p = p_means + row.to(tl.int64)[:, None] * HEAD + d[None, :]
-    tl.store(p, x, mask=(d < HEAD)[None, :])

@@ -1,7 +1,7 @@
 """What multiscale attention reads, prepared on the device: means of K and V, and lists of blocks by zoom.
 
-Level ``e`` holds means of ``2 ** e`` keys: one buffer ``[B, Hkv, rows, D]`` for K and one for V, levels 3, 2, 1 one after the
-other, each filled up with zeros to whole tiles. A tile of level e has a block's number of rows and so stands for ``2 ** e``
+Level ``e`` holds means of ``2 ** e`` keys: one buffer ``[B, Hkv, rows, 2, D]``, a row of K and one of V in turn, so that a tile
+finds both by the same addresses; levels 3, 2, 1 one after the other, each filled up with zeros to whole tiles. A tile of level e has a block's number of rows and so stands for ``2 ** e``
 column blocks; tiles count through all levels. Groups are counted from the start of a sequence and never straddle blocks.
 
 Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
@@ -25,15 +25,15 @@ def num_tiles(col_blocks: int) -> int:
     return sum(triton.cdiv(col_blocks, zoom) for zoom in (8, 4, 2))
 
 
-def pool(x: Tensor, kv_start: Tensor | None, block_size: int) -> Tensor:
-    """Means of 8, 4 and 2 of ``x [B, Hkv, M, D]`` (layout: top of the file), made in fp32 and rounded once."""
-    batch, heads, num_keys, head = x.shape
+def pool(k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int) -> Tensor:
+    """Means of 8, 4 and 2 of ``k, v [B, Hkv, M, D]`` (layout: top of the file), made in fp32 and rounded once."""
+    batch, heads, num_keys, head = k.shape
     col_blocks = triton.cdiv(num_keys, block_size)
-    means = x.new_empty((batch, heads, num_tiles(col_blocks) * block_size, head))
+    means = k.new_empty((batch, heads, num_tiles(col_blocks) * block_size, 2, head))
     cols = padded_head(head)
     at_once = POOLED_AT_ONCE // cols
     _pool_kernel[(triton.cdiv(triton.cdiv(col_blocks, 8) * 8 * block_size, at_once), heads, batch)](
-        x, means, kv_start, *x.stride()[:3], num_keys, col_blocks,
+        k, v, means, kv_start, *k.stride()[:3], *v.stride()[:3], num_keys, col_blocks,
         HEAD=head, COLS=cols, BLOCK=block_size, KEYS=at_once, num_warps=1,
     )  # fmt: skip
     return means
@@ -104,40 +104,35 @@ def group_size(u, level, keys):
 
 
 @triton.jit
-def pooled_tiles(n8, n4, n2, BLOCK: tl.constexpr, BP: tl.constexpr):
+def pooled_tiles(keys8, keys4, keys2, BP: tl.constexpr):
     """Tiles of BP means that a row block reads: each is of one level, so that all but the last of a level are full."""
-    return tl.cdiv(n8 * (BLOCK // 8), BP) + tl.cdiv(n4 * (BLOCK // 4), BP) + tl.cdiv(n2 * (BLOCK // 2), BP)
+    return tl.cdiv(keys8, BP * 8) + tl.cdiv(keys4, BP * 4) + tl.cdiv(keys2, BP * 2)
 
 
 @triton.jit
-def find_tile(n, p_list, n8, n4, n2, BLOCK: tl.constexpr, BP: tl.constexpr):
-    """Tile n of a row block's: its level, the list of the level, that list's length, where in the level the tile begins."""
-    end8 = tl.cdiv(n8 * (BLOCK // 8), BP)
-    end4 = end8 + tl.cdiv(n4 * (BLOCK // 4), BP)
-    level = tl.where(n < end8, 3, tl.where(n < end4, 2, 1))
-    p_list += tl.where(n < end8, 0, tl.where(n < end4, n8, n8 + n4))
-    blocks = tl.where(n < end8, n8, tl.where(n < end4, n4, n2))
-    return level, p_list, blocks, (n - tl.where(n < end8, 0, tl.where(n < end4, end8, end4))) * BP
+def find_tile(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
+    """Tile n of a row block's: its level, how many keys there are from its start to its list's end, the rows of its means.
 
-
-@triton.jit
-def find_rows(level, p_list, blocks, place, col_blocks, BLOCK: tl.constexpr):
-    """Rows, in the buffers, of the means at some places of a level's list; past its end, some that exist."""
-    u = place << level  # the first key of the group, if the blocks stood in a row
-    c = tl.load(p_list + tl.minimum(u // BLOCK, blocks - 1)).to(tl.int32)
-    return first_tile(level, col_blocks) * BLOCK + ((c * BLOCK + (u & (BLOCK - 1))) >> level)
-
-
-@triton.jit
-def add_sizes(s, level, p_list, blocks, begin, keys, scale2, BLOCK: tl.constexpr, BP: tl.constexpr):
-    """Scores ``s [BM, BP]`` of a tile of means that begins at ``begin``, each with the logarithm of its number of keys added.
-
-    Only in a list's last block may the sequence end; groups of the blocks before it are as if they stood in a row before it.
+    Rows past the end of a list, and those of a tile past the last, are of means that exist.
     """
-    last = tl.load(p_list + blocks - 1).to(tl.int32) * BLOCK
-    inside = ((begin + tl.arange(0, BP)) << level) - (blocks - 1) * BLOCK  # keys from the start of the last block
-    size = tl.where(inside < BLOCK, group_size(last + inside, level, keys), 0)
-    return s + log_size(size, scale2)[None, :]
+    end8 = tl.cdiv(keys8, BP * 8)
+    end4 = end8 + tl.cdiv(keys4, BP * 4)
+    level = tl.where(n < end8, 3, tl.where(n < end4, 2, 1))
+    tile = n - tl.where(n < end8, 0, tl.where(n < end4, end8, end4))
+    keys = tl.where(n < end8, keys8, tl.where(n < end4, keys4, keys2))
+    blocks8 = tl.cdiv(keys8, BLOCK)
+    p_list += tl.where(n < end8, 0, tl.where(n < end4, blocks8, blocks8 + tl.cdiv(keys4, BLOCK)))
+    u = (tile * BP + tl.arange(0, BP)) << level  # the first key of each group, if the blocks stood in a row
+    c = tl.load(p_list + u // BLOCK, mask=u < keys, other=0).to(tl.int32)
+    row = first_tile(level, col_blocks) * BLOCK + ((c * BLOCK + (u & (BLOCK - 1))) >> level)
+    return level, keys - ((tile * BP) << level), row
+
+
+@triton.jit
+def mask_means(s, level, keys, scale2, BP: tl.constexpr):
+    """Scores ``s [BM, BP]`` of a tile whose list ends after ``keys`` keys: -inf past the end, a group cut off weighs less."""
+    size = group_size(tl.arange(0, BP) << level, level, keys)
+    return s + (log_size(size, scale2) - level / scale2)[None, :]
 
 
 @triton.jit
@@ -154,7 +149,7 @@ def find_list(b, h, own, q_heads, list_batch, list_heads, num_own):
 
 @triton.jit
 def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks):
-    """Row block r's list for query head h of sequence b: where it starts, how many blocks it has at zoom 8, 4, 2, 1."""
+    """Row block r's list for query head h of sequence b: where it starts, how many keys it has at zoom 8, 4, 2, 1."""
     row = find_list(b, h, r, q_heads, list_batch, list_heads, row_blocks)
     p = p_counts + row * 4
     return p_lists + row * col_blocks, tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
@@ -164,17 +159,25 @@ def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, r
 def find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr):
     """Where the means of a key/value head start."""
     rows = (first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2)) * BLOCK
-    return p_means + (b.to(tl.int64) * kv_heads + kv_head) * rows * HEAD
+    return p_means + (b.to(tl.int64) * kv_heads + kv_head) * rows * (2 * HEAD)
 
 
 @triton.jit
-def load_means(p_means, row, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Rows of a head's means, ``[rows, COLS]``."""
+def load_means(p_means, row, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Rows of a head's means of K (V = 0) or V (V = 1), ``[rows, COLS]``."""
     d = tl.arange(0, COLS)
-    p = p_means + row.to(tl.int64)[:, None] * HEAD + d[None, :]
+    p = p_means + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
     if HEAD == COLS:
         return tl.load(p)
     return tl.load(p, mask=(d < HEAD)[None, :], other=0.0)
+
+
+@triton.jit
+def store_means(p_means, x, row, exists, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Write rows, those that exist, of a head's means of K or V."""
+    d = tl.arange(0, COLS)
+    p = p_means + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
+    tl.store(p, x.to(p_means.dtype.element_ty), mask=exists[:, None] & (d < HEAD)[None, :])
 
 
 # --- kernels ---
@@ -182,26 +185,42 @@ def load_means(p_means, row, HEAD: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["col_blocks"])
 def _pool_kernel(
-    p_x, p_means, p_kv_start, stride_b, stride_h, stride_n, num_keys, col_blocks,
+    p_k, p_v, p_means, p_kv_start,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, num_keys, col_blocks,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program = some groups of 8 keys: sums of 2, of 4 and of 8, each divided by the keys that exist."""
+    """One program = some groups of 8 keys."""
     b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     first_key, _, keys, _, _ = sequence_span(p_kv_start, b, 0, num_keys, 0)
-    u = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    d = tl.arange(0, COLS)
-    p = p_x + b * stride_b + h * stride_h + (first_key + u).to(tl.int64)[:, None] * stride_n + d[None, :]
-    total = tl.load(p, mask=(u < keys)[:, None] & (d < HEAD)[None, :], other=0.0).to(tl.float32)
+    u0 = tl.program_id(0) * KEYS
+    p_k += b * stride_kb + h * stride_kh + (first_key + u0).to(tl.int64) * stride_kn
+    p_v += b * stride_vb + h * stride_vh + (first_key + u0).to(tl.int64) * stride_vn
     p_means = find_means(p_means, b, h, tl.num_programs(1), col_blocks, HEAD, BLOCK)
+    _pool(p_k, stride_kn, p_means, u0, keys, col_blocks, 0, HEAD, COLS, BLOCK, KEYS)
+    _pool(p_v, stride_vn, p_means, u0, keys, col_blocks, 1, HEAD, COLS, BLOCK, KEYS)
+
+
+@triton.jit
+def _pool(
+    p_x, stride, p_means, u0, keys, col_blocks,
+    V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Sums of 2, of 4 and of 8 keys from key u0 on, each divided by the keys that exist."""
+    i, d = tl.arange(0, KEYS), tl.arange(0, COLS)
+    p = p_x + i.to(tl.int64)[:, None] * stride + d[None, :]
+    total = tl.load(p, mask=(u0 + i < keys)[:, None] & (d < HEAD)[None, :], other=0.0).to(tl.float32)
     for level in tl.static_range(1, 4):  # type: ignore[misc]
         total = tl.sum(tl.reshape(total, [KEYS >> level, 2, COLS]), 1)
-        group = tl.program_id(0) * (KEYS >> level) + tl.arange(0, KEYS >> level)
-        size = tl.maximum(group_size(group << level, level, keys), 1)
-        # Rounded as IEEE says: means of 16-bit numbers often lie half way between two, where a last bit would decide.
-        mean = tl.div_rn(total, tl.broadcast_to(size.to(tl.float32)[:, None], total.shape))
-        row = (first_tile(level, col_blocks) * BLOCK + group).to(tl.int64)
-        exists = (group < tl.cdiv(col_blocks, 1 << level) * BLOCK)[:, None] & (d < HEAD)[None, :]
-        tl.store(p_means + row[:, None] * HEAD + d[None, :], mean.to(p_means.dtype.element_ty), mask=exists)
+        group = (u0 >> level) + tl.arange(0, KEYS >> level)
+        row = first_tile(level, col_blocks) * BLOCK + group
+        exists = group < tl.cdiv(col_blocks, 1 << level) * BLOCK
+        if u0 + KEYS <= keys:
+            store_means(p_means, total * (0.5**level), row, exists, V, HEAD, COLS)
+        else:
+            # Rounded as IEEE says: means of 16-bit numbers often lie half way between two, where a last bit would decide.
+            size = tl.maximum(group_size(group << level, level, keys), 1).to(tl.float32)
+            mean = tl.div_rn(total, tl.broadcast_to(size[:, None], total.shape))
+            store_means(p_means, mean, row, exists, V, HEAD, COLS)
 
 
 @triton.jit
@@ -248,11 +267,14 @@ def _row_lists_kernel(
         zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
         found = tl.sum(_counters(_seen_zoom(zoom, t0, c * BLOCK, keys, queries, delta, BLOCK, CAUSAL)), 0)
         n8, n4, n2, n1 = n8 + _field(found, 0), n4 + _field(found, 16), n2 + _field(found, 32), n1 + _field(found, 48)
+    after = tl.cdiv(keys, BLOCK) * BLOCK - keys  # what the last column block lacks
+    last = tl.load(p_zoom + (keys // BLOCK).to(tl.int64) * stride_c, mask=(after > 0) & (keys // BLOCK < end), other=0)
+    last = _seen_zoom(last, t0, keys // BLOCK * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
     p_counts += row * 4
-    tl.store(p_counts, n8)
-    tl.store(p_counts + 1, n4)
-    tl.store(p_counts + 2, n2)
-    tl.store(p_counts + 3, n1)
+    tl.store(p_counts, n8 * BLOCK - tl.where(last == 8, after, 0))
+    tl.store(p_counts + 1, n4 * BLOCK - tl.where(last == 4, after, 0))
+    tl.store(p_counts + 2, n2 * BLOCK - tl.where(last == 2, after, 0))
+    tl.store(p_counts + 3, n1 * BLOCK - tl.where(last == 1, after, 0))
 
     at8, at4, at2, at1 = n8 * 0, n8, n8 + n4, n8 + n4 + n2
     for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
