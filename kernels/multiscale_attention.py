@@ -184,9 +184,9 @@ def _multiscale_attention_kernel(
         if left < (BP << level):
             s = mask_means(s, level, left, scale2, BP)
         v = load_means(p_means, row, 1, HEAD, COLS)
-        m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)  # a level adds itself to scores
-        m += level
-        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # early, for loads wait for the list
+        m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)
+        m += level  # log2 of a group's size, which its scores lack
+        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # ahead of its loads
 
     p_list += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)
     plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask

@@ -159,7 +159,7 @@ def _dq_kernel(
         p = tl.exp2(s * scale2 - (lse2 - level))
         ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # early, as in the forward pass
+        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # ahead of its loads
 
     p_list += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
     plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask

@@ -1,13 +1,15 @@
 """What multiscale attention reads, prepared on the device: means of K and V, and lists of blocks by zoom.
 
-Level ``e`` holds means of ``2 ** e`` keys: one buffer ``[B, Hkv, rows, 2, D]``, a row of K and one of V in turn, so that a tile
-finds both by the same addresses; levels 3, 2, 1 one after the other, each filled up with zeros to whole tiles. A tile of level e has a block's number of rows and so stands for ``2 ** e``
-column blocks; tiles count through all levels. Groups are counted from the start of a sequence and never straddle blocks.
+Level ``e`` holds means of ``2 ** e`` keys: one buffer ``[B, Hkv, rows, 2, D]``, a row of K and one of V side by side; levels 3,
+2, 1 one after the other, each filled up with zeros to whole tiles. A tile of level e has a block's number of rows and so stands
+for ``2 ** e`` column blocks; tiles count through all levels. Groups are counted from the start of a sequence and never straddle
+blocks.
 
 Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
-ascending order; counts ``[B or 1, Hm, Tr, 4]``. Tile lists ``[B or 1, Hm, tiles, Tr]``, for gradients: the row blocks that read
-some column block of a tile at the tile's own zoom, as ``r << 8 | which``, a bit for each column block; counts ``[B or 1, Hm,
-tiles]``. Hm are the heads of the zoom map, B the batch where sequences differ in padding or zoom. Prefix: p_ pointer.
+ascending order; how many keys those of each zoom have, ``[B or 1, Hm, Tr, 4]``. Tile lists ``[B or 1, Hm, tiles, Tr]``, for
+gradients: the row blocks that read some column block of a tile at the tile's own zoom, as ``r << 8 | which``, a bit for each
+column block; counts ``[B or 1, Hm, tiles]``. Hm are the heads of the zoom map, B the batch where sequences differ in padding or
+zoom. Prefix: p_ pointer.
 """
 
 import torch
@@ -17,7 +19,7 @@ from msattn.kernels.checks import query_offset
 from msattn.kernels.primitives import padded_head, sequence_span, tl, triton
 
 TOP = tl.constexpr(3)  # the coarsest level, of zoom 8
-POOLED_AT_ONCE = 4096  # numbers, by one warp, so that neighbours meet in its registers
+POOLED_AT_ONCE = 2048  # numbers, by one warp, so that neighbours meet in its registers
 
 
 def num_tiles(col_blocks: int) -> int:
@@ -50,7 +52,7 @@ def row_lists(
     _row_lists_kernel[zoom.shape[2::-1]](
         zoom, lists, counts, kv_start, *zoom.stride(),
         num_queries, num_keys, col_blocks, query_offset(num_queries, num_keys, causal),
-        BLOCK=block_size, CHUNK=min(1024, triton.next_power_of_2(col_blocks)), CAUSAL=causal,
+        BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(col_blocks)), CAUSAL=causal, num_warps=1,
     )  # fmt: skip
     return lists, counts
 
@@ -99,7 +101,7 @@ def level_of_tile(tile, col_blocks, POOLED: tl.constexpr):
 
 @triton.jit
 def group_size(u, level, keys):
-    """How many keys the group of a level that begins at key u has; 0 or less past the end."""
+    """How many of ``keys`` keys the group of a level that begins at key u has; 0 or less past the end."""
     return tl.minimum(keys - u, tl.full([], 1, tl.int32) << level)
 
 
@@ -224,22 +226,21 @@ def _pool(
 
 
 @triton.jit
-def _seen_end(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """One more than the last key that some query of the row block at t0 sees; 0 for a block without queries."""
-    end = keys
+def _row_span(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many column blocks the row block at t0 sees, and how many before the first with a key after one of its queries."""
+    seen, past = keys, keys
     if CAUSAL:
-        end = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
-    return tl.where(t0 < queries, end, 0)
+        seen = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
+        past = t0 + delta + 1
+    past_end = tl.where(past < keys, past // BLOCK, tl.cdiv(keys, BLOCK))
+    return tl.where(t0 < queries, tl.cdiv(seen, BLOCK), 0), tl.where(t0 < queries, past_end, 0)
 
 
 @triton.jit
-def _seen_zoom(zoom, t0, u0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """At which zoom the row block at t0 sees the column block at u0: 0 if not at all, never a mean of what is to come."""
-    zoom = zoom.to(tl.int32)
-    if CAUSAL:
-        whole = tl.minimum(u0 + BLOCK, keys) <= t0 + delta + 1
-        zoom = tl.where(whole, zoom, tl.minimum(zoom, 1))
-    return tl.where(u0 < _seen_end(t0, keys, queries, delta, BLOCK, CAUSAL), zoom, 0)
+def _seen_zoom(zoom, c, end, past_end):
+    """At which zoom a row block of that span sees column block c: 0 if not at all, never a mean of what is to come."""
+    zoom = tl.minimum(zoom.to(tl.int32), 9)  # which is none, as all above are
+    return tl.where(c < past_end, zoom, tl.where(c < end, tl.minimum(zoom, 1), 0))
 
 
 @triton.jit(do_not_specialize=["col_blocks"])
@@ -252,58 +253,55 @@ def _row_lists_kernel(
     """One program = one row block: it counts its blocks by zoom, then puts each in its place."""
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    t0 = r * BLOCK
-    end = tl.cdiv(_seen_end(t0, keys, queries, delta, BLOCK, CAUSAL), BLOCK)
+    end, past_end = _row_span(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + r
     p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + r.to(tl.int64) * stride_r
     p_lists += row * col_blocks
 
-    n8 = tl.zeros((), tl.int32)
-    n4 = tl.zeros((), tl.int32)
-    n2 = tl.zeros((), tl.int32)
-    n1 = tl.zeros((), tl.int32)
+    n8, n4, n2, n1 = 0, 0, 0, 0
     for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
         c = c0 + tl.arange(0, CHUNK)
         zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
-        found = tl.sum(_counters(_seen_zoom(zoom, t0, c * BLOCK, keys, queries, delta, BLOCK, CAUSAL)), 0)
-        n8, n4, n2, n1 = n8 + _field(found, 0), n4 + _field(found, 16), n2 + _field(found, 32), n1 + _field(found, 48)
-    after = tl.cdiv(keys, BLOCK) * BLOCK - keys  # what the last column block lacks
-    last = tl.load(p_zoom + (keys // BLOCK).to(tl.int64) * stride_c, mask=(after > 0) & (keys // BLOCK < end), other=0)
-    last = _seen_zoom(last, t0, keys // BLOCK * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        found = tl.sum(_counters(_seen_zoom(zoom, c, end, past_end)), 0)
+        n8, n4, n2, n1 = n8 + _count(found, 3), n4 + _count(found, 2), n2 + _count(found, 1), n1 + _count(found, 0)
+    cut = keys // BLOCK  # the column block in which the sequence ends, if it does in one
+    last = _seen_zoom(tl.load(p_zoom + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, past_end)
+    lacks = BLOCK - keys % BLOCK
     p_counts += row * 4
-    tl.store(p_counts, n8 * BLOCK - tl.where(last == 8, after, 0))
-    tl.store(p_counts + 1, n4 * BLOCK - tl.where(last == 4, after, 0))
-    tl.store(p_counts + 2, n2 * BLOCK - tl.where(last == 2, after, 0))
-    tl.store(p_counts + 3, n1 * BLOCK - tl.where(last == 1, after, 0))
+    tl.store(p_counts, n8 * BLOCK - tl.where(last == 8, lacks, 0))
+    tl.store(p_counts + 1, n4 * BLOCK - tl.where(last == 4, lacks, 0))
+    tl.store(p_counts + 2, n2 * BLOCK - tl.where(last == 2, lacks, 0))
+    tl.store(p_counts + 3, n1 * BLOCK - tl.where(last == 1, lacks, 0))
 
-    at8, at4, at2, at1 = n8 * 0, n8, n8 + n4, n8 + n4 + n2
+    at8, at4, at2, at1 = 0, n8, n8 + n4, n8 + n4 + n2
     for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
         c = c0 + tl.arange(0, CHUNK)
         zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
-        zoom = _seen_zoom(zoom, t0, c * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        zoom = _seen_zoom(zoom, c, end, past_end)
         one = _counters(zoom)
         place = tl.where(zoom == 8, at8, tl.where(zoom == 4, at4, tl.where(zoom == 2, at2, at1)))
-        place += _field(tl.cumsum(one, 0) - one, _shift(zoom))
+        place += _count(tl.cumsum(one, 0) - one, _level(zoom))
         tl.store(p_lists + place, c.to(p_lists.dtype.element_ty), mask=one != 0)
         found = tl.sum(one, 0)
-        at8, at4, at2, at1 = at8 + _field(found, 0), at4 + _field(found, 16), at2 + _field(found, 32), at1 + _field(found, 48)
+        at8, at4, at2, at1 = at8 + _count(found, 3), at4 + _count(found, 2), at2 + _count(found, 1), at1 + _count(found, 0)
 
 
 @triton.jit
-def _shift(zoom):
-    return tl.where(zoom == 8, 0, tl.where(zoom == 4, 16, tl.where(zoom == 2, 32, 48)))
+def _level(zoom):
+    """0, 1, 2, 3 for 1, 2, 4, 8."""
+    return (zoom >> 1) - (zoom >> 3)
 
 
 @triton.jit
 def _counters(zoom):
     """Four counters of 16 bits in one integer, so that one sum counts four zooms: a 1 in that of ``zoom``, 0 if not read."""
-    read = (zoom == 8) | (zoom == 4) | (zoom == 2) | (zoom == 1)
-    return read.to(tl.int64) << _shift(zoom)
+    read = (tl.full([], 0b100010110, tl.int32) >> zoom) & 1
+    return read.to(tl.int64) << (16 * _level(zoom))
 
 
 @triton.jit
-def _field(counters, shift):
-    return ((counters >> shift) & 0xFFFF).to(tl.int32)
+def _count(counters, level):
+    return ((counters >> (16 * level)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["row_blocks", "col_blocks"])
@@ -330,7 +328,8 @@ def _tile_lists_kernel(
         r = r0 + tl.arange(0, CHUNK)
         p = p_zoom + r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
         zoom = tl.load(p, mask=(r < row_blocks)[:, None] & of_tile[None, :], other=0)  # [CHUNK, COLUMNS]
-        zoom = _seen_zoom(zoom, r[:, None] * BLOCK, c[None, :] * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        end, past_end = _row_span(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        zoom = _seen_zoom(zoom, c[None, :], end[:, None], past_end[:, None])
         which = tl.sum((zoom == (1 << level)).to(tl.int32) << column[None, :], 1)
         on = (which != 0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
