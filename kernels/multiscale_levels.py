@@ -140,7 +140,7 @@ def mask_means(s, level, keys, scale2, BP: tl.constexpr):
 @triton.jit
 def log_size(size, scale2):
     """What a group adds to its unscaled score: the logarithm of its number of keys over the scale; -inf if it has none."""
-    return tl.where(size > 0, tl.log2(tl.maximum(size, 1).to(tl.float32)) / scale2, float("-inf"))
+    return tl.where(size > 0, tl.log2(tl.maximum(size, 1).to(tl.float32)) * (1.0 / scale2), float("-inf"))
 
 
 @triton.jit
