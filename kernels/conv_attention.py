@@ -104,7 +104,7 @@ def launch(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernels, for as many key/value heads at a time as :data:`summed_attention.SCRATCH` allows."""
+    """Run the kernels, for as many key/value heads at a time as :data:`score_products.SCRATCH` allows."""
     check_layout(q=q, k=k, v=v)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -112,7 +112,7 @@ def launch(
     for kv in kv_slices(k.shape[1], group * weight.shape[1] * k[:, 0].numel()):
         heads = slice(kv.start * group, kv.stop * group)
         conv = Convolution(q[:, heads], k[:, kv], weight[heads].contiguous(), kv_start, causal)
-        scores = Scores(conv.q, prepare_keys(conv), conv.window, True, make_band(conv))
+        scores = Scores(conv.q, prepare_keys(conv), conv.window, make_band(conv))
         attend(scores, v[:, kv], out[:, heads], lse[:, heads], kv_start, causal, scale)
     return out, lse
 
@@ -140,7 +140,7 @@ def launch_backward(
     for kv in kv_slices(k.shape[1], group * elements):
         heads = slice(kv.start * group, kv.stop * group)
         conv = Convolution(q[:, heads], k[:, kv], weight[heads].contiguous(), kv_start, causal)
-        scores = Scores(conv.q, prepare_keys(conv), conv.window, True, make_band(conv))
+        scores = Scores(conv.q, prepare_keys(conv), conv.window, make_band(conv))
         statistics = lse[:, heads], row_term[:, heads]
         grads = attend_backward(scores, v[:, kv], dout[:, heads], *statistics, kv_start, causal, scale)
         dweight_part = weight_gradient(conv, grads.y).sum((0, 2))

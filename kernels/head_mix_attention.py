@@ -3,14 +3,11 @@
     S_g = scale * Q_g K_(g // group)^T          A_h = sum over heads g of W[h, g] S_g
     out_h = softmax over keys j (j <= i if causal) of A_h, times V_(h // group)
 
-Heads that read the same keys are added up before they meet them, ``x_{h,t} = sum over g in group t of W[h, g] q_g``, so that
-``A_h = sum_t x_{h,t} K_t^T`` has a term for each key/value head, not for each query head: ``(Hkv + 1) / 2`` times the work of
-dense attention, all of it on tensor cores (see :mod:`msattn.kernels.summed_attention`). The other way in, ``Hq ** 2``
-multiply-adds for each position on CUDA cores, holds a tile of scores of every head in one program: Hq of them do not fit.
-
-Prepared queries x are Hkv copies of the queries, made for as many heads at a time as fit 1 GiB. They, and what leads their
-gradient back to queries and weights, are matrix products over heads: plain PyTorch. The gradient is ``3 Hkv + 2`` products
-where dense attention has 5.
+Every head takes part in every score, and no multiprocessor holds the scores and the outputs of all heads for a tile. So the
+scores of as many rows as fit a scratch are written to memory, mixed there and read back (16 bits each for 16-bit inputs): 2
+products and an eighth to a quarter of one for the mixing, where adding up queries or keys before their products takes one for
+each key/value head. The gradient is 5 products, as in dense attention, and 3 mixings, with two scratches. Memory is what takes
+the time: a score is moved 4 times forward, 10 times backward.
 """
 
 import torch
@@ -22,16 +19,16 @@ from msattn.kernels.checks import (
     check_layout,
     check_per_sequence,
     check_qkv,
-    query_offset,
     resolve_backend,
     resolve_scale,
 )
+from msattn.kernels.head_mix_scores import MOST_HEADS, mix, new_weight_gradient, stored_dtype, unmix, write_scores
 from msattn.kernels.operators import Passes, mixing
-from msattn.kernels.summed_attention import Scores, attend, kv_slices
-from msattn.kernels.summed_attention_backward import attend_backward
+from msattn.kernels.score_products import add_left, add_right, row_chunks
+from msattn.kernels.stored_attention import attend_stored, attend_stored_backward
 from msattn.kernels.types import Backend
 
-QUERIES_AT_ONCE = 2**20  # in a sum over queries and head size: cuBLAS takes fewer than 2**31 terms
+LEAST_ROWS = 256  # at a time: enough programs to fill a GPU
 
 
 def head_mix_attention(
@@ -91,14 +88,15 @@ def launch(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel, for as many key/value heads of V at a time as :data:`summed_attention.SCRATCH` allows."""
-    check_layout(q=q, k=k, v=v)
+    """Run the kernels, for as many rows at a time as :data:`score_products.SCRATCH` allows."""
+    _check_kernels_serve(q, k, v)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    queries = _grouped(q, k.shape[1], kv_start, query_offset(q.shape[2], k.shape[2], causal))
-    for kv, heads in _slices(q, k, q[:, 0].numel()):
-        scores = Scores(_prepare(queries, weight[heads]), k, k.shape[1], False)
-        attend(scores, v[:, kv], out[:, heads], lse[:, heads], kv_start, causal, scale)
+    weight = weight.contiguous()
+    for rows, (scores,) in row_chunks(q, k, stored_dtype(q.dtype), 1, LEAST_ROWS, causal, kv_start):
+        write_scores(q, k, scores, rows, scale)
+        mix(scores, weight, scores, rows)
+        attend_stored(scores, v, out, lse, rows)
     return out, lse
 
 
@@ -115,48 +113,28 @@ def launch_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight, for a few key/value heads of V at a time."""
-    num_queries, (kv_heads, num_keys) = q.shape[2], k.shape[1:3]
-    dout = dout.contiguous()
+    """Gradients of q, k, v and weight, for a few rows at a time."""
+    dout, contiguous_weight = dout.contiguous(), weight.contiguous()
     row_term = (dout.float() * out).sum(-1) - dlse
-    dv, dweight = torch.empty_like(v), torch.empty_like(weight)
-    queries = _grouped(q, kv_heads, kv_start, query_offset(num_queries, num_keys, causal))
-    dqueries = torch.zeros_like(queries, dtype=torch.float32)
-    dk = torch.zeros_like(k, dtype=torch.float32)
-    for kv, heads in _slices(q, k, max(q[:, 0].numel(), q.shape[0] * num_queries * num_keys // kv_heads)):
-        scores = Scores(_prepare(queries, weight[heads]), k, kv_heads, False)
-        statistics = lse[:, heads], row_term[:, heads]
-        grads = attend_backward(scores, v[:, kv], dout[:, heads], *statistics, kv_start, causal, scale)
-        dprepared = grads.x.unflatten(1, (-1, kv_heads))  # [B, H, T, N, D]
-        mixing = weight[heads].float().unflatten(1, (kv_heads, -1))  # [H, T, G]
-        dqueries += torch.einsum("bhtnd,htg->btgnd", dprepared, mixing)
-        parts = zip(dprepared.split(QUERIES_AT_ONCE, 3), queries.split(QUERIES_AT_ONCE, 3), strict=True)
-        dweight[heads] = sum(torch.einsum("bhtnd,btgnd->htg", x, y.float()).flatten(1) for x, y in parts)
-        dk += grads.y
-        dv[:, kv] = grads.v
-    return torch.empty_like(q).copy_(dqueries.flatten(1, 2)), torch.empty_like(k).copy_(dk), dv, dweight
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    dweight = None
+    for rows, (scores, mixed) in row_chunks(q, k, stored_dtype(q.dtype), 2, LEAST_ROWS, causal, kv_start):
+        dweight = new_weight_gradient(scores) if dweight is None else dweight
+        write_scores(q, k, scores, rows, scale)
+        mix(scores, contiguous_weight, mixed, rows)
+        dmixed = attend_stored_backward(mixed, v, dout, lse, row_term, dv, rows)
+        unmix(scores, dmixed, contiguous_weight, dweight, rows, scale)
+        add_right(dmixed, q, dk, rows)
+        add_left(dmixed, k, dq, rows)
+    gradients = zip((q, k, v, weight), (dq, dk, dv, dweight.sum(0)), strict=True)
+    dq, dk, dv, dweight = (torch.empty_like(x).copy_(dx) for x, dx in gradients)
+    return dq, dk, dv, dweight
 
 
-def _slices(q: Tensor, k: Tensor, elements: int) -> list[tuple[slice, slice]]:
-    """Key/value heads that go together and their query heads, each of which needs ``Hkv * elements`` of scratch."""
-    group = q.shape[1] // k.shape[1]
-    slices = kv_slices(k.shape[1], q.shape[1] * elements)
-    return [(kv, slice(kv.start * group, kv.stop * group)) for kv in slices]
-
-
-def _grouped(q: Tensor, kv_heads: int, kv_start: Tensor | None, offset: int) -> Tensor:
-    """Queries ``[B, T, G, N, D]`` by the head of their keys; those of the padding, which sums would spread, are 0."""
-    if kv_start is not None:
-        position = torch.arange(q.shape[2], device=q.device) + offset
-        q = q.masked_fill((position < kv_start[:, None])[:, None, :, None], 0)
-    return q.unflatten(1, (kv_heads, -1))
-
-
-def _prepare(queries: Tensor, weight: Tensor) -> Tensor:
-    """Prepared queries ``[B, H * T, N, D]`` for the rows ``[H, Hq]`` of the weight, rounded once to the dtype of q."""
-    mixing = weight.unflatten(1, queries.shape[1:3])  # [H, T, G]
-    prepared = torch.einsum("btgnd,htg->bhtnd", queries.to(weight.dtype), mixing)
-    return prepared.to(queries.dtype).flatten(1, 2).contiguous()
+def _check_kernels_serve(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_layout(q=q, k=k, v=v)
+    if q.shape[1] > MOST_HEADS:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected up to {MOST_HEADS} heads, or backend='torch'")
 
 
 _operator, _backward_operator = mixing(

@@ -50,13 +50,13 @@ def padded_head(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
-def tile_view(x: Tensor, rows: int, cols: int | None = None) -> Any:
-    """Descriptor that reads ``x [B, H, T, D]`` in tiles of ``[rows, cols or padded head]``; what lies outside reads as 0."""
+def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> Any:
+    """Descriptor that reads ``x [B, H, T, D]`` in tiles ``[heads, rows, cols or padded head]``; what lies outside is 0."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     # A dimension of size 1 may have any stride; a descriptor wants multiples of 16 bytes everywhere.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, cols or padded_head(x.shape[-1])])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, heads, rows, cols or padded_head(x.shape[-1])])
 
 
 def num_processors(device: torch.device) -> int:

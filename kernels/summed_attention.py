@@ -1,12 +1,10 @@
 """Attention whose scores are a sum of products, ``A_h = sum over t < T of X_t Y_t^T``; the gradient is next door.
 
-This is what a convolution of the scores (:mod:`msattn.kernels.conv_attention`) and a mixing of the heads
-(:mod:`msattn.kernels.head_mix_attention`) become, once their weights have moved into the queries or the keys:
+This is what a convolution of the scores (:mod:`msattn.kernels.conv_attention`) becomes, once its weights have moved into the
+keys:
 
-    shifted     X_t = queries of head h, T - 1 - t further up       ``x [B, H, N, D]``
-                Y_t = keys prepared for head h and term t           ``y [B, H * T, M, D]``
-    otherwise   X_t = queries prepared for head h and term t        ``x [B, H * T, N, D]``
-                Y_t = keys of head t                                ``y [B, T, M, D]``
+    X_t = queries of head h, T - 1 - t further up       ``x [B, H, N, D]``
+    Y_t = keys prepared for head h and term t           ``y [B, H * T, M, D]``
 
 The forward pass is FlashAttention with an inner loop over terms: ``(T + 1) / 2`` times the work of dense attention, all of it
 on tensor cores. Scores less than w keys before the query (or at it) may be given instead, ``band [B, H, N, w]``.
@@ -18,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from msattn.kernels import tuned
+from msattn.kernels import score_products, tuned
 from msattn.kernels.checks import query_offset
 from msattn.kernels.primitives import (
     LOG2_E,
@@ -36,8 +34,6 @@ from msattn.kernels.primitives import (
     triton,
 )
 
-SCRATCH = 2**29  # elements that a scratch or prepared terms may have: 1 GiB of 16 bits
-
 
 class Scores(NamedTuple):
     """What scores are made of (layouts: top of the file); ``band`` is fp32, ``[B, H, N, w]``."""
@@ -45,7 +41,6 @@ class Scores(NamedTuple):
     x: Tensor
     y: Tensor
     terms: int
-    shifted: bool
     band: Tensor | None = None
 
     @property
@@ -56,7 +51,7 @@ class Scores(NamedTuple):
 
 def kv_slices(kv_heads: int, elements: int) -> list[slice]:
     """Key/value heads that go together, when each of them needs a scratch of so many elements."""
-    size = min(kv_heads, max(1, SCRATCH // elements))
+    size = min(kv_heads, max(1, score_products.SCRATCH // elements))
     return [slice(first, min(first + size, kv_heads)) for first in range(0, kv_heads, size)]
 
 
@@ -81,8 +76,8 @@ def attend(
         out, lse, scores.band, kv_start, *out.stride()[:3], heads_apart(lse),
         heads // kv_heads, kv_heads, scores.terms, num_queries, num_keys, row_blocks,
         query_offset(num_queries, num_keys, causal), scores.width, scale * LOG2_E,
-        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, SHIFTED=scores.shifted,
-        PADDED=scores.shifted and not causal and kv_start is not None, CAUSAL=causal, PRECISION=precision(v.dtype),
+        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, PADDED=not causal and kv_start is not None,
+        CAUSAL=causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -95,21 +90,16 @@ def heads_apart(x: Tensor) -> int:
 @triton.jit(do_not_specialize=["terms"])
 def sum_products(
     x_desc, y_desc, b, h, row, key, first_query, terms,
-    COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHIFTED: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores ``[BM, BN]`` of the rows and keys from the given ones on; ``PADDED``: queries of the padding count as 0."""
     s = tl.zeros([BM, BN], tl.float32)
     for term in tl.range(0, terms):  # type: ignore[misc]
-        if SHIFTED:
-            x_row = row + term - (terms - 1)
-            x = load_tile(x_desc, b, h, x_row, BM, COLS)
-            y = load_tile(y_desc, b, h * terms + term, key, BN, COLS)
-            if PADDED:
-                x = tl.where((x_row + tl.arange(0, BM) >= first_query)[:, None], x, 0.0)
-        else:
-            x = load_tile(x_desc, b, h * terms + term, row, BM, COLS)
-            y = load_tile(y_desc, b, term, key, BN, COLS)
+        x_row = row + term - (terms - 1)
+        x = load_tile(x_desc, b, h, x_row, BM, COLS)
+        y = load_tile(y_desc, b, h * terms + term, key, BN, COLS)
+        if PADDED:
+            x = tl.where((x_row + tl.arange(0, BM) >= first_query)[:, None], x, 0.0)
         s = tl.dot(x, tl.trans(y), s, input_precision=PRECISION)
     return s
 
@@ -138,7 +128,7 @@ def _attend_kernel(
     stride_b, stride_h, stride_n, lse_heads,
     group, kv_heads, terms, num_queries, num_keys, row_blocks, offset, width, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    SHIFTED: tl.constexpr, PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A head's programs come together, to meet its keys in the L2 cache; long rows come first.
     pid = tl.program_id(0)
@@ -162,7 +152,7 @@ def _attend_kernel(
     for n in tl.range(0, tiles):  # type: ignore[misc]
         u0 = n * BN
         s = sum_products(x_desc, y_desc, b, h, first_query + t0, first_key + u0, first_query, terms,
-                          COLS, BM, BN, SHIFTED, PADDED, PRECISION)  # fmt: skip
+                          COLS, BM, BN, PADDED, PRECISION)  # fmt: skip
         if n >= full:
             s = mask_and_band(s, p_band, first_query + t, t < queries, t, u0 + tl.arange(0, BN), keys, delta, width, CAUSAL)
         v = load_tile(v_desc, b, h // group, first_key + u0, BN, COLS)

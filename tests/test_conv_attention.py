@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import conv_attention as module
-from msattn.kernels import conv_terms, reference, summed_attention
+from msattn.kernels import conv_terms, reference, score_products
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.testing import (
     Case,
@@ -131,7 +131,7 @@ def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: py
     q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(2, (2, 2), HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(conv_attention, inputs, dout, backend)
-    monkeypatch.setattr(summed_attention, "SCRATCH", 1)
+    monkeypatch.setattr(score_products, "SCRATCH", 1)
     monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
     torch.testing.assert_close(mixed_scores.results(conv_attention, inputs, dout, backend), whole)
 
@@ -247,7 +247,7 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summed_attention, "SCRATCH", 2**20)
+    monkeypatch.setattr(score_products, "SCRATCH", 2**20)
     mixed_scores.assert_same_bits(conv_attention, *gpu_step(1000, dtype))
 
 

@@ -133,10 +133,10 @@ def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool) -> None:
-    from msattn.kernels import summed_attention, summed_attention_backward
+    from msattn.kernels import head_mix_scores, score_products, stored_attention, summed_attention, summed_attention_backward
     from msattn.kernels.testing import random_qkv
 
-    for module in (summed_attention, summed_attention_backward):
+    for module in (head_mix_scores, score_products, stored_attention, summed_attention, summed_attention_backward):
         module.capability = lambda device: sm  # type: ignore[attr-defined]
     inputs = [*random_qkv(1, 4, 2, 200, 200, head_size, dtype), weight.to(dtype)]
     out, lse = op.launch(*inputs, kv_start, causal, 0.1)

@@ -72,7 +72,10 @@ TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses 
     "multiscale_attention_dkv": GRADIENT,
     "summed_attention": LONG_ROWS,
     "summed_attention_scores": LONG_ROWS,
-    "summed_attention_products": LONG_ROWS,
+    "score_products": LONG_ROWS,
+    "head_mix_scores": LONG_ROWS,
+    "stored_attention": LONG_ROWS,
+    "stored_attention_backward": GRADIENT,
     "bucket_decode": MEMORY_BOUND,
     "flash_decode": MEMORY_BOUND,
     "bucket_mass": [
@@ -109,7 +112,7 @@ FORWARD = {
     "block_sparse_attention": ["block_sparse_attention"],
     "multiscale_attention": ["multiscale_attention"],
     "conv_attention": ["summed_attention"],
-    "head_mix_attention": ["summed_attention"],
+    "head_mix_attention": ["head_mix_scores", "stored_attention"],
     "bucket_decode": ["bucket_decode"],
     "flash_decode": ["flash_decode"],
     "bucket_mass": ["bucket_mass"],
@@ -118,8 +121,8 @@ FORWARD = {
 BACKWARD = {
     "block_sparse_attention": ["block_sparse_attention_dq", "block_sparse_attention_dkv"],
     "multiscale_attention": ["multiscale_attention_dq", "multiscale_attention_dkv"],
-    "conv_attention": ["summed_attention_scores", "summed_attention_products"],
-    "head_mix_attention": ["summed_attention_scores", "summed_attention_products"],
+    "conv_attention": ["summed_attention_scores", "score_products"],
+    "head_mix_attention": ["head_mix_scores", "stored_attention_backward", "score_products"],
 }
 
 

@@ -1,0 +1,139 @@
+"""Products of a matrix that has a row for each query and a column for each key with rows of queries or keys.
+
+The gradients of :mod:`msattn.kernels.conv_attention` and :mod:`msattn.kernels.head_mix_attention` write probabilities or score
+gradients of some rows to a scratch, ``matrix [B, H, rows, M]``, and multiply them from there:
+
+    add_right   out_z += sum over heads h of group z of matrix_h^T X_h       X: rows of queries, ``out [B, Z, M, D]``
+    add_left    out_h += matrix_h Y_z                                        Y: rows of keys, ``out [B, H, N, D]``
+
+With terms, query i meets row ``i + t - (terms - 1)`` of X in term t; they are outputs of their own on the right, and a sum on
+the left. Sums have one owner and one order: the same bits each time. Prefix: p_ pointer. Programs: (tile, output, sequence).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import tuned
+from msattn.kernels.checks import query_offset
+from msattn.kernels.primitives import capability, load_tile, padded_head, precision, sequence_span, tile_view, tl, triton
+
+SCRATCH = 2**29  # elements that a scratch or prepared terms may have: 1 GiB of 16 bits
+
+
+class Rows(NamedTuple):
+    """Queries ``begin <= i < end``, at positions ``i + offset``, and what they see."""
+
+    begin: int
+    end: int
+    offset: int
+    causal: bool
+    kv_start: Tensor | None
+
+
+def row_chunks(
+    q: Tensor, k: Tensor, dtype: torch.dtype, matrices: int, least: int, causal: bool, kv_start: Tensor | None
+) -> Iterator[tuple[Rows, Tensor]]:
+    """As many rows at a time, ``least`` or more, as :data:`SCRATCH` allows, with scratches ``[matrices, B, H, rows, M]``.
+
+    They start as zeros: what no query of a tile sees is never written, and stays unwritten, because later rows see more keys.
+    """
+    (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
+    columns = -(-num_keys // 16) * 16  # a row starts at a multiple of 16 bytes
+    size = min(num_queries, max(least, SCRATCH // (batch * heads * columns) // 128 * 128))
+    scratch = q.new_zeros((matrices, batch, heads, size, columns), dtype=dtype)
+    offset = query_offset(num_queries, num_keys, causal)
+    for begin in range(0, num_queries, size):
+        end = min(begin + size, num_queries)
+        yield Rows(begin, end, offset, causal, kv_start), scratch[..., : end - begin, :num_keys]
+
+
+def add_right(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
+    """Add ``matrix^T x`` to fp32 ``out [B, Z * terms, M, D]``, summed over the heads of ``matrix`` that belong to one of Z."""
+    batch, total, num_keys, head = out.shape
+    cols = padded_head(head)
+    tile = tuned.pick("score_products", cols, x.dtype, capability(x.device))
+    _right_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
+        tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
+        terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end, rows.offset,
+        HEAD=head, COLS=cols, BM=tile.keys, BN=tile.rows,
+        PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(x.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["terms", "group", "begin", "end"])
+def _right_kernel(
+    matrix_desc, x_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, begin, end, offset,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b, z, j0 = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BN
+    _, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    shift = z % terms - (terms - 1)
+    first = tl.maximum(first_query - begin, 0)  # row of the matrix
+    if CAUSAL:
+        first = tl.maximum(first, j0 - offset - begin)
+    first = first // BM * BM
+    tiles = tl.cdiv(tl.maximum(end - begin - first, 0), BM)
+    acc = tl.zeros([BN, COLS], tl.float32)
+    for n in tl.range(0, group * tiles):  # type: ignore[misc]
+        h, row = z // terms * group + n // tiles, first + n % tiles * BM
+        matrix = tl.reshape(matrix_desc.load([b, h, row, j0]), [BM, BN])
+        x_row = begin + row + shift
+        x = load_tile(x_desc, b, h, x_row, BM, COLS)
+        if PADDED:  # 0 times NaN is NaN
+            x = tl.where((x_row + tl.arange(0, BM) >= first_query)[:, None], x, 0.0)
+        acc = tl.dot(tl.trans(matrix), x, acc, input_precision=PRECISION)
+    add_tile(p_out, acc, b * tl.num_programs(1) + z, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
+
+
+def add_left(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
+    """Add ``matrix y`` to fp32 ``out [B, H, N, D]``; ``y [B, Z * terms, M, D]``, where Z divides H."""
+    batch, heads, num_queries, head = out.shape
+    cols, num_keys = padded_head(head), y.shape[2]
+    tile = tuned.pick("score_products", cols, y.dtype, capability(y.device))
+    first = max(rows.begin - (terms - 1), 0)
+    _left_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
+        tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,
+        terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end, rows.offset,
+        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys,
+        PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(y.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["terms", "group", "first", "begin", "end"])
+def _left_kernel(
+    matrix_desc, y_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, first, begin, end, offset,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b, h, i0 = tl.program_id(2), tl.program_id(1), first + tl.program_id(0) * BM
+    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    acc = tl.zeros([BM, COLS], tl.float32)
+    for term in tl.range(0, terms):  # type: ignore[misc]
+        row = i0 + terms - 1 - term
+        last = num_keys
+        if CAUSAL:
+            last = tl.minimum(num_keys, tl.minimum(row + BM, end) + offset)
+        for j in tl.range(first_key // BN * BN, last, BN):  # type: ignore[misc]
+            matrix = tl.reshape(matrix_desc.load([b, h, row - begin, j]), [BM, BN])
+            y = load_tile(y_desc, b, h // group * terms + term, j, BN, COLS)
+            if PADDED:  # 0 times NaN is NaN
+                y = tl.where((j + tl.arange(0, BN) >= first_key)[:, None], y, 0.0)
+            acc = tl.dot(matrix, y, acc, input_precision=PRECISION)
+    add_tile(p_out, acc, b * tl.num_programs(1) + h, i0, first_query, end, num_queries, HEAD, BM, COLS)
+
+
+@triton.jit
+def add_tile(
+    p_out, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Add to the rows from the given one on, if between ``first`` and ``end``, of a head of ``out [heads, num_rows, D]``."""
+    r, d = tl.arange(0, ROWS), tl.arange(0, COLS)
+    place = p_out + (head.to(tl.int64) * num_rows + row) * HEAD + (r[:, None] * HEAD + d[None, :])
+    inside = ((row + r >= first) & (row + r < end))[:, None] & (d < HEAD)[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + tile, mask=inside)
