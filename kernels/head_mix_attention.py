@@ -22,7 +22,7 @@ from msattn.kernels.checks import (
     resolve_backend,
     resolve_scale,
 )
-from msattn.kernels.head_mix_scores import MOST_HEADS, mix, new_weight_gradient, stored_dtype, unmix, write_scores
+from msattn.kernels.head_mix_scores import MOST_HEADS, mix, stored_dtype, unmix, write_scores
 from msattn.kernels.operators import Passes, mixing
 from msattn.kernels.score_products import add_left, add_right, row_chunks
 from msattn.kernels.stored_attention import attend_stored, attend_stored_backward
@@ -116,18 +116,15 @@ def launch_backward(
     """Gradients of q, k, v and weight, for a few rows at a time."""
     dout, contiguous_weight = dout.contiguous(), weight.contiguous()
     row_term = (dout.float() * out).sum(-1) - dlse
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    dweight = None
+    dq, dk, dv, dweight = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v, weight))
     for rows, (scores, mixed) in row_chunks(q, k, stored_dtype(q.dtype), 2, LEAST_ROWS, causal, kv_start):
-        dweight = new_weight_gradient(scores) if dweight is None else dweight
         write_scores(q, k, scores, rows, scale)
         mix(scores, contiguous_weight, mixed, rows)
         dmixed = attend_stored_backward(mixed, v, dout, lse, row_term, dv, rows)
-        unmix(scores, dmixed, contiguous_weight, dweight, rows, scale)
+        dweight += unmix(scores, dmixed, contiguous_weight, rows, scale)
         add_right(dmixed, q, dk, rows)
         add_left(dmixed, k, dq, rows)
-    gradients = zip((q, k, v, weight), (dq, dk, dv, dweight.sum(0)), strict=True)
-    dq, dk, dv, dweight = (torch.empty_like(x).copy_(dx) for x, dx in gradients)
+    dq, dk, dv, dweight = (torch.empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv), (weight, dweight)))
     return dq, dk, dv, dweight
 
 

@@ -130,20 +130,17 @@ def _mix_kernel(
         tl.store(p_mixed + row.to(tl.int64) * stride_n, _to_stored(mixed, p_mixed.dtype.element_ty), mask=inside)
 
 
-def new_weight_gradient(scores: Tensor) -> Tensor:
-    """Zeros to which :func:`unmix` adds, a matrix for each of its programs."""
-    heads = scores.shape[1]
-    return scores.new_zeros((math.prod(unmix_stretch(heads).grid(scores)), heads, heads), dtype=torch.float32)
-
-
-def unmix(scores: Tensor, dmixed: Tensor, weight: Tensor, dweight: Tensor, rows: Rows, scale: float) -> None:
-    """Turn gradients of mixed scores into those of unscaled products, in place; add to ``dweight``."""
-    heads, keys, warps = stretch = unmix_stretch(scores.shape[1])
+def unmix(scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Rows, scale: float) -> Tensor:
+    """Turn gradients of mixed scores into those of unscaled products, in place; the gradient of the weight, ``[H, H]`` fp32."""
+    num_heads = scores.shape[1]
+    heads, keys, warps = stretch = unmix_stretch(num_heads)
+    dweight = scores.new_empty((math.prod(stretch.grid(scores)), num_heads, num_heads), dtype=torch.float32)
     _unmix_kernel[stretch.grid(scores)](
         tile_view(scores, 1, keys, heads), tile_view(dmixed, 1, keys, heads), weight, dmixed, dweight,
-        *dmixed.stride()[:3], scores.shape[1], scores.shape[3], rows.begin, rows.end, rows.offset, scale,
+        *dmixed.stride()[:3], num_heads, scores.shape[3], rows.begin, rows.end, rows.offset, scale,
         HEADS=heads, ROWS=ROWS, BN=keys, CAUSAL=rows.causal, PRECISION=precision(dmixed.dtype), num_warps=warps, num_stages=3,
     )  # fmt: skip
+    return dweight.sum(0)
 
 
 @triton.jit(do_not_specialize=["num_heads", "begin", "end"])
@@ -168,7 +165,7 @@ def _unmix_kernel(
     program = (b * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     p_dweight += (program.to(tl.int64) * num_heads + h[:, None]) * num_heads + h[None, :]
     heads = (h < num_heads)[:, None] & (h < num_heads)[None, :]
-    tl.store(p_dweight, tl.load(p_dweight, mask=heads, other=0.0) + dweight, mask=heads)
+    tl.store(p_dweight, dweight, mask=heads)
 
 
 @triton.jit

@@ -67,6 +67,7 @@ CASES = [
     Case(2, 4, 2, 65, 30, 16, FULL, True, (0, 20)),
     Case(1, 1, 1, 130, 130, 256, HALF),
     Case(1, 6, 3, 40, 90, 8, FULL, True, (60,)),
+    Case(1, 20, 5, 40, 70, 16, HALF),
 ]
 
 
@@ -99,11 +100,12 @@ def test_reference_at_length() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads one after the other and rows a few at a time, as when the scratch is too small for all."""
+    """Rows a few at a time, as when the scratch is too small for all."""
     q, k, v = random_qkv(1, 4, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(4, HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(head_mix_attention, inputs, dout, backend)
     monkeypatch.setattr(score_products, "SCRATCH", 1)
+    monkeypatch.setattr(module, "LEAST_ROWS", 128)
     monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
     parts = mixed_scores.results(head_mix_attention, inputs, dout, backend)
     torch.testing.assert_close(parts, whole, rtol=4e-3, atol=4e-3)
@@ -157,6 +159,16 @@ def test_weight_of_full_precision(backend: Backend, device: str) -> None:
     torch.testing.assert_close(dweight, dweight_exact.sum(0).float(), rtol=2e-2, atol=2e-2)
 
 
+def test_scores_beyond_half_precision(device: str) -> None:
+    """They count as the largest number of fp16: one key still takes it all, and nothing becomes NaN."""
+    q, k, v = random_qkv(1, 2, 1, 40, head_size=16, dtype=HALF, device=device)
+    k[:, :, 3] = q[:, :1, 30] * 40
+    inputs = [200 * q, 40 * k, v, torch.eye(2, dtype=HALF, device=device)]
+    out, *gradients = mixed_scores.results(head_mix_attention, inputs, torch.ones_like(q), "triton")
+    torch.testing.assert_close(out[:, :1, 30], v[:, :, 3])
+    assert all(x.isfinite().all() for x in gradients)
+
+
 @pytest.mark.parametrize("padding", [None, (0, 3)])
 def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
     q, k, v = random_qkv(2, 4, 2, 4, 5, 8, torch.float64)
@@ -188,6 +200,13 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"weight": torch.ones(4, 4)} | change
     with pytest.raises(ValueError, match=message):
         head_mix_attention(q, k, v, **arguments)
+
+
+def test_refuses_more_heads_than_kernels_hold() -> None:
+    q, k, v = random_qkv(1, 129, 1, 3, head_size=8)
+    assert head_mix_attention(q, k, v, torch.eye(129), backend="torch").isfinite().all()
+    with pytest.raises(ValueError, match=r"q.shape=\(1, 129, 3, 8\)"):
+        head_mix_attention(q, k, v, torch.eye(129), backend="triton")
 
 
 def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
