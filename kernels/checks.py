@@ -222,7 +222,7 @@ def check_bucket_mass(
 
 def check_nearest_centroid(k: Tensor, centroids: Tensor) -> None:
     """``k [B, H, M, D]`` and ``centroids [H, C, D]``, fp32 (fp64 with fp64 keys), on one device; else ValueError."""
-    _check_keys(k)
+    check_tokens("k", k)
     shape = tuple(centroids.shape)
     if len(shape) != 3 or shape[0] != k.shape[1] or shape[1] < 1 or shape[2] != k.shape[3]:
         raise ValueError(f"centroids.shape={shape}: expected [{k.shape[1]}, C, {k.shape[3]}], as k's heads and head size")
@@ -234,7 +234,7 @@ def check_nearest_centroid(k: Tensor, centroids: Tensor) -> None:
 
 def check_bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> None:
     """``k [B, H, M, D]`` and ``buckets`` int32 ``[B, H, M]`` on one device; else ValueError."""
-    _check_keys(k)
+    check_tokens("k", k)
     if buckets.dtype != torch.int32 or buckets.shape != k.shape[:3]:
         raise ValueError(f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int32 {tuple(k.shape[:3])}")
     if buckets.device != k.device:
@@ -243,13 +243,14 @@ def check_bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> None:
         raise ValueError(f"num_buckets={num_buckets!r}: expected 1 or more")
 
 
-def _check_keys(k: Tensor) -> None:
-    if k.dim() != 4 or min(k.shape) < 1:
-        raise ValueError(f"k.shape={tuple(k.shape)}: expected [batch, heads, keys, head size], each at least 1")
-    if k.dtype not in (*FLOATS, torch.float64):
-        raise ValueError(f"k.dtype={k.dtype}: expected a floating dtype of 16 bits or more")
-    if k.shape[3] % 8 or k.shape[3] > MAX_HEAD_SIZE:
-        raise ValueError(f"head size {k.shape[3]}: expected a multiple of 8 up to {MAX_HEAD_SIZE}")
+def check_tokens(name: str, x: Tensor) -> None:
+    """``x [B, H, T, D]`` of a floating dtype, with a head size that is served; else ValueError."""
+    if x.dim() != 4 or min(x.shape) < 1:
+        raise ValueError(f"{name}.shape={tuple(x.shape)}: expected [batch, heads, tokens, head size], each at least 1")
+    if x.dtype not in (*FLOATS, torch.float64):
+        raise ValueError(f"{name}.dtype={x.dtype}: expected a floating dtype of 16 bits or more")
+    if x.shape[3] % 8 or x.shape[3] > MAX_HEAD_SIZE:
+        raise ValueError(f"head size {x.shape[3]}: expected a multiple of 8 up to {MAX_HEAD_SIZE}")
 
 
 def check_flash_decode(

@@ -13,7 +13,7 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models, rope
 from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import block_softmax, diagonal_blocks, visible_blocks
+from msattn.trainer.seer.blocks import diagonal_blocks, visible_blocks
 from msattn.trainer.seer.blocks import sparsity as realised
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.distill import GateDistiller, gate_loss, health
@@ -330,9 +330,3 @@ def test_artifact_that_does_not_fit_its_manifest_is_refused(tmp_path):
     gate.tensors = lambda: tensors  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(UserError, match="inv_freq"):
         Gate.load(write(gate, tmp_path / "gate"))
-
-
-def test_block_softmax_of_an_empty_row_is_zero():
-    visible = torch.tensor([[True, True], [False, False]])[None, None]
-    probabilities = block_softmax(torch.full((1, 1, 2, 2), 3.0), visible)
-    assert torch.equal(probabilities[0, 0], torch.tensor([[0.5, 0.5], [0.0, 0.0]]))

@@ -13,7 +13,7 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer import select
-from msattn.trainer.seer.blocks import diagonal_blocks, pool_blocks
+from msattn.trainer.seer.blocks import diagonal_blocks
 from msattn.trainer.tap import LayerInputs
 
 CPU = torch.device("cpu")
@@ -68,29 +68,6 @@ def test_visible_and_diagonal_blocks_agree_with_tokens(num_queries, num_keys, pa
                 own[b, 0, rows[b, i], cols[b, j]] |= j == i + num_keys - num_queries
     assert torch.equal(visible, expected)
     assert torch.equal(diagonal, own)
-
-
-@pytest.mark.parametrize("poolings", [["avg"], ["max", "min"], ["min", "avg", "max"]])
-def test_pooling_is_that_of_the_tokens_that_exist(poolings):
-    x = torch.randn(3, 2, 70, 8)
-    start = torch.tensor([0, 5, 60])
-    pooled = pool_blocks(x, poolings, BLOCK, start)
-    functions = {"avg": lambda t: t.mean(1), "max": lambda t: t.amax(1), "min": lambda t: t.amin(1)}
-    assert pooled.shape == (3, 2, 5, 8 * len(poolings))
-    for b in range(3):
-        tokens = x[b, :, start[b] :]
-        for block, part in enumerate(tokens.split(BLOCK, dim=1)):
-            expected = torch.cat([functions[name](part) for name in poolings], dim=-1)
-            torch.testing.assert_close(pooled[b, :, block], expected)
-    assert pooled.isfinite().all()
-    torch.testing.assert_close(pool_blocks(x[:1], poolings, BLOCK), pooled[:1])
-
-
-def test_pooling_averages_low_precision_in_fp32():
-    x = (torch.randn(1, 1, 64, 8) + 100).to(torch.bfloat16)
-    pooled = pool_blocks(x, ["avg"], 64)
-    assert pooled.dtype == torch.float32
-    torch.testing.assert_close(pooled[0, 0, 0], x[0, 0].float().mean(0))
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)

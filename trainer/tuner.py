@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.seer.blocks import block_softmax, visible_blocks
+from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distill import ReadyGradients, gate_loss
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection, attend

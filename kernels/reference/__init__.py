@@ -1,5 +1,6 @@
 """Every operation in plain PyTorch: readable, bounded in memory by chunks, and what serves on a CPU."""
 
+from msattn.kernels.reference.best_blocks import best_blocks, block_softmax
 from msattn.kernels.reference.block_sparse_attention import block_sparse_attention, block_sparse_attention_backward
 from msattn.kernels.reference.bucket_decode import bucket_decode
 from msattn.kernels.reference.bucket_mass import bucket_mass
@@ -15,8 +16,11 @@ from msattn.kernels.reference.maxpool_attention import maxpool_attention
 from msattn.kernels.reference.merge_states import merge_states
 from msattn.kernels.reference.multiscale_attention import multiscale_attention, multiscale_attention_backward
 from msattn.kernels.reference.nearest_centroid import bucket_sums, nearest_centroid
+from msattn.kernels.reference.pool_blocks import pool_blocks
 
 __all__ = [
+    "best_blocks",
+    "block_softmax",
     "block_sparse_attention",
     "block_sparse_attention_backward",
     "bucket_decode",
@@ -35,4 +39,5 @@ __all__ = [
     "multiscale_attention",
     "multiscale_attention_backward",
     "nearest_centroid",
+    "pool_blocks",
 ]

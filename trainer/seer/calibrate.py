@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from msattn.trainer.seer.blocks import diagonal_blocks, visible_blocks
+from msattn.trainer.seer.blocks import visible_and_diagonal
 from msattn.trainer.seer.policies import TopK
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 
@@ -49,7 +49,7 @@ def calibrate(
 
     def attend(x: LayerInputs) -> Tensor:
         place = (x.num_queries, x.num_keys, gate.cfg.block_size, x.kv_start, x.q.device)
-        scores, visible, diagonal = gate.scores(x), visible_blocks(*place), diagonal_blocks(*place)
+        scores, (visible, diagonal) = gate.scores(x), visible_and_diagonal(*place)
         counts[x.layer] += torch.stack([histogram(scores, visible, keep(scores, visible, diagonal)) for keep in kept])
         return dense_attention(x)
 

@@ -20,12 +20,13 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.checkpoints import dotted
 from msattn.trainer.config import GateConfig, TrainGateConfig
 from msattn.trainer.loop import fit
-from msattn.trainer.seer.blocks import block_softmax, visible_blocks
+from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.maps import BlockMaps

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from msattn.kernels.best_blocks import block_softmax
+from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer import artifacts, models, rope
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import block_softmax, first_query, pool_blocks, row_span, visible_blocks
+from msattn.trainer.seer.blocks import first_query, row_span, visible_blocks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -74,9 +76,9 @@ class AttnGate(nn.Module):
         """Pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
         size = self.cfg.block_size
         first = first_query(q_nope.shape[2], k_nope.shape[2], kv_start, q_nope.device)
-        pooled_q = pool_blocks(q_nope, self.cfg.q_pool, size, first)
+        pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=size, start=first)
         pooled_q = pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
-        return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, size, None if kv_start is None else kv_start.long())
+        return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, block_size=size, start=kv_start)
 
     def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor, kv_start: Tensor | None = None) -> Tensor:
         """Block scores before masking and softmax.
@@ -101,7 +103,7 @@ class AttnGate(nn.Module):
             gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
             if self.cfg.rope:
                 gate_q, gate_k = self._rotate(gate_q, gate_k, inv_freq, q_nope.shape[2], k_nope.shape[2], kv_start)
-            return gate_q @ gate_k.transpose(-1, -2) * self.hidden**-0.5
+            return (gate_q * self.hidden**-0.5) @ gate_k.transpose(-1, -2)
 
     def _rotate(
         self, gate_q: Tensor, gate_k: Tensor, inv_freq: Tensor, num_queries: int, num_keys: int, kv_start: Tensor | None

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from msattn.kernels.best_blocks import best_blocks
+
 ZOOMS = (1, 2, 4, 8)
 
 
@@ -28,9 +30,7 @@ class TopK:
     sparsity: float
 
     def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        share = 1 - self.sparsity
-        counts = (visible.sum(-1, keepdim=True).double() * share).round().clamp(min=1)
-        return keep_best(scores, counts, max(1, round(share * scores.shape[-1])), visible, always)
+        return best_blocks(scores, shares_of(visible, 1 - self.sparsity).clamp(min=1), visible, always)
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class TokenBudget:
     block_size: int
 
     def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        count = max(1, self.tokens // self.block_size)
-        return keep_best(scores, torch.full_like(visible[..., :1], count, dtype=torch.long), count, visible, always)
+        counts = torch.full_like(visible[..., :1], max(1, self.tokens // self.block_size), dtype=torch.int32)
+        return best_blocks(scores, counts, visible, always)
 
 
 @dataclass(frozen=True)
@@ -96,28 +96,13 @@ class Multiscale:
         return sum(share / zoom for share, zoom in zip(self.shares, ZOOMS, strict=True))
 
     def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        order = scores.masked_fill(always, torch.inf).masked_fill(~visible, -1).argsort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-        counts = visible.sum(-1, keepdim=True).double()
-        levels = torch.zeros_like(rank)  # how many of the ranges a block's rank lies beyond
-        for end in torch.tensor(self.shares, dtype=torch.float64).cumsum(0).tolist():
-            levels += rank >= (counts * end).round()
-        zooms = torch.tensor([*ZOOMS, 0], dtype=torch.uint8, device=scores.device)[levels]
-        return zooms.masked_fill(~visible, 0).masked_fill(always, 1)
+        zooms = torch.zeros_like(scores, dtype=torch.uint8)
+        ends = torch.tensor(self.shares, dtype=torch.float64).cumsum(0).tolist()
+        for end, zoom in reversed(list(zip(ends, ZOOMS, strict=True))):  # the finer ones last: they are among the coarser
+            zooms.masked_fill_(best_blocks(scores, shares_of(visible, end), visible, always), zoom)
+        return zooms
 
 
-def keep_best(scores: Tensor, counts: Tensor, most: int, visible: Tensor, always: Tensor) -> Tensor:
-    """The ``counts`` best visible blocks of each row, those in ``always`` first.
-
-    Parameters
-    ----------
-    scores : fp32 ``[B, H, Tr, Tc]``.
-    counts : blocks a row, ``[B | 1, 1, Tr, 1]``; where more are in ``always``, those are read and no others.
-    most : the largest of ``counts``, known without asking the device.
-    """
-    counts = torch.minimum(counts, visible.sum(-1, keepdim=True))
-    ranked = scores.masked_fill(~visible, -1).masked_fill_(always, torch.inf)
-    best = ranked.topk(min(most, scores.shape[-1]), dim=-1).indices
-    keep = torch.arange(best.shape[-1], device=scores.device) < counts
-    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, keep.expand_as(best))
-    return mask | always
+def shares_of(visible: Tensor, share: float) -> Tensor:
+    """How many blocks of each row are a share of the visible ones, rounded: int32 ``[B | 1, 1, Tr, 1]``."""
+    return (visible.sum(-1, keepdim=True).double() * share).round().int()

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
+from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.blocks import (
     aligned_blocks,
-    block_softmax,
-    diagonal_blocks,
     first_query,
-    pool_blocks,
     sparsity,
+    visible_and_diagonal,
     visible_blocks,
 )
 from msattn.trainer.seer.calibrate import floor_of, threshold_at
@@ -126,8 +126,8 @@ class MeanPool:
     block_size: int = 64
 
     def __call__(self, x: "LayerInputs") -> Tensor:
-        mean_q = pool_blocks(x.q, ["avg"], self.block_size, _first_query(x))
-        mean_k = pool_blocks(x.k, ["avg"], self.block_size, _first_key(x))
+        mean_q = pool_blocks(x.q, ["avg"], block_size=self.block_size, start=_first_query(x))
+        mean_k = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start)
         mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # a query group's rows share one product
         logits = (mean_q @ mean_k.transpose(-1, -2)).unflatten(2, (-1, _row_blocks(x, self.block_size)))
         return block_softmax(logits.flatten(1, 2) * x.scale, _visible(x, self.block_size))
@@ -145,7 +145,7 @@ class Quest:
 
     def __call__(self, x: "LayerInputs") -> Tensor:
         queries = aligned_blocks(x.q, _first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
-        bounds = pool_blocks(x.k, ["max", "min"], self.block_size, _first_key(x))  # [B, Hkv, Tc, 2 D]
+        bounds = pool_blocks(x.k, ["max", "min"], block_size=self.block_size, start=x.kv_start)  # [B, Hkv, Tc, 2 D]
         bounds = bounds.transpose(-1, -2)
         row_bytes = 4 * queries.shape[0] * queries.shape[1] * self.block_size * (bounds.shape[-1] + bounds.shape[-2])
         logits = [
@@ -216,11 +216,11 @@ class Selection:
 
     def choose(self, scores: Tensor, x: "LayerInputs") -> Tensor:
         """The same from scores at hand (several policies on one scorer's scores)."""
-        visible = _visible(x, self.block_size)
-        always = diagonal_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
-        first = torch.arange(visible.shape[-1], device=x.q.device) < self.sink_blocks
+        visible, always = visible_and_diagonal(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        if self.sink_blocks:
+            always[..., : self.sink_blocks] = visible[..., : self.sink_blocks]
         policy = self.policy[x.layer] if isinstance(self.policy, Sequence) else self.policy
-        return policy(scores, visible, always | visible & first)
+        return policy(scores, visible, always)
 
 
 def _calibrated(cfg: SelectConfig, scorer: Scorer) -> list[Policy]:
@@ -267,10 +267,6 @@ def _visible(x: "LayerInputs", block_size: int) -> Tensor:
 
 def _first_query(x: "LayerInputs") -> Tensor | None:
     return first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
-
-
-def _first_key(x: "LayerInputs") -> Tensor | None:
-    return None if x.kv_start is None else x.kv_start.long()
 
 
 def _row_blocks(x: "LayerInputs", block_size: int) -> int:

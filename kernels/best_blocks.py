@@ -1,0 +1,218 @@
+"""Which blocks to read: probabilities over the blocks that a row sees, and the best of them.
+
+    block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
+    best_blocks(scores)[r, c]   = whether fewer than counts[r] visible blocks of row r come before c
+
+A program owns a row. The best need no sort: a bisection over the bits of the scores finds the value that as many blocks reach
+as are wanted, or the largest that more do, of which the first are then taken. Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.block_checks import check_best_blocks, check_block_softmax
+from msattn.kernels.checks import resolve_backend
+from msattn.kernels.primitives import LOG2_E, tl, triton
+from msattn.kernels.types import Backend
+
+LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
+
+
+def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = None) -> Tensor:
+    """Softmax over the visible blocks of each row, 0 elsewhere; a row that sees nothing is all 0, never NaN.
+
+    Parameters
+    ----------
+    logits : Tensor ``[B, H, Tr, Tc]``
+        fp32 (fp64 on the torch backend), finite, its rows contiguous; up to 32,768 columns on the Triton backend.
+    visible : Tensor bool ``[B | 1, 1, Tr, Tc]``
+        Blocks that count.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    Tensor
+        As ``logits``, in which it is differentiable.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    """
+    backend = resolve_backend(backend, logits, name="logits")
+    check_block_softmax(logits, visible, backend)
+    return _softmax_operator(logits, visible, backend)
+
+
+def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, *, backend: Backend | None = None) -> Tensor:
+    """The ``counts`` best visible blocks of each row: those in ``always``, then by their scores; of equal ones the first.
+
+    Parameters
+    ----------
+    scores : Tensor ``[B, H, Tr, Tc]``
+        fp32 (fp64 on the torch backend), finite, its rows contiguous; up to 32,768 columns on the Triton backend.
+    counts : Tensor int32 ``[B | 1, 1, Tr, 1]``
+        Blocks of a row, 0 or more; all that are visible where there are fewer, all in ``always`` where there are more.
+    visible, always : Tensor bool ``[B | 1, 1, Tr, Tc]``
+        Blocks that may be taken; those of them that must be.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    Tensor
+        bool ``[B, H, Tr, Tc]``.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    """
+    backend = resolve_backend(backend, scores, name="scores")
+    check_best_blocks(scores, counts, visible, always, backend)
+    return _best_operator(scores, counts, visible, always, backend)
+
+
+@torch.library.custom_op("msattn::block_softmax", mutates_args=())
+def _softmax_operator(logits: Tensor, visible: Tensor, backend: str) -> Tensor:
+    if backend == "torch":
+        return reference.block_softmax(logits, visible)
+    with torch.cuda.device_of(logits):
+        return launch_softmax(logits, visible)
+
+
+@_softmax_operator.register_fake
+def _(logits, visible, backend):
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _softmax_backward(ctx, gradient):
+    (probabilities,) = ctx.saved_tensors
+    return torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype), None, None
+
+
+_softmax_operator.register_autograd(_softmax_backward, setup_context=_save)
+
+
+@torch.library.custom_op("msattn::best_blocks", mutates_args=())
+def _best_operator(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, backend: str) -> Tensor:
+    if backend == "torch":
+        return reference.best_blocks(scores, counts, visible, always)
+    with torch.cuda.device_of(scores):
+        return launch_best(scores, counts, visible, always)
+
+
+@_best_operator.register_fake
+def _(scores, counts, visible, always, backend):
+    return scores.new_empty(scores.shape, dtype=torch.bool)
+
+
+def launch_softmax(logits: Tensor, visible: Tensor, warps: int | None = None) -> Tensor:
+    """Run the first kernel; ``warps`` overrides the shipped choice, for tuning."""
+    batch, heads, rows, cols = logits.shape
+    width = triton.next_power_of_2(cols)
+    probabilities = logits.new_empty(logits.shape)
+    _block_softmax_kernel[(heads * rows * batch,)](
+        logits, visible.view(torch.uint8), probabilities,
+        *logits.stride()[:3], *_row_strides(visible), heads, rows, cols, LOG2_E,
+        COLS=width, num_warps=warps or _warps(width),
+    )  # fmt: skip
+    return probabilities
+
+
+def launch_best(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, warps: int | None = None) -> Tensor:
+    """Run the second kernel; ``warps`` overrides the shipped choice, for tuning."""
+    batch, heads, rows, cols = scores.shape
+    width = triton.next_power_of_2(cols)
+    mask = scores.new_empty(scores.shape, dtype=torch.bool)
+    _best_blocks_kernel[(heads * rows * batch,)](
+        scores, counts, visible.view(torch.uint8), always.view(torch.uint8), mask.view(torch.uint8),
+        *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always), heads, rows, cols,
+        COLS=width, num_warps=warps or _warps(width),
+    )  # fmt: skip
+    return mask
+
+
+def _row_strides(x: Tensor) -> tuple[int, int]:
+    """Of ``x [B | 1, 1, Tr, ...]``, from sequence to sequence and from row to row."""
+    return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(2)
+
+
+def _warps(width: int) -> int:
+    """A row stays within one warp, whose sums need no barrier, as long as its registers hold it."""
+    return max(1, width // 2048)
+
+
+@triton.jit(do_not_specialize=["heads", "rows"])
+def _block_softmax_kernel(
+    p_logits, p_visible, p_probabilities, stride_b, stride_h, stride_r, stride_vb, stride_vr, heads, rows, cols, log2_e,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    pid, b, h, r = _row(heads, rows)
+    c = tl.arange(0, COLS)
+    visible = tl.load(p_visible + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
+    s = tl.load(p_logits + b * stride_b + h * stride_h + r * stride_r + c, mask=_seen(visible, c, cols), other=0.0)
+    s = tl.where(visible, s * log2_e, float("-inf"))
+    m = tl.max(s, 0)
+    p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m))  # -inf - -inf is NaN
+    l = tl.sum(p, 0)
+    tl.store(p_probabilities + pid * cols + c, p / tl.where(l > 0, l, 1.0), mask=c < cols)
+
+
+@triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows"])
+def _best_blocks_kernel(
+    p_scores, p_counts, p_visible, p_always, p_mask,
+    stride_b, stride_h, stride_r, stride_nb, stride_nr, stride_vb, stride_vr, stride_ab, stride_ar,
+    heads, rows, cols, COLS: tl.constexpr,
+):  # fmt: skip
+    pid, b, h, r = _row(heads, rows)
+    c = tl.arange(0, COLS)
+    visible = tl.load(p_visible + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
+    always = visible & (tl.load(p_always + b * stride_ab + r * stride_ar + c, mask=c < cols, other=0) != 0)
+    score = tl.load(p_scores + b * stride_b + h * stride_h + r * stride_r + c, mask=_seen(visible, c, cols), other=0.0)
+    key = tl.where(visible, tl.where(always, HIGHEST, _order(score)), LOWEST)
+    reached = tl.sum(visible.to(tl.int32), 0)
+    count = tl.load(p_counts + b * stride_nb + r * stride_nr)
+    wanted = tl.minimum(tl.maximum(count, tl.sum(always.to(tl.int32), 0)), reached)
+
+    # `reached` keys are `low` or more, as many as are wanted or more; `high` or more are fewer, or those in `always` alone.
+    low = tl.min(tl.where(visible, key, HIGHEST), 0)
+    high = tl.max(tl.where(always, LOWEST, key), 0) + 1
+    while (reached != wanted) & (low + 1 < high):
+        middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
+        enough = tl.sum((key >= middle).to(tl.int32), 0)
+        low = tl.where(enough >= wanted, middle, low)
+        high = tl.where(enough >= wanted, high, middle)
+        reached = tl.where(enough >= wanted, enough, reached)
+    taken = key >= low
+    if reached != wanted:  # the last of them are equal: take the first
+        last = (key == low).to(tl.int32)
+        taken = taken & ((last == 0) | (tl.cumsum(last, 0) <= wanted - reached + tl.sum(last, 0)))
+    tl.store(p_mask + pid * cols + c, taken.to(tl.uint8), mask=c < cols)
+
+
+@triton.jit
+def _row(heads, rows):
+    """A program's row: among all, and its sequence, head and place."""
+    pid = tl.program_id(0).to(tl.int64)
+    return pid, pid // (heads * rows.to(tl.int64)), pid // rows % heads, pid % rows
+
+
+@triton.jit
+def _seen(visible, c, cols):
+    """Columns up to the last visible one, in whole sixteens: a mask that lets loads be wide."""
+    end = tl.max(tl.where(visible, c + 1, 0), 0)
+    return (c < tl.cdiv(end, 16) * 16) & (c < cols)
+
+
+@triton.jit
+def _order(score):
+    """int32 in the order of finite fp32 numbers, above LOWEST and below HIGHEST."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,0 +1,38 @@
+"""Probabilities over blocks, and the best of them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from msattn.kernels.block_checks import check_best_blocks, check_block_softmax
+
+
+def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
+    """Reference of :func:`msattn.kernels.best_blocks.block_softmax`.
+
+    Raises
+    ------
+    ValueError
+        If arguments do not fit.
+    """
+    check_block_softmax(logits, visible, "torch")
+    lowest = torch.finfo(logits.dtype).min
+    return F.softmax(logits.masked_fill(~visible, lowest), dim=-1).masked_fill(~visible, 0)
+
+
+def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+    """Reference of :func:`msattn.kernels.best_blocks.best_blocks`: by sorting.
+
+    Raises
+    ------
+    ValueError
+        If arguments do not fit.
+    """
+    check_best_blocks(scores, counts, visible, always, "torch")
+    ranked = scores.masked_fill(always, math.inf).masked_fill(~visible, -math.inf)
+    order = ranked.argsort(dim=-1, descending=True, stable=True)
+    taken = torch.arange(scores.shape[-1], device=scores.device) < counts
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, taken.expand_as(order))
+    return (mask | always) & visible

@@ -1,0 +1,159 @@
+"""best_blocks and block_softmax: probabilities over the blocks that a row sees, and which of them are the best."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels.best_blocks import best_blocks, block_softmax
+from msattn.kernels.testing import assert_within_budget
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+SHAPES = [(1, 2, 5, 5), (2, 3, 4, 70), (1, 1, 3, 1), (2, 1, 2, 300)]
+
+
+def causal(batch: int, rows: int, cols: int, device: str) -> Tensor:
+    """Each row sees some first columns, of the first sequence's first row none: bool ``[B, 1, Tr, Tc]``."""
+    seen = torch.arange(cols) <= torch.arange(rows)[:, None] + cols - rows - torch.arange(batch)[:, None, None] * 3
+    seen[0, 0] = False
+    return seen[:, None].to(device)
+
+
+def by_hand(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+    """Row by row: the blocks sorted by what makes them come first."""
+    mask = torch.zeros(scores.shape, dtype=torch.bool)
+    batch, heads, rows, _ = scores.shape
+    for b in range(batch):
+        for h in range(heads):
+            for r in range(rows):
+                b1 = b % visible.shape[0]
+                forced = {c for c in visible[b1, 0, r].nonzero()[:, 0].tolist() if always[b1, 0, r, c]}
+                row = scores[b, h, r].tolist()
+                order = sorted(visible[b1, 0, r].nonzero()[:, 0].tolist(), key=lambda c: (c not in forced, -row[c], c))
+                chosen = forced | set(order[: int(counts[b % len(counts), 0, r])])
+                mask[b, h, r, list(chosen)] = True
+    return mask.to(scores.device)
+
+
+def some(value: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], device: str) -> dict[str, Any]:
+    """Arguments with the scores that ``value`` gives, and a diagonal to keep."""
+    batch, _, rows, cols = shape
+    visible = causal(batch, rows, cols, device)
+    always = visible & (torch.arange(cols, device=device) >= visible.sum(-1, keepdim=True) - 1)
+    counts = torch.randint(0, cols + 2, (batch, 1, rows, 1), dtype=torch.int32).to(device)
+    return {"scores": value(shape).to(device), "counts": counts, "visible": visible, "always": always}
+
+
+SCORES: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
+    "normal": torch.randn,
+    "probabilities": lambda shape: (torch.randn(shape) * 20).softmax(-1),
+    "few values": lambda shape: torch.randint(-1, 2, shape).float() * 0.5,  # -0 and 0 among them
+    "nothing": torch.zeros,
+    "extreme": lambda shape: torch.randn(shape).sign() * torch.finfo(torch.float32).max * (torch.rand(shape) < 0.5),
+    "denormal": lambda shape: torch.randint(0, 4, shape) * 2.0**-149,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_best_by_sorting(shape, kind, backend: Backend, device: str, poisoned: None) -> None:
+    arguments = some(SCORES[kind], shape, device)
+    got = best_blocks(**arguments, backend=backend)
+    assert got.dtype == torch.bool
+    assert torch.equal(got, by_hand(**arguments))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    values=st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=40),
+    count=st.integers(0, 41),
+    backend=st.sampled_from(BACKENDS),
+    seed=st.integers(0, 9),
+)
+def test_any_row(values: list[float], count: int, backend: Backend, seed: int) -> None:
+    scores = torch.tensor(values)[None, None, None]
+    generator = torch.Generator().manual_seed(seed)
+    visible, always = (torch.rand(scores.shape, generator=generator) < share for share in (0.8, 0.1))
+    arguments = scores, torch.full((1, 1, 1, 1), count, dtype=torch.int32), visible, always
+    assert torch.equal(best_blocks(*arguments, backend=backend), by_hand(*arguments))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_shared_by_sequences(backend: Backend, device: str) -> None:
+    arguments = some(torch.randn, (3, 2, 4, 9), device)
+    shared = {name: x[:1] if name != "scores" else x for name, x in arguments.items()}
+    spread = {name: x if name == "scores" else x.expand(3, -1, -1, -1) for name, x in shared.items()}
+    assert torch.equal(best_blocks(**shared, backend=backend), best_blocks(**spread, backend=backend))
+    one_for_all_heads = shared | {"scores": arguments["scores"][:1, :1].expand(3, 2, -1, -1)}
+    assert torch.equal(best_blocks(**one_for_all_heads, backend=backend), by_hand(**one_for_all_heads))
+
+
+@pytest.mark.gpu
+def test_long_rows(device: str) -> None:
+    arguments = some(lambda shape: (torch.randn(shape) * 4).softmax(-1), (1, 2, 40, 32768), device)
+    assert torch.equal(best_blocks(**arguments, backend="triton"), best_blocks(**arguments, backend="torch"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softmax_agrees_with_fp64(shape, backend: Backend, device: str, poisoned: None) -> None:
+    logits, visible = (torch.randn(shape) * 30).to(device), causal(shape[0], shape[2], shape[3], device)
+    got = block_softmax(logits, visible, backend=backend)
+    exact = logits.double().masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
+    assert_within_budget("probabilities", got, exact, exact.float())
+    assert (got.masked_select(~visible) == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_the_softmax(backend: Backend, device: str) -> None:
+    logits, visible = torch.randn(2, 2, 4, 9, device=device, requires_grad=True), causal(2, 4, 9, device)
+    gradient = torch.randn(logits.shape, device=device)
+    (got,) = torch.autograd.grad(block_softmax(logits, visible, backend=backend), logits, gradient)
+    plain = logits.masked_fill(~visible, -1e30).softmax(-1) * visible
+    (expected,) = torch.autograd.grad(plain, logits, gradient)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operators(backend: Backend, device: str) -> None:
+    from msattn.kernels import best_blocks as module
+
+    arguments = some(torch.randn, (2, 3, 4, 20), device)
+    logits = arguments["scores"].clone().requires_grad_()
+    torch.library.opcheck(module._best_operator, (*arguments.values(), backend))
+    torch.library.opcheck(module._softmax_operator, (logits, arguments["visible"], backend))
+
+    def both(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+        return best_blocks(block_softmax(scores, visible, backend=backend), counts, visible, always, backend=backend)
+
+    assert torch.equal(torch.compile(both, fullgraph=True)(**arguments), both(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.zeros(2, 4, 9)}, "scores is"),
+        ({"scores": torch.zeros(2, 3, 4, 9, dtype=torch.float16)}, "scores is"),
+        ({"scores": torch.zeros(2, 3, 9, 4).mT}, "scores.stride"),
+        ({"counts": torch.ones(1, 1, 4, 1)}, "counts is"),
+        ({"visible": torch.ones(2, 3, 4, 9, dtype=torch.bool)}, "visible is"),
+        ({"visible": torch.ones(1, 1, 9, 4, dtype=torch.bool).mT}, "visible.stride"),
+        ({"always": torch.ones(1, 1, 4, 8, dtype=torch.bool)}, "always is"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        best_blocks(**(some(torch.randn, (2, 3, 4, 9), "cpu") | change))
+
+
+def test_refuses_rows_that_no_program_holds() -> None:
+    long = some(torch.zeros, (1, 1, 1, 2**15 + 1), "cpu")
+    assert best_blocks(**long).shape[3] == 2**15 + 1
+    with pytest.raises(ValueError, match="32769 columns"):
+        best_blocks(**long, backend="triton")

@@ -1,0 +1,98 @@
+"""pool_blocks: what the tokens of a block pool to."""
+
+import itertools
+
+import pytest
+import torch
+
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.kernels.testing import assert_within_budget, random_qkv
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+NAMES: list[str] = ["avg", "max", "min"]
+WAYS = [list(way) for n in (1, 2, 3) for way in itertools.permutations(NAMES, n)]
+REDUCE = {"avg": lambda x: x.mean(1), "max": lambda x: x.amax(1), "min": lambda x: x.amin(1)}
+
+
+def by_hand(x: torch.Tensor, poolings: list[str], block_size: int, start: list[int] | None) -> torch.Tensor:
+    """Block by block, in fp64."""
+    batch, heads, tokens, head = x.shape
+    pooled = torch.zeros(batch, heads, -(-tokens // block_size), len(poolings) * head, dtype=torch.float64, device=x.device)
+    for b in range(batch):
+        first = 0 if start is None else start[b % len(start)]
+        for t, part in enumerate(x[b, :, first:].double().split(block_size, dim=1) if first < tokens else ()):
+            pooled[b, :, t] = torch.cat([REDUCE[name](part) for name in poolings], dim=-1)
+    return pooled
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("tokens", "head_size", "block_size", "start"),
+    [
+        (70, 16, 16, None),
+        (64, 80, 64, None),
+        (1, 8, 32, None),
+        (200, 256, 128, None),
+        (70, 64, 16, [0, 5, 69]),
+        (65, 128, 64, [0, 65, 1]),
+        (40, 24, 32, [7]),
+    ],
+)
+def test_agrees_with_fp64(tokens, head_size, block_size, start, dtype, backend: Backend, device: str, poisoned: None) -> None:
+    x, _, _ = random_qkv(3, 2, 1, tokens, None, head_size, dtype, device)
+    starts = None if start is None else torch.tensor(start, device=device)
+    got = pool_blocks(x, NAMES, block_size=block_size, start=starts, backend=backend)
+    exact = by_hand(x, NAMES, block_size, start)
+    assert got.dtype == torch.float32
+    assert_within_budget("avg", got[..., :head_size], exact[..., :head_size], exact[..., :head_size].float())
+    assert torch.equal(got[..., head_size:].double(), exact[..., head_size:])  # the values themselves
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poolings", WAYS)
+def test_ways_stand_in_their_order(poolings: list[str], backend: Backend, device: str) -> None:
+    x, _, _ = random_qkv(1, 2, 1, 40, None, 8, device=device)
+    got = pool_blocks(x, poolings, block_size=16, backend=backend)
+    torch.testing.assert_close(got.double(), by_hand(x, poolings, 16, None), rtol=1e-6, atol=1e-6)
+
+
+def test_reads_views(device: str) -> None:
+    x = torch.randn(16, 3, 40, 2, device=device).permute(3, 1, 2, 0)
+    got = pool_blocks(x, NAMES, block_size=16, backend="triton")
+    torch.testing.assert_close(got, pool_blocks(x.contiguous(), NAMES, block_size=16, backend="torch"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    from msattn.kernels import pool_blocks as module
+
+    x, start = torch.randn(2, 3, 40, 16, device=device), torch.tensor([0, 7], dtype=torch.int32, device=device)
+    torch.library.opcheck(module._operator, (x, "max,avg", 16, start, backend))
+    compiled = torch.compile(pool_blocks, fullgraph=True)
+    got, want = (f(x, ["max", "avg"], block_size=16, start=start, backend=backend) for f in (compiled, pool_blocks))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        pool_blocks(x.requires_grad_(), ["avg"], block_size=16, backend=backend).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 40, 16)}, "x.shape="),
+        ({"x": torch.zeros(2, 1, 40, 12)}, "head size 12"),
+        ({"x": torch.zeros(2, 1, 40, 16, dtype=torch.int32)}, "x.dtype="),
+        ({"poolings": []}, "poolings="),
+        ({"poolings": ["avg", "avg"]}, "poolings="),
+        ({"poolings": ["mean"]}, "poolings="),
+        ({"block_size": 20}, "block_size=20"),
+        ({"start": torch.zeros(3, dtype=torch.int32)}, "start is"),
+        ({"start": torch.zeros(2)}, "start is"),
+        ({"start": torch.tensor([0, 41])}, "start="),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    arguments = {"x": torch.zeros(2, 1, 40, 16), "poolings": ["avg"], "block_size": 16, **change}
+    with pytest.raises(ValueError, match=message):
+        pool_blocks(**arguments, backend="torch")
