@@ -54,6 +54,8 @@ OPERATIONS = {
     "bucket_decode",
     "bucket_mass",
     "nearest_centroid",
+    "pool_blocks",
+    "best_blocks",
     "merge_states",
 }
 INSTALLS_AS = {"faiss-cpu": "faiss", "hydra-core": "hydra", "huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}

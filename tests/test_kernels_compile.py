@@ -109,6 +109,23 @@ def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
         op.launch_sums(k, buckets, num_buckets, _tile("bucket_sums", dtype, head_size, sm))
 
 
+def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import pool_blocks as op
+
+    for poolings, block_size, start in ((["avg"], 64, None), (["max", "min"], 16, None), (["min", "avg", "max"], 128, [8, 0])):
+        x = torch.zeros(2, 200, 3, head_size, dtype=dtype).transpose(1, 2)
+        op.launch(x, poolings, block_size, None if start is None else torch.tensor(start))
+
+
+def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import best_blocks as op
+
+    for cols in (1, 7, 512, 2048, 32768):
+        scores, visible = torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
+        op.launch_softmax(scores, visible)
+        op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible)
+
+
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_attention as op
 
@@ -155,6 +172,7 @@ def _tile(operation: str, dtype: torch.dtype, head_size: int, sm: int):
 
 
 LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
+    "best_blocks": _best_blocks,
     "block_sparse_attention": _block_sparse_attention,
     "bucket_decode": _bucket_decode,
     "bucket_mass": _bucket_mass,
@@ -166,6 +184,7 @@ LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
     "merge_states": _merge_states,
     "multiscale_attention": _multiscale_attention,
     "nearest_centroid": _nearest_centroid,
+    "pool_blocks": _pool_blocks,
 }
 
 

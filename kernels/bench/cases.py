@@ -153,8 +153,9 @@ def _with_gradients(layer: Layer) -> tuple[Layer, list[Tensor]]:
 
 
 def _outputs(result: Any) -> list[Tensor]:
-    """Floating results, whether they come alone or in a tuple."""
-    return [x for x in ((result,) if isinstance(result, Tensor) else result) if _is_float(x)]
+    """Floating results and masks (as 0 and 1), whether they come alone or in a tuple."""
+    tensors = (result,) if isinstance(result, Tensor) else result
+    return [x.float() if x.dtype == torch.bool else x for x in tensors if _is_float(x) or x.dtype == torch.bool]
 
 
 def _is_float(x: Any) -> bool:

@@ -4,6 +4,8 @@ These are what one would write first. They stand beside the kernels as a peer, a
 of a kernel allows it. One sequence layout throughout: no padding, as many queries as keys unless decoding.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, one_hot, pad
@@ -131,6 +133,30 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Parts weighted by their share of the whole sum."""
     lse = lses.logsumexp(0)
     return ((lses - lse).exp()[..., None].to(outs.dtype) * outs).sum(0), lse
+
+
+def pool_blocks(x: Tensor, poolings: list[str]) -> Tensor:
+    """One pass over all tokens for each way; of whole blocks, and the rest."""
+    whole = x.shape[2] // BLOCK * BLOCK
+    parts = [x[:, :, :whole].unflatten(2, (-1, BLOCK)), *([x[:, :, None, whole:]] if whole < x.shape[2] else [])]
+    ways = {
+        "avg": partial(torch.mean, dim=3, dtype=_statistics(x)),
+        "max": partial(torch.amax, dim=3),
+        "min": partial(torch.amin, dim=3),
+    }
+    return torch.cat([torch.cat([ways[name](part).to(_statistics(x)) for name in poolings], -1) for part in parts], 2)
+
+
+def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
+    """Three passes over the map."""
+    return logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~visible, 0)
+
+
+def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+    """As many as the fullest row wants, sorted, of which each row keeps its own."""
+    best = scores.masked_fill(~visible, -1).masked_fill_(always, torch.inf).topk(scores.shape[-1], dim=-1).indices
+    keep = torch.arange(scores.shape[-1], device=scores.device) < torch.minimum(counts, visible.sum(-1, keepdim=True))
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, keep.expand_as(best)) | always
 
 
 def _causal(q: Tensor, k: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from msattn.kernels.bench import decode, prefill, targets
+from msattn.kernels.bench import decode, prefill, selection, targets
 from msattn.kernels.bench.cases import Case, Function, Options, Peer, check, runner
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import Row, Shape, Work, rated
@@ -35,6 +35,8 @@ OPERATIONS = {
     "bucket_mass": Operation(targets.bucket_mass),
     "merge_states": Operation(targets.merge_states),
     "nearest_centroid": Operation(targets.nearest_centroid),
+    "pool_blocks": Operation(selection.pool_blocks),
+    "best_blocks": Operation(selection.best_blocks),
 }
 
 

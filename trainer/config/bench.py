@@ -16,6 +16,8 @@ OPERATIONS = (  # those of kernels.bench
     "bucket_mass",
     "merge_states",
     "nearest_centroid",
+    "pool_blocks",
+    "best_blocks",
 )
 DIFFERENTIABLE = ("block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention")
 PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")

@@ -1,0 +1,63 @@
+"""What stands before attention over blocks: pooling, probabilities over blocks, the best of them."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.bench import eager, peers
+from msattn.kernels.bench.cases import Case, Options
+from msattn.kernels.bench.rows import Shape, Work
+
+
+def pool_blocks(shape: Shape, options: Options) -> Iterator[Case]:
+    """Means of queries; largest and smallest values of keys, as SeerAttention's gate takes them."""
+    from msattn.kernels import pool_blocks as op
+
+    for heads, poolings in ((shape.q_heads, ["avg"]), (shape.kv_heads, ["max", "min"])):
+        (x,) = shape.draw(heads, shape.length)
+        plain = partial(eager.pool_blocks, poolings=poolings)
+        pooled = shape.batch * heads * -(-shape.length // eager.BLOCK) * len(poolings) * shape.head_size
+        work = Work(x.numel() * len(poolings), x.numel() * shape.dtype.itemsize + 4 * pooled)
+        setting = f"{' and '.join(poolings)}, {heads} heads"
+        yield Case(
+            partial(op.pool_blocks, poolings=poolings),
+            partial(reference.pool_blocks, poolings=poolings),
+            plain,
+            [(x,)],
+            work,
+            [peers.eager(plain, [(x,)], work, x.numel() // 2, setting=setting)],
+            setting,
+        )
+
+
+def best_blocks(shape: Shape, options: Options) -> Iterator[Case]:
+    """Probabilities over the causally visible blocks of each query head, then the best of each row beside a sort."""
+    from msattn.kernels import best_blocks as op
+
+    blocks = -(-shape.length // eager.BLOCK)
+    size = shape.batch, shape.q_heads, blocks, blocks
+    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    logits = torch.randn(size, generator=generator, device=shape.device) * 2
+    visible = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device).tril_()
+    seen = logits.numel() * (blocks + 1) / (2 * blocks)
+    work = Work(4 * seen, 4 * seen + 4 * logits.numel())
+    beside = [peers.eager(eager.block_softmax, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")]
+    yield Case(op.block_softmax, reference.block_softmax, eager.block_softmax, [(logits, visible)], work, beside, "softmax")
+    diagonal = torch.eye(blocks, dtype=torch.bool, device=shape.device)[None, None]
+    for sparsity in sorted(options.sparsities, reverse=True):
+        counts = (visible.sum(-1, keepdim=True) * (1 - sparsity)).round().int()
+        layers: list[tuple[Tensor, ...]] = [(reference.block_softmax(logits, visible), counts, visible, diagonal)]
+        work, setting = Work(seen, 4 * seen + logits.numel()), f"best {1 - sparsity:.0%}"
+        yield Case(
+            op.best_blocks,
+            reference.best_blocks,
+            eager.best_blocks,
+            layers,
+            work,
+            [peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)],
+            setting,
+            sparsity,
+        )
