@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RowSpan(NamedTuple):
-    """First and last query position of each row block, int64 ``[B | 1, Tr]``; ``last < first`` in an empty block."""
+    """First and last query position of each row block, int64 ``[B | 1, Tr]``; the last one is -1 in an empty block."""
 
     first: Tensor
     last: Tensor
@@ -20,12 +20,13 @@ class RowSpan(NamedTuple):
 def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> RowSpan:
     """Row blocks of ``num_queries`` queries that end where the ``num_keys`` keys end (bottom-right aligned)."""
     steps = torch.arange(0, num_queries, block_size, device=device)[None]
-    if kv_start is None:
-        first = steps + max(num_keys - num_queries, 0)
+    if kv_start is None and num_queries <= num_keys:  # no empty block: fewer launches, which is most of the time this takes
+        first = steps + (num_keys - num_queries)
         return RowSpan(first, (first + (block_size - 1)).clamp(max=num_keys - 1))
-    start = kv_start.long()[:, None]
-    first = steps + (num_keys - num_queries - start).clamp(min=0)
-    return RowSpan(first, torch.minimum(first + block_size, num_keys - start) - 1)
+    start = torch.zeros(1, dtype=torch.long, device=device) if kv_start is None else kv_start.long()
+    first = steps + (num_keys - num_queries - start).clamp(min=0)[:, None]
+    last = torch.minimum(first + block_size, num_keys - start[:, None]) - 1
+    return RowSpan(first, last.where(first <= last, -1))
 
 
 def visible_blocks(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> Tensor:
@@ -52,8 +53,7 @@ def visible_and_diagonal(
 
 
 def _visible(rows: RowSpan, num_keys: int, block_size: int) -> Tensor:
-    last = rows.last.where(rows.first <= rows.last, -1)  # an empty row sees nothing
-    return (torch.arange(0, num_keys, block_size, device=last.device) <= last[..., None])[:, None]
+    return (torch.arange(0, num_keys, block_size, device=rows.last.device) <= rows.last[..., None])[:, None]
 
 
 def first_query(num_queries: int, num_keys: int, kv_start: Tensor | None, device: torch.device) -> Tensor | None:
