@@ -1,8 +1,22 @@
-"""Tile choices that ship with the package: measured where a row says so, safe elsewhere."""
+"""Tile choices, the user's own before those that ship with the package; and from which length on sparse prefill pays.
 
+Nothing is tuned when a kernel is called. ``msattn bench bench.tune=true`` writes the tiles that were faster on a GPU to the
+user's file for it, which is read once a process.
+"""
+
+import json
+import os
+import re
+import sys
+import warnings
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+FORMAT = 1  # of the user's file; raised when a kernel takes its tile otherwise, so that old choices are left aside
 
 
 class Tile(NamedTuple):
@@ -128,10 +142,80 @@ FULL_PRECISION = {
 }
 
 
+# compute capability -> sparsity -> tokens from which on a forward pass with gates is faster than the fastest dense one,
+# choosing blocks included; for a model of Llama-3.1-8B's shape (`msattn eval eval=latency` finds them).
+BREAK_EVEN: dict[int, dict[float, int]] = {
+    90: {0.5: 16384, 0.8: 8192, 0.9: 8192, 0.95: 8192},  # not measured yet: from the operations' own times, on the safe side
+}
+
+
 def pick(operation: str, padded_head: int, dtype: torch.dtype, capability: int) -> Tile:
     """The tile for heads of the given padded size; a GPU without rows of its own takes those of the next older one."""
     if dtype == torch.float32:
         return FULL_PRECISION[operation]
-    head_bytes = max(128, padded_head * dtype.itemsize)
-    known = [sm for name, size, sm in TILES if name == operation and size == head_bytes and sm <= capability]
-    return TILES[operation, head_bytes, max(known, default=80)]
+    size = head_bytes(padded_head, dtype)
+    own = own_tiles().get((operation, size))
+    known = [sm for name, width, sm in TILES if name == operation and width == size and sm <= capability]
+    return own or TILES[operation, size, max(known, default=80)]
+
+
+def head_bytes(padded_head: int, dtype: torch.dtype) -> int:
+    """Size of a head, by which tiles are chosen."""
+    return max(128, padded_head * dtype.itemsize)
+
+
+def break_even(sparsity: float, device: torch.device) -> int:
+    """Length in tokens from which on prefill through gates at ``sparsity`` is faster than dense attention.
+
+    That of the next lower sparsity which was measured; below all of them no length is long enough. 0 on a CPU and on GPUs
+    older than those measured, of which nothing is known.
+    """
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    measured = BREAK_EVEN.get(max((sm for sm in BREAK_EVEN if sm <= 10 * major + minor), default=0))
+    if measured is None:
+        return 0
+    return min((tokens for lower, tokens in measured.items() if lower <= sparsity), default=sys.maxsize)
+
+
+def own_path(gpu: str) -> Path:
+    """The user's file of tiles for a GPU, below ``$MSATTN_CACHE`` (default: ``msattn`` in the user's folder of caches)."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("MSATTN_CACHE") or Path(caches, "msattn"))
+    return folder / "tiles" / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
+def own_key(gpu: str) -> dict[str, str | int]:
+    """What a file of tiles must have been made with to be read."""
+    return {"format": FORMAT, "gpu": gpu, "triton": version("triton")}
+
+
+def read_own(gpu: str) -> dict[tuple[str, int], Tile]:
+    """``{(kernel, bytes of a padded head): tile}`` from the user's file for a GPU.
+
+    Nothing where there is no file; a warning, and nothing, where it was made with something else or is damaged.
+    """
+    path = own_path(gpu)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        stale = [f"{key}={found.get(key)}, here {value}" for key, value in own_key(gpu).items() if found.get(key) != value]
+        if stale:
+            raise ValueError(f"made with {stale[0]}")
+        rows = found["tiles"]
+        return {(row["kernel"], row["head_bytes"]): Tile(*(int(row[field]) for field in Tile._fields)) for row in rows}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"{path} is not read, shipped tiles serve: {error or type(error).__name__}", stacklevel=2)
+        return {}
+
+
+def own_tiles() -> dict[tuple[str, int], Tile]:
+    """The user's tiles for the current GPU, read once."""
+    return _own_tiles_of(torch.cuda.current_device()) if torch.cuda.is_available() else {}
+
+
+@cache
+def _own_tiles_of(device: int) -> dict[tuple[str, int], Tile]:
+    return read_own(torch.cuda.get_device_name(device))

@@ -24,7 +24,7 @@ from msattn.trainer.seer.select import MeanPool, Selection, TopK
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2
-ALL = SelectConfig(sparsity=0.0)
+ALL = SelectConfig(sparsity=0.0, dense_below=0)
 
 
 @pytest.fixture
@@ -183,6 +183,63 @@ def test_chunked_prefill_is_dense_and_counted(model: Any) -> None:
         last = model(ids[:, 63:], past_key_values=cache).logits  # its keys have buckets: the chunks' too
         assert sparse.stats()["dense_fallbacks"] == LAYERS
     torch.testing.assert_close(torch.cat((first, rest, last), dim=1), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_short_prompts_are_dense_by_choice(model: Any) -> None:
+    short, long = random_tokens(2, 63), random_tokens(2, 64)
+    select = SelectConfig(sparsity=0.8, dense_below=64)
+    with attach(model, gate=gate_for(model), select=select, qmodel=partition(), probes=1, recent=4, dense_layers=()) as sparse:
+        logits = model(short).logits
+        stats = sparse.stats()
+        assert (stats["dense_by_choice"], stats["dense_fallbacks"], stats["sparsity"]) == (LAYERS, 0, None)
+        generate(model, short)  # new tokens are routed after a dense prompt too
+        stats = sparse.stats()
+        assert (stats["dense_by_choice"], stats["dense_fallbacks"]) == (2 * LAYERS, 0)
+        assert 0 < stats["selectivity"] < 1
+        long_logits = model(long).logits
+        stats = sparse.stats()
+        assert stats["dense_by_choice"] == 2 * LAYERS
+        assert stats["sparsity"] > 0.3
+    torch.testing.assert_close(logits, model(short).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(long_logits, model(long).logits, atol=1e-3)
+
+
+def test_from_which_length_on_prompts_are_sparse(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr("msattn.trainer.attach.break_even", lambda sparsity, device: asked.append(sparsity) or 4096)
+    gate = gate_for(model)
+
+    def length(**options: Any) -> int:
+        with attach(model, **options) as sparse:
+            return sparse.dense_below
+
+    assert length(gate=gate) == 4096
+    assert length(gate=gate, select=SelectConfig(sparsity=0.5)) == 4096
+    assert asked == [0.9, 0.5]
+    assert length(gate=gate, select=SelectConfig(dense_below=17)) == 17
+    assert length(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "its sparsity is not known beforehand"
+    assert length(select=SelectConfig(scores="oracle")) == 0, "a baseline is there to be looked at"
+    assert length(select=Selection(TopK(0.5), MeanPool(BLOCK))) == 0
+    assert length(qmodel=partition(), probes=1) == 4096, "which no prompt asks for without a selection"
+    with pytest.raises(UserError, match=r"select\.dense_below=-1: auto, or 0 or more tokens"):
+        SelectConfig(dense_below=-1)
+    with pytest.raises(UserError, match=r"select\.dense_below=never"):
+        SelectConfig(dense_below="never")
+
+
+@torch.no_grad()
+def test_times_are_measured_when_asked_for(model: Any) -> None:
+    ids = random_tokens(1, 64)
+    with everything(model) as sparse:
+        generate(model, ids)
+        assert sparse.stats()["attention_s"] is None
+    with everything(model, measure_time=True) as sparse:
+        assert sparse.stats()["selection_s"] is None
+        generate(model, ids)
+        stats = sparse.stats()
+    assert stats["selection_s"] > 0
+    assert stats["attention_s"] > 0
 
 
 @torch.no_grad()

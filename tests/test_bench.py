@@ -15,7 +15,7 @@ from msattn.kernels import bench, block_sparse_attention, merge_states, tuned
 from msattn.kernels.bench import cases, decode, eager, peers, prefill, run, tiles
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import Rate, Work, rated
-from msattn.kernels.bench.timing import time_ms
+from msattn.kernels.bench.timing import compile_seconds, time_ms
 from msattn.kernels.tuned import Tile
 from msattn.trainer import config
 from msattn.trainer.bench import figure
@@ -190,6 +190,51 @@ def test_a_tile_replaces_the_shipped_one_for_a_while(kernel: str) -> None:
     assert getattr(place, "pick" if place is tuned else "default_tile") is shipped
 
 
+def test_compilations_are_timed_as_triton_reports_them() -> None:
+    from triton import knobs
+
+    before = knobs.compilation.listener, knobs.compilation.always_compile
+    with compile_seconds() as taken:
+        assert knobs.compilation.always_compile
+        assert knobs.compilation.listener
+        times = knobs.CompileTimes(ir_initialization=0, lowering_stages=[("ttir", 2_000_000)], store_results=500_000)
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)  # pyright: ignore[reportArgumentType]
+    assert taken == [2.5]
+    assert (knobs.compilation.listener, knobs.compilation.always_compile) == before
+
+
+def test_a_sweep_uses_no_tile_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {("block_sparse_attention", 256): Tile(16, 16, 2, 1)}
+    monkeypatch.setattr(tuned, "own_tiles", lambda: own)
+    assert tuned.pick("block_sparse_attention", 128, torch.float16, 90) == Tile(16, 16, 2, 1)
+    seen: list[Tile] = []
+
+    def note(case: cases.Case, backward: bool) -> None:
+        seen.append(tuned.pick("block_sparse_attention", 128, torch.float16, 90))
+
+    monkeypatch.setattr("msattn.kernels.bench.run.check", note)
+    list(bench.sweep("block_sparse_attention", SMALL, replace(OPTIONS, sparsities=[0.5])))
+    assert seen[0] == tuned.TILES["block_sparse_attention", 256, 90]
+    assert Tile(16, 16, 2, 1) not in seen
+    assert tuned.own_tiles() is own
+
+
+def test_the_fastest_tile_is_clearly_faster_on_the_whole() -> None:
+    (first, second), other = tiles.TILES["nearest_centroid"][:2], tiles.TILES["bucket_sums"][0]
+    (blank,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
+
+    def rows(name: str, *times: float | None) -> list[bench.Row]:
+        return [replace(blank, variant=name, length=length, ms=ms) for length, ms in enumerate(times)]
+
+    shipped = rows("shipped", 4.0, 1.0)
+    tried = rows(tiles.variant("nearest_centroid", first), 2.0, 1.9) + rows(tiles.variant("nearest_centroid", second), 1, 1)
+    faster, gain = tiles.fastest("nearest_centroid", False, shipped + tried)["nearest_centroid"]
+    assert (faster, gain) == (second, pytest.approx(2.0))
+    for slow in ((4.0, 0.99), (1.0, None), (1.0,)):
+        assert tiles.fastest("nearest_centroid", False, shipped + rows(tiles.variant("bucket_sums", other), *slow)) == {}
+    assert tiles.fastest("nearest_centroid", False, []) == {}
+
+
 def test_a_sweep_goes_on_after_a_tile_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = tiles.to_try("block_sparse_attention", backward=True)
     assert {kernel for kernel, _ in tried} == {"block_sparse_attention_dq", "block_sparse_attention_dkv"}
@@ -298,6 +343,7 @@ def test_a_sweep_of_operations_says_which_one_failed(msattn: Run, tmp_path: Path
         (["op=block_sparse"], "op=block_sparse: accepted are maxpool_attention"),
         (["op=flash_decode", "bench.direction=backward"], "flash_decode has no backward pass"),
         (["bench.sweep=true"], "bench.sweep=true: needs a GPU"),
+        (["bench.tune=true"], "bench.tune=true: needs a GPU"),
         (["bench.lenghts=[1]"], "unknown key bench.lenghts (did you mean bench.lengths?)"),
     ],
 )

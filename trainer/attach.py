@@ -6,7 +6,7 @@ it was.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.kernels.tuned import break_even
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
@@ -26,6 +27,7 @@ from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection, attend, sparsity, visible_blocks
+from msattn.trainer.spans import Spans
 from msattn.trainer.tap import LayerInputs, dense_attention, tap
 
 if TYPE_CHECKING:
@@ -72,13 +74,15 @@ class Sparse:
         recent: int,
         sink: int,
         dense_layers: tuple[int, ...],
+        dense_below: int,
         measure_recall: bool,
+        spans: Spans | None,
     ) -> None:
-        self.selection, self.router = selection, router
+        self.selection, self.router, self.dense_below, self.spans = selection, router, dense_below, spans
         self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
         self.routed = frozenset() if router is None else frozenset(router.layers) - frozenset(dense_layers)
         self._sparsity, self._selectivity, self._prefill_recall, self._decode_recall = (_Mean() for _ in range(4))
-        self._dense_fallbacks = 0
+        self._dense_fallbacks = self._dense_by_choice = 0
 
     def stats(self) -> dict[str, Any]:
         """What was read since the context began, averaged over layers and passes; None for what did not happen.
@@ -90,7 +94,9 @@ class Sparse:
             1 / z of one). ``selectivity``: share of the
             keys that sparse decoding read. ``prefill_recall``, ``decode_recall``: share of the attention mass in what was
             read, and ``recall``, the one of them that was measured, or their mean (with ``measure_recall``).
-            ``dense_fallbacks``: layer passes that were dense although sparse attention was asked for.
+            ``dense_fallbacks``: layer passes that were dense although sparse attention was asked for, which cannot serve them.
+            ``dense_by_choice``: layer passes over prompts shorter than ``select.dense_below``. ``selection_s``,
+            ``attention_s``: seconds in all of choosing what to read, and of attention (with ``measure_time``).
         """
         prefill, decoding = self._prefill_recall.read(), self._decode_recall.read()
         measured = [value for value in (prefill, decoding) if value is not None]
@@ -101,30 +107,41 @@ class Sparse:
             "prefill_recall": prefill,
             "decode_recall": decoding,
             "dense_fallbacks": self._dense_fallbacks,
+            "dense_by_choice": self._dense_by_choice,
+            "selection_s": self.spans and self.spans.seconds("selection"),
+            "attention_s": self.spans and self.spans.seconds("attention"),
         }
+
+    def _timed(self, part: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.spans is None else self.spans.of(part)
 
     def attend(self, x: LayerInputs) -> Tensor:
         """Attention of one layer, ``[B, Hq, N, D]``: sparse where an artifact serves this pass, else dense."""
         layer = x.cache if x.layer in self.routed and isinstance(x.cache, BucketLayer) else None
         if layer is not None and self.router is not None:
-            layer.assign(self.router, x)
+            with self._timed("selection"):
+                layer.assign(self.router, x)
         if x.num_queries == 1 and x.num_keys > 1:
             if layer is not None:
                 return self._decode(x, layer)
             self._dense_fallbacks += x.layer in self.routed
+        elif self.selection is not None and x.num_queries == x.num_keys:
+            if x.num_queries >= self.dense_below:
+                return self._prefill(x, self.selection)
+            self._dense_by_choice += 1
+        else:
+            self._dense_fallbacks += self.selection is not None  # a gate pools keys before RoPE, which no cache holds
+        with self._timed("attention"):
             return dense_attention(x)
-        if self.selection is not None and x.num_queries == x.num_keys:
-            return self._prefill(x, self.selection)
-        self._dense_fallbacks += self.selection is not None  # a gate pools keys before RoPE, which no cache holds
-        return dense_attention(x)
 
     def _prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
         size = selection.block_size
-        with torch.no_grad():
+        with torch.no_grad(), self._timed("selection"):
             chosen = selection.blocks(x)
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
             self._sparsity.add(sparsity(chosen, visible))
-        out, lse = attend(x, chosen, size)
+        with self._timed("attention"):
+            out, lse = attend(x, chosen, size)
         if self.measure_recall:
             dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
             self._prefill_recall.add(_mass_read(lse, dense.lse))
@@ -132,8 +149,10 @@ class Sparse:
 
     def _decode(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
         assert self.router is not None
-        visited = route(self.router, x, self.probes)
-        out, lse = decode(x, visited, recent=self.recent, sink=self.sink)
+        with self._timed("selection"):
+            visited = route(self.router, x, self.probes)
+        with self._timed("attention"):
+            out, lse = decode(x, visited, recent=self.recent, sink=self.sink)
         read = layer.keys_read(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
         padded = 0 if x.kv_start is None else x.kv_start[:, None]
         self._selectivity.add((read / (x.num_keys - padded)).mean())
@@ -193,6 +212,7 @@ def attach(
     sink: int = 1,
     dense_layers: tuple[int, ...] = (0,),
     measure_recall: bool = False,
+    measure_time: bool = False,
 ) -> Iterator[Sparse]:
     """Run ``model`` with sparse attention while the context lasts; forward passes and ``generate`` work as before.
 
@@ -200,12 +220,14 @@ def attach(
     ----------
     model : a Llama, Mistral, Qwen2 or Qwen3 decoder
     gate : path, Hub id or loaded gate; prompts then read the blocks that ``select`` chooses from its scores
-    select : how blocks are chosen; None takes the gate's best blocks at 90 % sparsity. Baselines need no gate
+    select : how blocks are chosen, and from which length on; None takes the gate's best blocks at 90 % sparsity. Baselines need
+        no gate. A ``Selection`` serves prompts of every length sparsely
     qmodel : path, Hub id or loaded query classifier, or k-means; new tokens then read the dense window and ``probes`` buckets
     probes : buckets that a new token visits, for each key/value head
     recent, sink : last and first keys that a new token always reads
     dense_layers : layers in which new tokens read every key
     measure_recall : also measure the attention mass read, at the price of a dense pass
+    measure_time : also measure how long choosing and attending take, on the device
 
     Yields
     ------
@@ -219,7 +241,8 @@ def attach(
     Notes
     -----
     Passes over several tokens after cached ones (chunked prefill) are dense, and count as ``dense_fallbacks`` when a selection
-    is attached. So do single tokens after a cache that was filled outside the context.
+    is attached. So do single tokens after a cache that was filled outside the context. Prompts shorter than
+    ``select.dense_below`` are dense because that is faster, and count as ``dense_by_choice``.
     """
     check_supported(model.config)
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
@@ -239,7 +262,9 @@ def attach(
         recent=recent,
         sink=sink,
         dense_layers=tuple(dense_layers),
+        dense_below=_dense_below(select, model.device),
         measure_recall=measure_recall,
+        spans=Spans(model.device) if measure_time else None,
     )
     with tap(model, sparse.attend):
         hook = model.base_model.register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True)
@@ -273,6 +298,16 @@ def _selection(select: Selection | SelectConfig | None, gate: Gate | None) -> Se
     if select is None and gate is None:
         return None
     return Selection.from_config(select or SelectConfig(), gate)
+
+
+def _dense_below(select: Selection | SelectConfig | None, device: torch.device) -> int:
+    """The length in tokens from which on prompts are served sparsely; see :class:`SelectConfig`."""
+    if isinstance(select, Selection):
+        return 0
+    cfg = select or SelectConfig()
+    measured = cfg.scores == "gate" and cfg.policy in ("topk", "calibrated")
+    auto = break_even(cfg.sparsity, device) if measured else 0
+    return cfg.dense_below if isinstance(cfg.dense_below, int) else auto
 
 
 def _check_numbers(

@@ -24,7 +24,7 @@ SIZES = {  # lengths; query heads, key/value heads
     "cpu": ([512, 1024], [8, 2]),
 }
 ON_CPU = "CPU times say nothing of GPUs: here an operation runs as plain PyTorch."
-SPARE = ("memory", "quartiles", "x eager", "rate")  # a narrow terminal goes without, in this order
+SPARE = ("memory", "quartiles", "x eager", "compile", "rate")  # a narrow terminal goes without, in this order
 COLORS = {  # Okabe and Ito's, which stay apart for colour-blind eyes
     "msattn": "#D55E00",
     "flash": "#0072B2",
@@ -43,7 +43,8 @@ MARKERS = "os^vDPX*<>"
 def bench(cfg: BenchRunConfig) -> Path:
     """Measure ``cfg.op`` and write ``<direction>-<device>.csv`` and ``.png``; of a sweep over tiles ``<direction>-sweep-...``.
 
-    Rows go to ``....partial.csv`` as they come, where those of an interrupted run stay.
+    With ``bench.tune`` the tiles that a sweep finds clearly faster are kept for this user and GPU. Rows go to
+    ``....partial.csv`` as they come, where those of an interrupted run stay.
 
     Returns
     -------
@@ -53,8 +54,8 @@ def bench(cfg: BenchRunConfig) -> Path:
     Raises
     ------
     UserError
-        No GPU for ``device=cuda``, a sweep without a GPU or over an operation without tiles to try, or a folder that cannot
-        be written.
+        No GPU for ``device=cuda``, a sweep without a GPU or over an operation without tiles to try, tuning of one that chooses
+        tiles by shape, or a folder that cannot be written.
     CheckFailed
         If the operation disagrees with its reference: then nothing is timed or written.
     """
@@ -64,19 +65,18 @@ def bench(cfg: BenchRunConfig) -> Path:
     from msattn.trainer.evaluate.report import context
 
     shape, options = _problem(cfg)
-    if cfg.bench.sweep and shape.device == "cpu":
-        raise UserError("bench.sweep=true: needs a GPU, whose kernels have tiles")
-    if cfg.bench.sweep and not kernels.to_try(cfg.op, options.backward):
-        raise UserError(f"bench.sweep=true: {cfg.op} has no tiles to try")
+    sweep = cfg.bench.sweep or cfg.bench.tune
+    if sweep:
+        _check_sweep(cfg, shape, options)
     console = Console()
     notes = [ON_CPU] if shape.device == "cpu" else []
     about = context(f"{cfg.op} on this machine", asdict(cfg), {}, notes, _torch_device(shape.device))
-    name = "-".join([cfg.bench.direction, *(["sweep"] if cfg.bench.sweep else []), _device_name(shape.device)])
+    name = "-".join([cfg.bench.direction, *(["sweep"] if sweep else []), _device_name(shape.device)])
     partial = cfg.folder / f"{name}.partial.csv"
     rows: list[Row] = []
     try:
         with console.status(f"{cfg.op}: checking it against its reference") as status:
-            for row in (kernels.sweep if cfg.bench.sweep else kernels.measure)(cfg.op, shape, options):
+            for row in (kernels.sweep if sweep else kernels.measure)(cfg.op, shape, options):
                 rows.append(row)
                 _write(partial, [row.record() | {"commit": about.commit or ""} for row in rows])
                 status.update(f"{cfg.op}: {row.length:,} keys, {_label(row)}: done")
@@ -87,7 +87,46 @@ def bench(cfg: BenchRunConfig) -> Path:
     _publish(partial, cfg.folder / name, figure(rows, notes))
     _show(rows, notes, console)
     console.print(f"Figures: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True)
+    if cfg.bench.tune:
+        _keep(rows, cfg.op, shape, options, about.commit, console)
     return cfg.folder
+
+
+def _check_sweep(cfg: BenchRunConfig, shape: "Shape", options: "Options") -> None:
+    """Refuse what has no tiles to try, or to keep."""
+    from msattn.kernels import bench as kernels
+    from msattn.kernels import tuned
+
+    key = "bench.tune=true" if cfg.bench.tune else "bench.sweep=true"
+    if shape.device == "cpu":
+        raise UserError(f"{key}: needs a GPU, whose kernels have tiles")
+    tried = {kernel for kernel, _ in kernels.to_try(cfg.op, options.backward)}
+    if not tried:
+        raise UserError(f"{key}: {cfg.op} has no tiles to try")
+    if cfg.bench.tune and not tried <= set(tuned.FULL_PRECISION):
+        raise UserError(f"{key}: {cfg.op} chooses its tiles by shape; bench.sweep=true shows their times")
+    if cfg.bench.tune and shape.dtype.itemsize != 2:
+        raise UserError(f"{key}: bench.dtype is bfloat16 or float16, whose tiles can be chosen")
+
+
+def _keep(
+    rows: "Sequence[Row]", operation: str, shape: "Shape", options: "Options", commit: str | None, console: "Console"
+) -> None:
+    """Keep the tiles that were clearly faster, and say which."""
+    from msattn.kernels import bench as kernels
+    from msattn.kernels import tuned
+    from msattn.kernels.primitives import padded_head
+    from msattn.trainer import tiles
+
+    found = kernels.fastest(operation, options.backward, rows)
+    tried = {kernel for kernel, _ in kernels.to_try(operation, options.backward)}
+    size = tuned.head_bytes(padded_head(shape.head_size), shape.dtype)
+    path = tiles.keep(rows[0].device, size, tried, found, commit)
+    for kernel in sorted(tried):
+        tile, gain = found.get(kernel, (None, 1.0))
+        said = f"{'-'.join(map(str, tile))}, {gain:.3f} x the speed of the shipped tile" if tile else "the shipped tile stays"
+        console.print(f"{kernel}: {said}", markup=False, soft_wrap=True)
+    console.print(f"Tiles: [bold]{path}[/bold]", soft_wrap=True)
 
 
 def _problem(cfg: BenchRunConfig) -> "tuple[Shape, Options]":
@@ -236,6 +275,7 @@ def _table(rows: "Sequence[Row]", width: int) -> "Table":
         "rate": [_rate(row) for row in timed],
         "share": [f"{row.share:.1%}" for row in timed],
         "memory": [f"{row.memory_gb:.3g} GB" if row.memory_gb is not None else "" for row in timed],
+        "compile": [f"{row.compile_s:.1f} s" if row.compile_s is not None else "" for row in timed],
     }
     for peer in dict.fromkeys(peer for row in timed for peer in row.times):
         columns[f"x {peer}"] = [f"{row.times[peer]:.3g}" if peer in row.times else "" for row in timed]

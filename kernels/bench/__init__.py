@@ -8,6 +8,6 @@ measured to do. Rows are returned, not written.
 from msattn.kernels.bench.cases import Disagreement, Options
 from msattn.kernels.bench.rows import Row, Shape
 from msattn.kernels.bench.run import OPERATIONS, measure, sweep
-from msattn.kernels.bench.tiles import to_try
+from msattn.kernels.bench.tiles import fastest, to_try
 
-__all__ = ["OPERATIONS", "Disagreement", "Options", "Row", "Shape", "measure", "sweep", "to_try"]
+__all__ = ["OPERATIONS", "Disagreement", "Options", "Row", "Shape", "fastest", "measure", "sweep", "to_try"]

@@ -77,6 +77,7 @@ class Row:
     memory_gb : device memory that one run takes at its peak beyond its inputs, results included; None on a CPU.
     tflops, tb_s : the operation's :class:`Work` over the time.
     share : the larger of the shares of this machine's measured ceilings; ``bound`` says of which.
+    compile_s : seconds that the slowest of its kernels took to compile, in a sweep; None where none had to be compiled.
     times : how many times faster than each peer of the same run.
     note : how a peer differs, or why it is absent.
     device, torch, triton : where and with what.
@@ -102,6 +103,7 @@ class Row:
     tb_s: float | None = None
     share: float | None = None
     bound: str = ""
+    compile_s: float | None = None
     times: dict[str, float] = dataclasses.field(default_factory=dict)
     note: str = ""
     device: str = ""

@@ -12,8 +12,8 @@ from msattn.kernels.bench import decode, prefill, selection, targets
 from msattn.kernels.bench.cases import Case, Function, Options, Peer, check, runner
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import Row, Shape, Work, rated
-from msattn.kernels.bench.tiles import launched_with, to_try
-from msattn.kernels.bench.timing import peak_memory_gb, time_ms
+from msattn.kernels.bench.tiles import SHIPPED, launched_with, shipped_alone, to_try, variant
+from msattn.kernels.bench.timing import compile_seconds, peak_memory_gb, time_ms
 
 
 class Operation(NamedTuple):
@@ -85,15 +85,16 @@ def sweep(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
     for length in options.lengths:
         bench = _Bench(operation, replace(shape, length=length), options.backward)
         for choice in (None, *to_try(operation, options.backward)):
-            variant = "shipped" if choice is None else f"{choice[0]} {'-'.join(map(str, choice[1]))}"
-            with nullcontext() if choice is None else launched_with(*choice):
+            name = SHIPPED if choice is None else variant(*choice)
+            with shipped_alone(), nullcontext() if choice is None else launched_with(*choice):
                 try:
-                    for case in OPERATIONS[operation].cases(shape.small(), options):
-                        check(case, options.backward)
+                    with compile_seconds() as taken:
+                        for case in OPERATIONS[operation].cases(shape.small(), options):
+                            check(case, options.backward)
                     for case in OPERATIONS[operation].cases(bench.shape, options):
-                        yield bench.own(case, variant)
+                        yield replace(bench.own(case, name), compile_s=max(taken, default=None))
                 except Exception as error:
-                    yield replace(bench.row(variant, "", 0.0), note=f"absent: {_reason(error)}")
+                    yield replace(bench.row(name, "", 0.0), note=f"absent: {_reason(error)}")
 
 
 class _Bench:

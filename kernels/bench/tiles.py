@@ -1,12 +1,17 @@
 """Tiles to try in place of the shipped ones, for 16-bit heads of 128: rows, keys, warps, stages, resident programs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from statistics import geometric_mean
 from typing import Any
 
 from msattn.kernels import tuned
+from msattn.kernels.bench.rows import Row
 from msattn.kernels.tuned import Tile
+
+SHIPPED = "shipped"  # the variant that is timed with the package's own tiles
+CLEARLY = 1.02  # times faster than shipped tiles, to be kept: two runs differ by less
 
 BLOCK_ROWS = [  # a program owns a block of 64 queries
     Tile(64, 64, 4, 2),
@@ -130,6 +135,46 @@ def to_try(operation: str, backward: bool) -> list[tuple[str, Tile]]:
     """Each kernel of an operation's pass with each of its tiles; empty where there is nothing to choose."""
     kernels = (BACKWARD if backward else FORWARD).get(operation, [])
     return [(kernel, tile) for kernel in kernels for tile in TILES[kernel]]
+
+
+def variant(kernel: str, tile: Tile) -> str:
+    """What a row of a sweep calls a kernel's tile."""
+    return f"{kernel} {'-'.join(map(str, tile))}"
+
+
+def fastest(operation: str, backward: bool, rows: Sequence[Row]) -> dict[str, tuple[Tile, float]]:
+    """Of each kernel the tile that a sweep found clearly faster than the shipped one on the whole.
+
+    Returns
+    -------
+    dict
+        ``{kernel: (tile, how many times faster)}``: the geometric mean over the problems, all of which the tile must have run.
+    """
+    timed: dict[str, dict[tuple[int, int, str], float]] = {}
+    for row in rows:
+        if row.ms is not None:
+            timed.setdefault(row.variant, {})[row.length, row.queries, row.setting] = row.ms
+    shipped = timed.get(SHIPPED, {})
+    found: dict[str, tuple[Tile, float]] = {}
+    for kernel, tile in to_try(operation, backward):
+        own = timed.get(variant(kernel, tile), {})
+        if not shipped or own.keys() != shipped.keys():
+            continue
+        gain = geometric_mean(shipped[problem] / ms for problem, ms in own.items())
+        if gain > max(CLEARLY, found[kernel][1] if kernel in found else 0.0):
+            found[kernel] = tile, gain
+    return found
+
+
+@contextmanager
+def shipped_alone() -> Iterator[None]:
+    """Meanwhile no kernel runs with a tile of the user's own."""
+    own = tuned.own_tiles
+    tuned.own_tiles = dict
+    try:
+        yield
+    finally:
+        tuned.own_tiles = own
 
 
 @contextmanager

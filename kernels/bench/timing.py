@@ -2,7 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -61,6 +63,24 @@ def peak_memory_gb(call: Call, device: str) -> float | None:
     call()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+@contextmanager
+def compile_seconds() -> Iterator[list[float]]:
+    """Seconds of each compilation of a Triton kernel meanwhile, as on a machine whose cache on disk is empty."""
+    taken: list[float] = []
+    if find_spec("triton") is None:
+        yield taken
+        return
+    from triton import knobs
+
+    def note(*, times: knobs.CompileTimes, **others: object) -> None:  # Triton says more about a compilation
+        taken.append(times.total / 1e6)
+
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        knobs.compilation.listener = note
+        yield taken
 
 
 def graphed(call: Call, device: str) -> Call:

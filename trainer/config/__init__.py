@@ -20,7 +20,15 @@ from msattn.trainer.config.commands import (
     TrainQModelConfig,
 )
 from msattn.trainer.config.data import DataConfig
-from msattn.trainer.config.evaluate import TASKS, EvalConfig, NeedleConfig, PerplexityConfig, RecallConfig
+from msattn.trainer.config.evaluate import (
+    TASKS,
+    DecodingConfig,
+    EvalConfig,
+    LatencyConfig,
+    NeedleConfig,
+    PerplexityConfig,
+    RecallConfig,
+)
 from msattn.trainer.config.model import ModelConfig, Suits
 from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig
 from msattn.trainer.config.train import (
@@ -50,6 +58,7 @@ __all__ = [
     "BenchConfig",
     "BenchRunConfig",
     "DataConfig",
+    "DecodingConfig",
     "EvalConfig",
     "EvalRunConfig",
     "FinetuneConfig",
@@ -59,6 +68,7 @@ __all__ = [
     "GenerateConfig",
     "JobConfig",
     "KMeansConfig",
+    "LatencyConfig",
     "ModelConfig",
     "NeedleConfig",
     "PerplexityConfig",

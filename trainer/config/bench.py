@@ -39,6 +39,7 @@ class BenchConfig:
     queries : numbers of queries, 1 to 16, for ``flash_decode``.
     peers : what stands beside the operation, where the operation and the machine have it.
     sweep : try the kernel's tiles instead of timing peers.
+    tune : a sweep whose clearly faster tiles are kept for this user and GPU; kernels take them before the shipped ones.
     """
 
     lengths: list[int] | None = None
@@ -51,6 +52,7 @@ class BenchConfig:
     queries: list[int] = field(default_factory=lambda: [1, 4, 16])
     peers: list[str] = field(default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"])
     sweep: bool = False
+    tune: bool = False
 
     def __post_init__(self) -> None:
         for key in ("lengths", "sparsities", "queries"):

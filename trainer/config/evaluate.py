@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from msattn.trainer.config.select import SCORES
 from msattn.trainer.config.values import one_of, require
 
-TASKS = ("perplexity", "recall", "needle")
+TASKS = ("perplexity", "recall", "needle", "latency", "decoding")
+QUALITY = TASKS[:3]  # what runs unless speed is asked for
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,53 @@ class NeedleConfig:
 
 
 @dataclass(frozen=True)
+class LatencyConfig:
+    """Time to the first token of prompts of ``lengths`` random tokens, dense and at each of ``sparsities``.
+
+    Each is run once unmeasured, then at least once, until ``seconds`` have been measured.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [1024, 4096])
+    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9, 0.95])
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.lengths), "eval.latency.lengths", self.lengths, "one or more")
+        for length in self.lengths:
+            require(length > 0, "eval.latency.lengths", self.lengths, "each a positive number of tokens")
+        for sparsity in self.sparsities:
+            require(0 <= sparsity < 1, "eval.latency.sparsities", self.sparsities, "each in [0, 1)")
+        require(self.seconds > 0, "eval.latency.seconds", self.seconds, "a positive number")
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """Tokens a second after caches of ``lengths`` random keys, dense and routed.
+
+    ``tokens`` are measured; the lists of buckets are renewed once in 64.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [4096])
+    tokens: int = 64
+
+    def __post_init__(self) -> None:
+        require(bool(self.lengths), "eval.decoding.lengths", self.lengths, "one or more")
+        for length in self.lengths:
+            require(length > 0, "eval.decoding.lengths", self.lengths, "each a positive number of keys")
+        require(self.tokens > 0, "eval.decoding.tokens", self.tokens, "a positive number")
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """``tasks`` to run, each with its own section; ``baselines``: block scores that stand beside the gate's."""
 
-    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    tasks: list[str] = field(default_factory=lambda: list(QUALITY))
     baselines: list[str] = field(default_factory=lambda: [s for s in SCORES if s != "gate"])
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
+    latency: LatencyConfig = field(default_factory=LatencyConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
     def __post_init__(self) -> None:
         for task in self.tasks:

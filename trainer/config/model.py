@@ -27,6 +27,7 @@ class Suits:
     eval_chunks : held-out chunks that perplexity is measured on.
     needle_samples : needles a cell of the depth x length grid.
     eval_probes : the numbers of probes at which routing is measured (0: the dense window alone).
+    latency_lengths, decoding_lengths : prompts and caches, in tokens, at which speed is measured.
     """
 
     seq_len: int = 65536
@@ -51,6 +52,8 @@ class Suits:
     eval_chunks: int = 16
     needle_samples: int = 8
     eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32])
+    latency_lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])
+    decoding_lengths: list[int] = field(default_factory=lambda: [131072, 524288])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from msattn.trainer import artifacts
 from msattn.trainer.attach import attach, load
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.select import Multiscale
 
 if TYPE_CHECKING:
@@ -18,12 +20,9 @@ if TYPE_CHECKING:
 
     from msattn.trainer.attach import Sparse
     from msattn.trainer.models import Loaded
-    from msattn.trainer.saap.kmeans import KMeans
-    from msattn.trainer.saap.qmodel import QModel
     from msattn.trainer.seer.gate import Gate
 
-    Router = KMeans | QModel
-
+Router = KMeans | QModel
 COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # what makes each kind of artifact
 
 
@@ -50,9 +49,11 @@ class Blocks:
         return [(f"{self.select.policy} {getattr(self.select, value):g}", self.select)]
 
     def attach(
-        self, model: "PreTrainedModel", select: SelectConfig, measure_recall: bool = False
+        self, model: "PreTrainedModel", select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
     ) -> AbstractContextManager["Sparse"]:
-        return attach(model, gate=self.gate, select=select, measure_recall=measure_recall)
+        """Attach the selection for prompts of every length: what is measured is the sparse path."""
+        always = replace(select, dense_below=0)
+        return attach(model, gate=self.gate, select=always, measure_recall=measure_recall, measure_time=measure_time)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Routing:
     """Sparse decoding: the dense window and the buckets that ``router`` chooses, read by ``bucket_decode``."""
 
     name: str
-    router: "Router"
+    router: Router
     recent: int
     sink: int
     dense_layers: tuple[int, ...]

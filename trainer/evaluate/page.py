@@ -42,6 +42,11 @@ EXPLAINED = {
         "The same by where the needle lies (0 %: start of the context) and how long the context is: a gap at one depth is a "
         "region that a method does not reach."
     ),
+    "latency": (
+        "Left: how many times sooner than with the fastest dense attention the first token is there, by length. Below 1 dense "
+        "attention is faster: <code>select.dense_below</code> says from which length on prompts are served sparsely. Right: "
+        "where the time goes at the longest prompt."
+    ),
 }
 CSS = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; background: #fff; max-width: 64rem;

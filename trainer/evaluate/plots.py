@@ -48,6 +48,7 @@ def draw(rows: list[Row], folder: Path) -> dict[str, Path]:
         "recall_heads": recall_heads,
         "needle": needle,
         "needle_grid": needle_grid,
+        "latency": latency,
     }
     drawn = {}
     for name, figure_of in figures.items():
@@ -188,6 +189,47 @@ def needle_grid(rows: list[Row]) -> "Figure | None":
     axes.set_xlabel("depth of the needle")
     figure.colorbar(image, ax=axes, label="needles found", pad=0.02)
     return figure
+
+
+def latency(rows: list[Row]) -> "Figure | None":
+    """How many times faster than the fastest dense attention, by length; and the parts of the time at the longest length."""
+    if not rows:
+        return None
+    figure, (faster, parts) = subplots(1, 2, (11.5, 4.6))
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.setting and row.ratio_to_dense:
+            lines.setdefault(_line_of(row), []).append(row)
+    for number, (name, points) in enumerate(lines.items()):
+        times = [1 / (row.ratio_to_dense or 1.0) for row in points]
+        faster.plot([row.extra["length"] for row in points], times, label=name, marker="o", color=f"C{number % 10}")
+    faster.axhline(1, color="#333333", linewidth=0.8)
+    lengths = sorted({row.extra["length"] for row in rows})
+    faster.set(xscale="log", xlabel="tokens of the prompt", ylabel="times faster than the fastest dense attention")
+    faster.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
+    faster.minorticks_off()
+    if lines:
+        faster.legend(frameon=False, fontsize=9)
+    longest = [row for row in rows if row.extra["length"] == lengths[-1]]
+    left = [0.0] * len(longest)
+    for part, color in (("attention", "#0072B2"), ("choosing blocks", "#D55E00"), ("the rest", "#CCCCCC")):
+        widths = [_part(row, part) for row in longest]
+        parts.barh([_line_of(row) for row in longest], widths, left=left, label=part, color=color)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    parts.invert_yaxis()
+    parts.set(xlabel="seconds to the first token", title=f"{lengths[-1]:,} tokens")
+    parts.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _line_of(row: Row) -> str:
+    return f"{title(row.method)}, {row.setting}" if row.setting else title(row.method)
+
+
+def _part(row: Row, part: str) -> float:
+    """Seconds of a part of a prompt."""
+    attention, choosing = row.extra["attention_s"], row.extra["selection_s"]
+    return {"attention": attention, "choosing blocks": choosing}.get(part, max(0.0, row.score - attention - choosing))
 
 
 def subplots(lines: int, columns: int, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":

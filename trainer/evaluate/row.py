@@ -12,8 +12,8 @@ class Row:
 
     Attributes
     ----------
-    task : ``perplexity``, ``recall`` or ``needle``.
-    method : ``dense``, ``gate``, a baseline, or a way of routing.
+    task : ``perplexity``, ``recall``, ``needle``, ``latency`` or ``decoding``.
+    method : ``dense`` (with the kernel that ran, where several do), ``gate``, a baseline, or a way of routing.
     setting : what was asked for, e.g. ``sparsity 0.9`` or ``2 probes``.
     score, score_name : the figure of the task, and what it is.
     interval : 95 % confidence interval of the score; None when there is one sample.

@@ -36,7 +36,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from rich.progress import Progress
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import methods, needle, perplexity, recall, report, tables
+    from msattn.trainer.bench import ON_CPU
+    from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, recall, report, tables
     from msattn.trainer.tracker import Tracker
 
     console = Console()
@@ -46,11 +47,14 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     device = loaded.model.device
     found = methods.find(cfg, loaded, device)
     _check_sizes(cfg, loaded, found)
-    tasks = {"perplexity": perplexity.run, "recall": recall.run, "needle": needle.run}
+    parts = (perplexity, recall, needle, latency, decoding)
+    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
     rows: list[Row] = []
     with Progress(console=console, transient=True) as progress:
         for task in cfg.eval.tasks:
             rows += tasks[task](loaded, cfg, found, progress)
+    if device.type == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
+        found.notes.append(ON_CPU)
     title = f"{cfg.model.name}, {cfg.name}: sparse attention measured"
     about = report.context(title, asdict(cfg), found.manifests, found.notes, device)
     with _published(folder, keep=not cfg.overwrite) as draft:
@@ -65,12 +69,12 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """``task/method/setting`` -> score, for a tracker; the needle's length is part of its setting."""
+    """``task/method/setting`` -> score, for a tracker; the length is part of the setting where a task has several."""
     return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
 
 
 def _length(row: Row) -> str:
-    return str(row.extra["length"]) if row.task == "needle" else ""
+    return str(row.extra["length"]) if row.task in ("needle", "latency", "decoding") else ""
 
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None:
@@ -82,13 +86,14 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None
         "perplexity": [sections.perplexity.length],
         "recall": [sections.recall.length],
         "needle": sections.needle.lengths,
+        "latency": sections.latency.lengths,
     }
-    probes = {"perplexity": [], "recall": sections.recall.probes, "needle": sections.needle.probes}
+    probes = {"recall": sections.recall.probes, "needle": sections.needle.probes, "decoding": [cfg.probes]}
     for task in sections.tasks:
-        for length in lengths[task]:
+        for length in lengths.get(task, []):  # decoding fills its caches without a prompt
             check_length(loaded.model.config, length)
         for routing in found.routing:
-            routing.settings(probes[task])
+            routing.settings(probes.get(task, []))
             exact = routing.recent + routing.sink
             if task == "recall" and sections.recall.length <= exact:
                 raise UserError(

@@ -14,8 +14,11 @@ HEADINGS = {
     "perplexity": "Perplexity of held-out text",
     "recall": "Attention mass read",
     "needle": "Needles in a haystack",
+    "latency": "Time to the first token",
+    "decoding": "Tokens a second in decoding",
 }
 TRAINED = ("gate", "classifier")  # methods that stand out
+COUNTED = {"needle": "prompts a row", "latency": "prompts a row", "decoding": "tokens a row"}
 SPARE = ("peak memory", "sparsity", "bits a byte", "latency", "95 % interval")  # a narrow terminal goes without, in this order
 
 
@@ -24,18 +27,20 @@ def caption(rows: list[Row]) -> str:
     first, counts = rows[0], sorted({row.samples for row in rows})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     length = f" of {first.extra['length']:,} tokens" if first.task == "perplexity" else ""
-    return f"{HEADINGS[first.task]}: {span} {'prompts a row' if first.task == 'needle' else 'chunks'}{length}"
+    return f"{HEADINGS[first.task]}: {span} {COUNTED.get(first.task, 'chunks')}{length}"
 
 
 def table(rows: list[Row]) -> dict[str, list[str]]:
     """``{column: cells}`` of the rows of one task; columns that say nothing are left out."""
     columns = {"method": [plots.title(row.method) for row in rows], "setting": [row.setting for row in rows]}
-    columns |= {"perplexity": _perplexity, "recall": _recall, "needle": _needle}[rows[0].task](rows)
+    columns |= {"perplexity": _perplexity, "recall": _recall, "needle": _needle, "latency": _latency, "decoding": _decoding}[
+        rows[0].task
+    ](rows)
     columns |= {
         "sparsity": [_percent(row.sparsity) for row in rows],
         "keys read": [_percent(row.selectivity) for row in rows],
         "recall": [_percent(row.recall) if row.task != "recall" else "" for row in rows],
-        "latency": [_seconds(row.latency_s) for row in rows],
+        "latency": [_seconds(row.latency_s) if row.task != "decoding" else "" for row in rows],
         "peak memory": [f"{row.peak_memory_mb:,.0f} MiB" if row.peak_memory_mb is not None else "" for row in rows],
     }
     return {name: cells for name, cells in columns.items() if any(cells)}
@@ -64,6 +69,37 @@ def _needle(rows: list[Row]) -> dict[str, list[str]]:
         "found": [_percent(row.score) for row in rows],
         "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
         "to dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
+    }
+
+
+def _latency(rows: list[Row]) -> dict[str, list[str]]:
+    return {
+        "tokens": [f"{row.extra['length']:,}" for row in rows],
+        **_faster(rows, "times_"),
+        "choosing": [_percent(row.extra["selection_share"]) for row in rows],
+        "attention": [_percent(row.extra["attention_share"]) for row in rows],
+        "breaks even": [f"{row.extra['break_even']:,}" if row.extra["break_even"] else "" for row in rows],
+    }
+
+
+def _decoding(rows: list[Row]) -> dict[str, list[str]]:
+    device = [row.extra["device_tokens_per_s"] for row in rows]
+    return {
+        "keys": [f"{row.extra['length']:,}" for row in rows],
+        "tokens/s": [f"{row.score:.4g}" for row in rows],
+        **_faster(rows, "times_"),
+        "device alone": [f"{rate:.4g}" if rate else "" for rate in device],
+        **_faster(rows, "device_times_"),
+    }
+
+
+def _faster(rows: list[Row], prefix: str) -> dict[str, list[str]]:
+    """A column for each dense kernel: how many times faster than it."""
+    keys = dict.fromkeys(key for row in rows for key in row.extra if key.startswith(prefix))
+    suffix = ", device" if prefix.startswith("device") else ""
+    return {
+        f"x {key.removeprefix(prefix)}{suffix}": [f"{row.extra[key]:.2f}" if key in row.extra else "" for row in rows]
+        for key in keys
     }
 
 

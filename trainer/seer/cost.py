@@ -15,7 +15,7 @@ Rows go to ``outputs/<model.name>/<name>/cost/train_gate.csv`` as they are measu
 import csv
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from msattn.trainer import models
 from msattn.trainer.bench import ON_CPU
 from msattn.trainer.compose import compose
 from msattn.trainer.config import TrainGateConfig
+from msattn.trainer.dense import KERNELS, Absent, only
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distill import GateDistiller, gate_loss
@@ -39,7 +40,6 @@ from msattn.trainer.tap import LayerInputs, run_backbone, tap
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BACKENDS = {"cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}, "cpu": {"SDPA": None}}
 REPEATS = 3  # a step at 128k tokens takes ten seconds and more
 GB_PER_GIB = 2**30 / 1e9
 
@@ -89,8 +89,8 @@ def measure(cfg: TrainGateConfig) -> Iterator[Row]:
     empty = Row("", *size, cfg.model.name, where)
 
     inference: Row | None = None
-    for name, backend in BACKENDS[device.type].items():
-        row = _timed(replace(empty, variant=f"forward, {name}"), partial(_infer, teacher, ids, backend), device)
+    for name, kernel in KERNELS[device.type].items():
+        row = _timed(replace(empty, variant=f"forward, {name}"), partial(_infer, teacher, ids), device, kernel)
         inference = inference or (row if row.seconds else None)
         yield _beside(row, inference, None)
     maxpool = _timed(replace(empty, variant="forward, maxpool"), partial(_infer_with_maps, teacher, ids, cfg), device)
@@ -104,10 +104,8 @@ def measure(cfg: TrainGateConfig) -> Iterator[Row]:
         yield _beside(row, inference, maxpool)
 
 
-def _infer(teacher: "PreTrainedModel", ids: Tensor, backend: str | None) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with torch.no_grad(), sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext():
+def _infer(teacher: "PreTrainedModel", ids: Tensor) -> None:
+    with torch.no_grad():
         run_backbone(teacher, ids)
 
 
@@ -142,18 +140,15 @@ def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def _timed(row: Row, call: Callable[[], None], device: torch.device) -> Row:
-    """``row`` with the time and peak memory of ``call``."""
+def _timed(row: Row, call: Callable[[], None], device: torch.device, kernel: str | None = None) -> Row:
+    """``row`` with the time and peak memory of ``call``, dense attention by ``kernel``."""
     try:
-        took = time_ms(call, device.type, repeats=REPEATS, least=REPEATS)
-        resident = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-        more = peak_memory_gb(call, device.type)
-    except torch.OutOfMemoryError:
-        return replace(row, note="out of memory")
-    except RuntimeError as error:  # SDPA without the backend that was asked for
-        if "No available kernel" not in str(error):
-            raise
-        return replace(row, note="PyTorch has no such attention here")
+        with only(kernel):
+            took = time_ms(call, device.type, repeats=REPEATS, least=REPEATS)
+            resident = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            more = peak_memory_gb(call, device.type)
+    except Absent as error:
+        return replace(row, note=str(error))
     return replace(row, seconds=took.median / 1e3, peak_gib=None if more is None else resident + more / GB_PER_GIB)
 
 
