@@ -110,7 +110,10 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate --cgf job", "No such option: --cgf"),
         ("train-gate --cfg jobb", "'jobb' is not one of"),
         ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
-        ("eval eval=neddle", "eval=neddle: accepted are all, gates, needle, perplexity, recall, routing (did you mean needle"),
+        (
+            "eval eval=neddle",
+            "eval=neddle: accepted are all, gates, latency, needle, perplexity, recall, routing (did you mean needle",
+        ),
         ("eval select=topq", "did you mean topk?"),
         ("-m train-gate", "No such option: -m"),
         ("train-gate -m train.steps=1,many", "job 1: train.steps: Value 'many'"),

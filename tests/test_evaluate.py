@@ -65,7 +65,7 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
         tracker=TrackerConfig(kind="none"),
         outputs=str(outputs),
         device="cpu",
-        select=SelectConfig(block_size=16),
+        select=SelectConfig(block_size=16, dense_below=10**6),  # which is for serving: what is measured is sparse
         eval=replace(tasks, **changes),  # pyright: ignore[reportArgumentType]
         recent=16,
         sink=1,

@@ -43,7 +43,7 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
         tracker=TrackerConfig(kind="none"),
         outputs=str(outputs),
         device="cpu",
-        select=SelectConfig(policy="calibrated", block_size=16),
+        select=SelectConfig(policy="calibrated", block_size=16, dense_below=10**6),
         eval=EvalConfig(
             tasks=["latency", "decoding"],
             baselines=[],
@@ -144,6 +144,10 @@ def test_a_filled_cache_is_read_as_one_that_grew(tmp_path: Path) -> None:
         tokens = [decoding.next_token(model, cache, torch.zeros(1, 1, dtype=torch.long))]
         stats = sparse.stats()
     assert (stats["selectivity"], stats["dense_fallbacks"], cache.get_seq_length()) == (1, 0, 101)
+    with routing.attach(model, BUCKETS):
+        again = [decoding.step(model, cache, tokens[0]) for _ in range(2)]
+    assert torch.equal(*again)
+    assert cache.get_seq_length() == 101
     other = decoding.filled_cache(model, routing.router, (), 100, seed=0)
     assert torch.equal(tokens[0], decoding.next_token(model, other, torch.zeros(1, 1, dtype=torch.long)))
 

@@ -147,6 +147,8 @@ def _print(results: dict[str, Generation], prompt_tokens: int) -> None:
     dense, sparse = results["dense"].tokens, results["sparse"].tokens
     same = next((i for i, (a, b) in enumerate(zip(dense, sparse, strict=False)) if a != b), min(len(dense), len(sparse)))
     console.print(f"The first {same} of {len(dense)} tokens agree.")
+    if results["sparse"].stats["dense_by_choice"]:
+        console.print("The prompt was read densely, which is faster at its length; select.dense_below=0 reads it sparsely.")
 
 
 def _figure(value: float | None) -> str:

@@ -6,7 +6,7 @@ Dense decoding appends to a cache with room to grow, which is faster than transf
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,12 +53,15 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens a second as the host drives the model, and as the device runs (None on a CPU); peak MiB; share of keys read."""
+    """Tokens a second as the host drives the model, and as the device runs (None: ``note`` says why, or it is a CPU); peak MiB;
+    share of keys read.
+    """
 
     rate: float
     device_rate: float | None
     peak_mb: float
     selectivity: float | None
+    note: str = ""
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
@@ -84,6 +87,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
             except Absent as reason:
                 methods.notes.append(f"{way.method} after {length:,} keys, absent: {reason}")
             progress.advance(bar)
+        methods.notes.extend(f"{way.method} after {length:,} keys: {each.note}" for way, each in done if each.note)
         dense = {way.method.removeprefix(DENSE): each for way, each in done if way.method.startswith(DENSE)}
         rows += [row(way.method, way.setting, length, each, dense, settings.tokens) for way, each in done]
     return rows
@@ -138,11 +142,23 @@ def measure(model: "PreTrainedModel", way: Way, length: int, cfg: EvalRunConfig)
             for _ in range(tokens):
                 token = next_token(model, cache, token)
         selectivity = sparse.stats()["selectivity"] if sparse else None
-    device_rate = None
-    if device.type == "cuda":
+    driven = Run(tokens / spent.seconds, None, spent.peak_mb, selectivity)
+    if device.type != "cuda":
+        return driven
+    try:
         with way.attached():
-            device_rate = 1e3 / time_ms(graphed(lambda: next_token(model, cache, token), device.type), device.type).median
-    return Run(tokens / spent.seconds, device_rate, spent.peak_mb, selectivity)
+            alone = time_ms(graphed(partial(step, model, cache, token), device.type), device.type)
+    except RuntimeError as error:
+        return replace(driven, note=f"no CUDA graph ({str(error).partition(chr(10))[0]})")
+    return replace(driven, device_rate=1e3 / alone.median)
+
+
+@torch.inference_mode()
+def step(model: "PreTrainedModel", cache: Any, token: Tensor) -> Tensor:
+    """:func:`next_token`, after which the cache is as it was: every call has the same shapes."""
+    following = next_token(model, cache, token)
+    cache.crop(-1)
+    return following
 
 
 def row(method: str, setting: str, length: int, done: Run, dense: dict[str, Run], tokens: int) -> Row:
