@@ -149,7 +149,7 @@ def measure(model: "PreTrainedModel", way: Way, length: int, cfg: EvalRunConfig)
         with way.attached():
             alone = time_ms(graphed(partial(step, model, cache, token), device.type), device.type)
     except RuntimeError as error:
-        return replace(driven, note=f"no CUDA graph ({str(error).partition(chr(10))[0]})")
+        return replace(driven, note=f"no CUDA graph ({' '.join(str(error).split())})")
     return replace(driven, device_rate=1e3 / alone.median)
 
 
