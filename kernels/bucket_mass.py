@@ -1,26 +1,36 @@
 """Attention mass by bucket (SAAP, arXiv 2502.08246, section 3: the training target ``A . H_k``), without the attention matrix.
 
-The keys are sorted by bucket and laid out in tiles of one bucket each, a bucket's last tile filled up with -1::
+The queries of a query group are the rows of one matrix, which meets the group's keys in one pass. Keys come in granules of one
+bucket each, so laid out (:mod:`msattn.kernels.bucket_granules`) that a thread holds all scores of a row and granule: sums and
+maxima of granules need no exchange. Each lane of granules keeps a running sum, relative to the row's maximum so far, and
+writes its logarithm out at the end of a bucket. The copies that fill a granule up need no mask: they change no maximum, and
+are subtracted from the sum, all being equal to the granule's first key.
 
-    slots        7 19 40 52 | 61 -1 -1 -1 | 3 8 -1 -1 | ...      with 4 keys a tile
-    bucket_of    0          | 0           | 2         | ...      bucket 1 is empty
-    first_tile   0, 2, 2, 3, ...                                 first tile of bucket 0, 1, 2, ...
+The loop keeps only the granule of a row's largest score; a second kernel scores that granule again to find the key, and a third
+normalises.
 
-One pass over the tiles gives each bucket's log-sum of exponentials, held as ``[C, n_q]`` so that the rows of a tile are written
-side by side; a second kernel normalises over the buckets.
-
-Tiles: BM queries, BN keys, BD head size, BC buckets. Prefixes: p_ pointer. Programs: (query tile, query head, split of the
-buckets and sequence), then (query tile, query head, sequence).
+Tiles: BM rows (row r = query r % n_q of the group's head r // n_q), BN keys, BD head size, BC buckets. Prefixes: p_ pointer.
+Programs: (row tile, key/value head, split of the keys and sequence), then (row tile, buckets, key/value head of a sequence).
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
+from msattn.kernels.bucket_granules import column_of, most_granules, pack_keys
 from msattn.kernels.checks import check_bucket_mass, resolve_backend, resolve_scale, statistics_dtype
-from msattn.kernels.primitives import LN_2, LOG2_E, num_processors, padded_head, precision, tl, triton
+from msattn.kernels.primitives import (
+    LN_2,
+    LOG2_E,
+    load_tile,
+    num_processors,
+    padded_head,
+    precision,
+    tile_view,
+    tl,
+    triton,
+)
+from msattn.kernels.splits import choose_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketMass
 
@@ -131,42 +141,56 @@ def launch(
     min_distance: int | None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the keys into tiles and run both kernels; ``tile`` overrides the shipped choice, for tuning."""
+    """Pack the keys and run both kernels; ``tile`` overrides the shipped choice, for tuning."""
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    cols = padded_head(head)
-    tile = tile or default_tile(cols, q.dtype, num_queries, num_keys // num_buckets)
-    tiles = tile_keys(buckets, num_buckets, tile.keys)
-    row_tiles = triton.cdiv(num_queries, tile.rows)
-    splits = max(1, min(tile.programs * num_processors(q.device) // (row_tiles * q_heads * batch), num_buckets))
+    rows, cols = q_heads // kv_heads * num_queries, padded_head(head)
+    tile = tile or default_tile(cols, q.dtype, rows)
+    granule = default_granule(num_keys // num_buckets, tile.keys)
+    row_tiles = triton.cdiv(rows, tile.rows)
+    most_tiles = triton.cdiv(most_granules(num_keys, num_buckets, granule) * granule, tile.keys)
+    splits = choose_splits(row_tiles * kv_heads * batch, tile.programs * num_processors(q.device), most_tiles)
+    packed = pack_keys(k, buckets, num_buckets, granule, tile.keys, splits)
     if causal or min_distance is not None:
         q_pos, k_pos = _positions(q_pos, k_pos, num_queries, num_keys, q.device)
 
-    shape = (batch, q_heads, num_queries)
-    log_mass = q.new_full((batch, q_heads, num_buckets, num_queries), float("-inf"), dtype=torch.float32)
-    part_score = q.new_empty((splits, *shape), dtype=torch.float32)
-    part_key = q.new_empty((splits, *shape), dtype=torch.int32)
-    _mass_kernel[(row_tiles, q_heads, batch * splits)](
-        q, k, *tiles, q_pos, k_pos, log_mass, part_score, part_key, *q.stride(), *k.stride(),
-        q_heads // kv_heads, num_queries, num_buckets, tiles.bucket_of.shape[2], splits, min_distance or 0, scale * LOG2_E,
-        HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
-        BM=tile.rows, BN=tile.keys, BD=cols, PRECISION=precision(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+    lanes = packed.carried.shape[2]
+    sums = q.new_empty((batch, kv_heads, num_buckets + lanes, rows), dtype=torch.int32)
+    part_lse = q.new_empty((splits, batch, kv_heads, rows), dtype=torch.float32)
+    references = torch.empty_like(part_lse[0])
+    part_score, part_slot = torch.empty_like(part_lse), torch.empty_like(part_lse, dtype=torch.int32)
+    _mass_kernel[(row_tiles, kv_heads, batch * splits)](
+        q, tile_view(packed.keys, tile.keys), packed.slots, packed.marks, packed.first, q_pos, k_pos,
+        sums, references, part_lse, part_score, part_slot, *q.stride(),
+        q_heads // kv_heads, num_queries, num_buckets, packed.slots.shape[2] // tile.keys, splits, min_distance or 0,
+        scale * LOG2_E, HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
+        BM=tile.rows, BN=tile.keys, BD=cols, GRANULE=granule, PRECISION=precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=65536 // (32 * tile.warps * tile.programs),
     )  # fmt: skip
-    mass = q.new_empty((*shape, num_buckets), dtype=torch.float32)
-    lse, top_key = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.int32)
-    _normalise_kernel[(triton.cdiv(num_queries, 64), q_heads, batch)](
-        log_mass, part_score, part_key, mass, lse, top_key, num_queries, num_buckets, splits, BM=64, BC=64,
+    mass = q.new_empty((batch, q_heads, num_queries, num_buckets), dtype=torch.float32)
+    lse, top_key = q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.int32)
+    _top_key_kernel[(triton.cdiv(rows, 16), kv_heads, batch)](
+        q, packed.keys, packed.slots, q_pos, k_pos, part_score, part_slot, top_key, *q.stride(),
+        q_heads // kv_heads, num_queries, packed.slots.shape[2], splits, min_distance or 0,
+        HEAD=head, CAUSAL=causal, FAR=min_distance is not None, BM=16, BD=cols, GRANULE=granule,
+    )  # fmt: skip
+    _normalise_kernel[(triton.cdiv(rows, 64), triton.cdiv(num_buckets, 64), batch * kv_heads)](
+        sums, references, part_lse, packed.first, packed.carried, mass, lse, rows, num_buckets, lanes, splits, BM=64, BC=64, BL=32,
     )  # fmt: skip
     return mass, lse, top_key
 
 
-def default_tile(cols: int, dtype: torch.dtype, num_queries: int, keys_per_bucket: int) -> Tile:
-    """Key tiles of at most half a mean bucket (but 16 keys), so that few slots stay empty; two programs on a multiprocessor."""
-    full = dtype == torch.float32
-    rows = 64 if full or num_queries <= 64 else 128
-    keys = min(32 if full else 128 if cols <= 128 else 64, triton.next_power_of_2(max(64, keys_per_bucket)) // 4)
-    return Tile(rows=rows, keys=keys, warps=rows // 16, stages=1 if full else 5 if cols <= 128 else 3, programs=2)
+def default_tile(cols: int, dtype: torch.dtype, rows: int) -> Tile:
+    """Two programs on a multiprocessor: one multiplies while the other exponentiates."""
+    if dtype == torch.float32:
+        return Tile(rows=64, keys=32, warps=8, stages=1, programs=2)
+    keys = 128 if cols <= 128 else 64
+    return Tile(rows=64 if rows <= 64 else 128, keys=keys, warps=4 if rows <= 64 else 8, stages=2, programs=2)
+
+
+def default_granule(keys_per_bucket: int, tile: int) -> int:
+    """Long granules need fewer sums to be written; short ones leave fewer places empty. A tile holds 4 at least."""
+    return min(16 if keys_per_bucket >= 32 else 8, tile // 4)
 
 
 def _positions(
@@ -180,150 +204,212 @@ def _positions(
     return q_pos.contiguous(), k_pos.contiguous()
 
 
-class KeyTiles(NamedTuple):
-    """Tiles of keys: ``slots [B, Hkv, (T + 1) * BN]``, ``bucket_of [B, Hkv, T]``, ``first_tile [B, Hkv, C + 1]``; all int32."""
-
-    slots: Tensor
-    bucket_of: Tensor
-    first_tile: Tensor
-
-
-def tile_keys(buckets: Tensor, num_buckets: int, size: int) -> KeyTiles:
-    """Sort ``buckets [B, Hkv, n_k]`` into tiles of ``size`` keys; T follows shapes alone, so that nothing waits for the device.
-
-    There are at most ``n_k // size`` full tiles, and a partial one for each bucket that has keys. Keys that are left out go to
-    one more tile at the end, which nobody reads.
-    """
-    num_keys, device = buckets.shape[-1], buckets.device
-    num_tiles = num_keys // size + min(num_buckets, num_keys)
-
-    def numbers(count: int) -> Tensor:
-        return torch.arange(count, dtype=torch.int32, device=device).expand(*buckets.shape[:2], -1).contiguous()
-
-    label = torch.where((buckets >= 0) & (buckets < num_buckets), buckets, num_buckets)  # left out: sorted to the end
-    label, order = label.sort(dim=-1, stable=True)
-    begin = torch.searchsorted(label, numbers(num_buckets + 1))  # [B, Hkv, C + 1]
-    tiles = (begin.diff() + size - 1) // size
-    first_tile = torch.nn.functional.pad(tiles.cumsum(-1), (1, 0))
-    bucket_of = torch.searchsorted(first_tile, numbers(num_tiles).long(), right=True) - 1
-    index = label.long()
-    slot = first_tile.gather(-1, index) * size + numbers(num_keys) - begin.gather(-1, index)
-    slot = torch.where(label < num_buckets, slot, num_tiles * size)
-    slots = torch.full((*buckets.shape[:2], (num_tiles + 1) * size), -1, dtype=torch.int32, device=device)
-    return KeyTiles(slots.scatter_(-1, slot, order.int()), bucket_of.int(), first_tile.int())
-
-
-@triton.jit(do_not_specialize=["group", "num_tiles", "num_splits", "min_distance"])
+@triton.jit(do_not_specialize=["group", "num_queries", "num_buckets", "num_tiles", "num_splits", "min_distance"])
 def _mass_kernel(
-    q, k, slots, bucket_of, first_tile, q_pos, k_pos, log_mass, part_score, part_key,
-    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
+    q, keys, slots, marks, first, q_pos, k_pos, sums, references, part_lse, part_score, part_slot,
+    stride_qb, stride_qh, stride_qn, stride_qd,
     group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GRANULE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split's buckets: base-2 ``log_mass [B, Hq, C, n_q]``, best score and key ``[S, B, Hq, n_q]``."""
-    head, q_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    batch, split = tl.program_id(2).to(tl.int64) // num_splits, tl.program_id(2) % num_splits
-    kv_head = head // group
-    tiles = batch * (q_heads // group) + kv_head
-    slots += tiles * (num_tiles + 1) * BN
-    bucket_of += tiles * num_tiles
-    first_tile += tiles * (num_buckets + 1)
-    k += batch * stride_kb + kv_head * stride_kh
-    row = tl.program_id(0) * BM + tl.arange(0, BM)
-    m_row = row < num_queries
-    o_d = tl.arange(0, BD)
-    m_d = o_d < HEAD
-    p_q = q + batch * stride_qb + head * stride_qh + row.to(tl.int64)[:, None] * stride_qn + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
-    if CAUSAL or FAR:
-        b_q_pos = tl.load(q_pos + row, mask=m_row, other=0)
-    log_mass += (batch * q_heads + head) * num_buckets * num_queries + row
+    """One split's keys: ``sums [B, Hkv, C + R, rows]`` (:func:`_widen`), their ``references [B, Hkv, rows]``; base-2 LSE, best score and its
+    granule's first slot ``[S, B, Hkv, rows]``."""
+    LANES: tl.constexpr = BN // GRANULE
+    GROUPS: tl.constexpr = LANES // 4
+    kv_heads = tl.num_programs(1)
+    kv_head, batch, split = tl.program_id(1), tl.program_id(2) // num_splits, tl.program_id(2) % num_splits
+    kv_row = (batch * kv_heads + kv_head).to(tl.int64)
+    num_tiles = num_tiles // num_splits
+    slots += (kv_row * num_splits + split) * num_tiles * BN
+    marks += (kv_row * num_splits + split) * num_tiles * LANES
+    run = tl.cdiv(tl.load(first + kv_row * (num_buckets + 1) + num_buckets), num_splits * LANES)
 
+    rows = group * num_queries
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    m_row = row < rows
+    m_tile = m_row[:, None] & (tl.arange(0, BD) < HEAD)[None, :]
+    b_q = _load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
+    if CAUSAL or FAR:
+        b_q_pos = tl.load(q_pos + row % num_queries, mask=m_row, other=0)
+    some = tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION)
+    reference = tl.floor(tl.max(some, 1) * scale2)  # the same for all splits
+    p_sum = sums + kv_row * (num_buckets + num_splits * LANES) * rows + row[:, None, None]
+
+    lane = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [GROUPS, 4]
     m = tl.full([BM], float("-inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    top_score = tl.full([BM], float("-inf"), tl.float32)
-    top_slot = tl.zeros([BM], tl.int32)
-    current = -1
-    begin = tl.load(first_tile + split * num_buckets // num_splits)
-    end = tl.load(first_tile + (split + 1) * num_buckets // num_splits)
-    for tile in tl.range(begin, end):
-        bucket = tl.load(bucket_of + tile)
-        key = tl.load(slots + tile * BN + tl.arange(0, BN)).to(tl.int64)
-        real = key >= 0
-        p_k = k + key[:, None] * stride_km + o_d[None, :] * stride_kd
-        b_k = tl.load(p_k, mask=real[:, None] & m_d[None, :], other=0.0)  # [BN, BD]
-        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-        s = s * scale2 + tl.where(real, 0.0, float("-inf"))[None, :]
+    acc = tl.zeros([BM, GROUPS, 4], tl.float32)  # of the bucket that each lane is in
+    l = tl.zeros([BM, GROUPS, 4], tl.float32)
+    top = tl.full([BM, GROUPS, 4], float("-inf"), tl.float32)
+    top_tile = tl.zeros([BM, GROUPS, 4], tl.int32)
+    for n in tl.range(0, run):
+        mark = tl.load(marks + n * LANES + lane)
+        b_k = load_tile(keys, batch, kv_head, (split * num_tiles + n) * BN, BN, BD)
+        s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BM, BN]
         if CAUSAL or FAR:
-            distance = b_q_pos[:, None] - tl.load(k_pos + key, mask=real, other=0)[None, :]
+            distance = b_q_pos[:, None] - tl.load(k_pos + tl.load(slots + n * BN + tl.arange(0, BN)))[None, :]
             if CAUSAL:
                 s = tl.where(distance >= 0, s, float("-inf"))
             if FAR:
                 s = tl.where(tl.abs(distance) > min_distance, s, float("-inf"))
+        s = tl.reshape(s, [BM, GROUPS, GRANULE // 2, 4, 2])
+        largest = tl.max(tl.max(s, 4), 2)  # [BM, GROUPS, 4]
+        better = largest > top
+        top = tl.where(better, largest, top)
+        top_tile = tl.where(better, n, top_tile)
 
-        s_max = tl.max(s, 1)
-        s_top = tl.min(tl.where(s == s_max[:, None], tl.arange(0, BN)[None, :], BN), 1)
-        better = s_max > top_score
-        top_score = tl.where(better, s_max, top_score)
-        top_slot = tl.where(better, tile * BN + s_top, top_slot)
-
-        m = tl.where(bucket == current, m, float("-inf"))  # a new bucket begins with nothing, l then weighs 0
-        m_new = tl.maximum(m, s_max)
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
-        l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
+        m_new = tl.maximum(m, tl.ceil(tl.max(tl.max(largest, 2), 1) * scale2))
+        base = m_new
+        if CAUSAL or FAR:
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
+        even, odd = tl.split(tl.exp2(s * scale2 - base[:, None, None, None, None]))  # [BM, GROUPS, G / 2, 4]
+        alpha = tl.exp2(m - base)[:, None, None]
+        copies = (mark % (2 * GRANULE))[None]
+        mass = tl.sum(even + odd, 2) - copies.to(tl.float32) * _first(even, GRANULE // 2)
+        mass = tl.where(copies < GRANULE, mass, 0.0)  # past the end of the last run
+        acc = acc * alpha + mass
+        l = l * alpha + mass
         m = m_new
-        # Written at each tile, so that the loop has no branch: the last tile of a bucket leaves its total.
-        tl.store(log_mass + bucket.to(tl.int64) * num_queries, m + tl.log2(tl.where(l == 0.0, 1.0, l)), mask=m_row)
-        current = bucket
+        exponent = (base - reference)[:, None, None]
+        bucket = mark // (2 * GRANULE) - 1
+        ends = (bucket >= 0)[None]
+        tl.store(p_sum + (bucket.to(tl.int64) * rows)[None], _widen(acc, exponent), mask=ends & m_row[:, None, None])
+        acc = tl.where(ends, 0.0, acc)
 
-    part = (split * (tl.num_programs(2) // num_splits) + batch) * q_heads + head
-    top_key = tl.load(slots + top_slot, mask=m_row & (top_score > float("-inf")), other=-1)
-    tl.store(part_score + part * num_queries + row, top_score, mask=m_row)
-    tl.store(part_key + part * num_queries + row, top_key, mask=m_row)
+    part = tl.program_id(2) % num_splits * (tl.num_programs(2) // num_splits) + batch
+    part = (part * kv_heads + kv_head).to(tl.int64) * rows + row
+    best = tl.max(tl.max(top, 2), 1)
+    slot = (split * num_tiles + top_tile) * BN + column_of(lane[None], 0, GRANULE)
+    slot = tl.where(top == best[:, None, None], slot, -1)
+    if split == 0:
+        tl.store(references + kv_row * rows + row, reference, mask=m_row)
+    tl.store(part_lse + part, m + tl.log2(tl.sum(tl.sum(l, 2), 1)), mask=m_row)
+    tl.store(part_score + part, best, mask=m_row)
+    tl.store(part_slot + part, tl.max(tl.max(slot, 2), 1), mask=m_row)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _normalise_kernel(
-    log_mass, part_score, part_key, mass, lse, top_key,
-    num_queries, num_buckets, num_splits, BM: tl.constexpr, BC: tl.constexpr,
+@triton.jit
+def _load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_b, stride_h, stride_n, stride_d, BD: tl.constexpr):
+    """Queries ``[BM, BD]`` of a query group's rows, 0 outside the mask."""
+    p_q = q + batch.to(tl.int64) * stride_b + (kv_head * group + row // num_queries).to(tl.int64) * stride_h
+    p_q = (p_q + (row % num_queries).to(tl.int64) * stride_n)[:, None] + tl.arange(0, BD)[None, :] * stride_d
+    return tl.load(p_q, mask=m_tile, other=0.0)
+
+
+@triton.jit
+def _widen(x, exponent):
+    """``x * 2**exponent``, x >= 0 and the exponent whole, as int32: a float with 19 bits behind the point, 12 of exponent.
+
+    It has the range of a logarithm, for three instructions where that takes some thirty. Exponents up to 1900 in size.
+    """
+    exponent = tl.minimum(tl.maximum(exponent, -1900.0), 1900.0).to(tl.int32)
+    wide = ((x.to(tl.int32, bitcast=True) + 8) >> 4) + exponent * (1 << 19)
+    return tl.where(x > 0.0, wide, -(1 << 30))
+
+
+@triton.jit
+def _narrow(wide, exponent):
+    """The fp32 number ``wide / 2**exponent``; below the range of fp32, 0."""
+    bits = wide - exponent.to(tl.int32) * (1 << 19)
+    return tl.where(bits >= 1 << 19, bits << 4, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first(x, SIZE: tl.constexpr):
+    """``x [BM, GROUPS, SIZE, 4]`` at place 0 of its third dimension, without leaving a register."""
+    if SIZE > 1:
+        halves = tl.reshape(x, [x.shape[0], x.shape[1], SIZE // 2, 2, 4])
+        even, odd = tl.split(tl.permute(halves, [0, 1, 2, 4, 3]))
+        first = _first(even, SIZE // 2)
+    else:
+        first = tl.reshape(x, [x.shape[0], x.shape[1], 4])
+    return first
+
+
+@triton.jit(do_not_specialize=["group", "num_queries", "num_slots", "num_splits", "min_distance"])
+def _top_key_kernel(
+    q, keys, slots, q_pos, k_pos, part_score, part_slot, top_key,
+    stride_qb, stride_qh, stride_qn, stride_qd, group, num_queries, num_slots, num_splits, min_distance,
+    HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, GRANULE: tl.constexpr,
 ):  # fmt: skip
-    """``mass [B, Hq, n_q, C]``, natural-log ``lse`` and ``top_key [B, Hq, n_q]`` from what the splits left."""
-    head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    heads = tl.num_programs(1) * tl.num_programs(2)
+    """``top_key [B, Hq, n_q]``: the best key of the best granule that a split has found."""
+    kv_head, batch = tl.program_id(1), tl.program_id(2)
+    kv_row, kv_rows = (batch * tl.num_programs(1) + kv_head).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
+    rows = group * num_queries
     row = tl.program_id(0) * BM + tl.arange(0, BM)
-    m_row = row < num_queries
-    log_mass += head * num_buckets * num_queries
-    mass += head * num_queries * num_buckets
+    m_row = row < rows
+    score = tl.full([BM], float("-inf"), tl.float32)
+    slot = tl.zeros([BM], tl.int32)
+    for split in tl.range(0, num_splits):
+        part = (split * kv_rows + kv_row) * rows + row
+        part_best = tl.load(part_score + part, mask=m_row, other=float("-inf"))
+        slot = tl.where(part_best > score, tl.load(part_slot + part, mask=m_row, other=0), slot)
+        score = tl.maximum(score, part_best)
 
+    m_row = m_row & (score > float("-inf"))
+    o_d = tl.arange(0, BD)
+    m_tile = m_row[:, None] & (o_d < HEAD)[None, :]
+    b_q = _load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
+    b_q = b_q.to(tl.float32)
+    best = tl.full([BM], float("-inf"), tl.float32)
+    top = tl.full([BM], -1, tl.int32)
+    for place in tl.static_range(GRANULE):
+        row_of_key = kv_row * num_slots + slot + column_of(0, place, GRANULE)
+        b_k = tl.load(keys + row_of_key[:, None] * HEAD + o_d[None, :], mask=m_tile, other=0.0)
+        s = tl.sum(b_q * b_k.to(tl.float32), 1)
+        key = tl.load(slots + row_of_key, mask=m_row, other=0)
+        if CAUSAL or FAR:
+            distance = tl.load(q_pos + row % num_queries, mask=m_row, other=0) - tl.load(k_pos + key)
+            if CAUSAL:
+                s = tl.where(distance >= 0, s, float("-inf"))
+            if FAR:
+                s = tl.where(tl.abs(distance) > min_distance, s, float("-inf"))
+        top = tl.where(m_row & (s > best), key, top)
+        best = tl.maximum(best, s)
+    tl.store(top_key + kv_row * rows + row, top, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "num_buckets", "num_lanes", "num_splits"])
+def _normalise_kernel(
+    sums, references, part_lse, first, carried, mass, lse, rows, num_buckets, num_lanes, num_splits,
+    BM: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """``mass [B, Hq, n_q, C]`` and natural-log ``lse [B, Hq, n_q]`` from what the splits left."""
+    kv_row, kv_rows = tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    m_row = row < rows
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    for c in tl.range(0, num_buckets, BC):
-        bucket = (c + tl.arange(0, BC)).to(tl.int64)
-        p_log = log_mass + bucket[:, None] * num_queries + row[None, :]
-        b_log = tl.load(p_log, mask=(bucket < num_buckets)[:, None] & m_row[None, :], other=float("-inf"))  # [BC, BM]
-        m_new = tl.maximum(m, tl.max(b_log, 0))
+    for split in tl.range(0, num_splits):
+        b_lse = tl.load(part_lse + (split * kv_rows + kv_row) * rows + row, mask=m_row, other=float("-inf"))
+        m_new = tl.maximum(m, b_lse)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l = l * tl.exp2(m - base) + tl.sum(tl.exp2(b_log - base[None, :]), 0)
+        l = l * tl.exp2(m - base) + tl.exp2(b_lse - base)
         m = m_new
-    lse2 = tl.where(l > 0.0, m + tl.log2(tl.where(l > 0.0, l, 1.0)), float("-inf"))
-    tl.store(lse + head * num_queries + row, lse2 * LN_2, mask=m_row)
+    seen = l > 0.0
+    base = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), 0.0)
+    if tl.program_id(1) == 0:
+        tl.store(lse + kv_row * rows + row, tl.where(seen, base, float("-inf")) * LN_2, mask=m_row)
 
-    base = tl.where(l > 0.0, lse2, 0.0)
-    for c in tl.range(0, num_buckets, BC):
-        bucket = (c + tl.arange(0, BC)).to(tl.int64)
-        m_bucket = bucket < num_buckets
-        p_log = log_mass + bucket[:, None] * num_queries + row[None, :]
-        b_log = tl.load(p_log, mask=m_bucket[:, None] & m_row[None, :], other=float("-inf"))  # [BC, BM]
-        p_mass = mass + row.to(tl.int64)[:, None] * num_buckets + bucket[None, :]
-        tl.store(p_mass, tl.trans(tl.exp2(b_log - base[None, :])), mask=m_row[:, None] & m_bucket[None, :])
-
-    score = tl.full([BM], float("-inf"), tl.float32)
-    key = tl.full([BM], -1, tl.int32)
-    for split in tl.range(num_splits):
-        part = (split * heads + head) * num_queries + row
-        part_best = tl.load(part_score + part, mask=m_row, other=float("-inf"))
-        better = part_best > score
-        score = tl.where(better, part_best, score)
-        key = tl.where(better, tl.load(part_key + part, mask=m_row, other=-1), key)
-    tl.store(top_key + head * num_queries + row, key, mask=m_row)
+    first_bucket = tl.program_id(1) * BC
+    bucket = first_bucket + tl.arange(0, BC)
+    m_bucket = bucket < num_buckets
+    first += kv_row * (num_buckets + 1) + bucket
+    filled = tl.load(first + 1, mask=m_bucket, other=0) > tl.load(first, mask=m_bucket, other=0)
+    sums += kv_row * (num_buckets + num_lanes) * rows + row[None, :]
+    p_sum = sums + bucket.to(tl.int64)[:, None] * rows
+    b_sum = tl.load(p_sum, mask=filled[:, None] & m_row[None, :], other=-(1 << 30))  # [BC, BM]
+    whole = tl.floor(base)
+    exponent = (whole - tl.load(references + kv_row * rows + row, mask=m_row, other=0.0))[None, :]
+    b_mass = tl.where(filled[:, None], _narrow(b_sum, exponent), 0.0)
+    for lane in tl.range(0, num_lanes, BL):
+        o_lane = lane + tl.arange(0, BL)
+        b_carried = tl.load(carried + kv_row * num_lanes + o_lane, mask=o_lane < num_lanes, other=-1)
+        if tl.max(((b_carried >= first_bucket) & (b_carried < first_bucket + BC)).to(tl.int32), 0) > 0:
+            for r in tl.range(lane, tl.minimum(lane + BL, num_lanes)):
+                goes_on = (bucket == tl.load(carried + kv_row * num_lanes + r))[:, None]
+                p_lane = sums + (num_buckets + r).to(tl.int64) * rows
+                b_sum = tl.load(p_lane, mask=goes_on & m_row[None, :], other=-(1 << 30))
+                b_mass += tl.where(goes_on, _narrow(b_sum, exponent), 0.0)
+    b_mass *= tl.exp2(whole - base)[None, :]
+    p_mass = mass + (kv_row * rows + row[:, None]) * num_buckets + bucket[None, :]
+    tl.store(p_mass, tl.trans(b_mass), mask=m_row[:, None] & m_bucket[None, :])

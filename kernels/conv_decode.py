@@ -128,7 +128,7 @@ def launch(
     columns = max(columns, 16 // heads)  # of the 16 rows that a dot wants
     head_blocks = triton.cdiv(group, heads)
     keys = 64 if taps <= 16 else 128
-    stages = 1 if full or keys * cols > 128 * 128 else 2  # two programs fit a multiprocessor
+    stages = 1 if full or keys * cols > 128 * 128 else 3 if keys * cols <= 64 * 128 else 2  # two programs fit a multiprocessor
     slots = 2 * num_processors(q_window.device)
     splits = splits or choose_splits(batch * kv_heads * head_blocks, slots, triton.cdiv(num_keys, keys))
 
@@ -191,26 +191,31 @@ def _split_kernel(
     acc = tl.zeros([COPIES * HB, BD], tl.float32)
     shifted = tl.minimum(column[:, None] + o_key[None, :], BN - 1)
     results = BN - taps + 1
-    for j0 in tl.range(first, stop, results):
+    # Only tiles that reach past the window's first query need more: a loop of their own leaves the other one pipelined.
+    early_stop = first + tl.maximum(tl.minimum(stop, oldest + 2 + before - BN) - first + results - 1, 0) // results * results
+    for j0 in tl.range(first, early_stop, results):
         key = j0 - before + o_key
         m_key = (key >= start) & (key < end)
         b_k = tl.load(k + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)  # [BN, BD]
         u = tl.dot(x, tl.trans(b_k), input_precision=PRECISION)  # [HB * BC, BN]
-        if j0 - before + BN > oldest + 1:
-            late = tl.zeros([HB * BC, BN], tl.float32)
-            for a in tl.range(0, window):
-                w = tl.load(p_weight + a * taps, mask=m_row & (oldest + a >= start), other=0.0).to(tl.float32)
-                b_q = tl.load(p_q + a * stride_qn, mask=m_d[None, :], other=0.0)
-                s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-                late += tl.where((key <= oldest + a)[None, :], w[:, None] * s, 0.0)
-            u = tl.where((key > oldest)[None, :], late, u)
-        s = tl.sum(tl.reshape(tl.gather(u, shifted, 1), [HB, BC, BN]), 1)
-        j = j0 + o_key
-        live = (o_key < results) & (j < stop)
-        s = tl.where(live[None, :], s, float("-inf"))
-        s = tl.reshape(tl.broadcast_to(tl.reshape(s, [1, HB, BN]), [COPIES, HB, BN]), [COPIES * HB, BN])
-        b_v = tl.load(v + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)  # [BN, BD]
-        m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
+        m, l, acc = _add_tile(
+            u, shifted, v, j0, results, stop, stride_vm, m_d, m, l, acc, scale2, HB, BC, COPIES, BN, PRECISION
+        )  # fmt: skip
+    for j0 in tl.range(early_stop, stop, results, num_stages=1):
+        key = j0 - before + o_key
+        m_key = (key >= start) & (key < end)
+        b_k = tl.load(k + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
+        u = tl.dot(x, tl.trans(b_k), input_precision=PRECISION)
+        late = tl.zeros([HB * BC, BN], tl.float32)
+        for a in tl.range(0, window):
+            w = tl.load(p_weight + a * taps, mask=m_row & (oldest + a >= start), other=0.0).to(tl.float32)
+            b_q = tl.load(p_q + a * stride_qn, mask=m_d[None, :], other=0.0)
+            s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            late += tl.where((key <= oldest + a)[None, :], w[:, None] * s, 0.0)
+        u = tl.where((key > oldest)[None, :], late, u)
+        m, l, acc = _add_tile(
+            u, shifted, v, j0, results, stop, stride_vm, m_d, m, l, acc, scale2, HB, BC, COPIES, BN, PRECISION
+        )  # fmt: skip
 
     copy = tl.arange(0, COPIES * HB)
     head = head_block * HB + copy
@@ -219,3 +224,19 @@ def _split_kernel(
     tl.store(part_max + part, m, mask=m_head)
     tl.store(part_sum + part, l, mask=m_head)
     tl.store(part_out + part[:, None] * HEAD + o_d[None, :], acc, mask=m_head[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _add_tile(
+    u, shifted, v, j0, results, stop, stride_vm, m_d, m, l, acc, scale2,
+    HB: tl.constexpr, BC: tl.constexpr, COPIES: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Shift the rows ``u [HB * BC, BN]`` against each other, add them up and step the softmax by keys ``j0`` and on."""
+    o_key = tl.arange(0, BN)
+    s = tl.sum(tl.reshape(tl.gather(u, shifted, 1), [HB, BC, BN]), 1)
+    j = j0 + o_key
+    live = (o_key < results) & (j < stop)
+    s = tl.where(live[None, :], s, float("-inf"))
+    s = tl.reshape(tl.broadcast_to(tl.reshape(s, [1, HB, BN]), [COPIES, HB, BN]), [COPIES * HB, BN])
+    b_v = tl.load(v + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)  # [BN, BD]
+    return softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
