@@ -194,6 +194,29 @@ def check_bucket_decode(
             raise ValueError(f"{name}={x!r}: expected a number of keys, 0 or more")
 
 
+def check_probe_buckets(
+    q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, kv_heads: int, probes: int
+) -> None:
+    """One query a sequence; classifiers that divide its heads, and are divided by or divide the groups; else ValueError."""
+    check_qkv(q, q, q)
+    heads = q.shape[1]
+    if q.shape[2] != 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected [batch, heads, 1, head size], heads a multiple of kv_heads={kv_heads}")
+    if weight_in.dim() != 3 or weight_out.dim() != 3 or heads % max(1, len(weight_in)):
+        raise ValueError(f"weight_in.shape={tuple(weight_in.shape)}: expected [H, D, F], H a divisor of q's {heads} heads")
+    classifiers, hidden, num_buckets = len(weight_in), weight_in.shape[2], weight_out.shape[2]
+    for name, x, shape in (
+        ("weight_in", weight_in, (classifiers, q.shape[3], hidden)),
+        ("bias_in", bias_in, (classifiers, 1, hidden)),
+        ("weight_out", weight_out, (classifiers, hidden, num_buckets)),
+        ("bias_out", bias_out, (classifiers, 1, num_buckets)),
+    ):
+        if x.shape != shape or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: expected {q.dtype} {shape} on {q.device}")
+    if not 0 <= probes <= num_buckets:
+        raise ValueError(f"probes={probes!r}: expected 0 to {num_buckets}, the number of buckets")
+
+
 def check_bucket_mass(
     q: Tensor,
     k: Tensor,

@@ -56,6 +56,7 @@ OPERATIONS = {
     "nearest_centroid",
     "pool_blocks",
     "best_blocks",
+    "probe_buckets",
     "merge_states",
 }
 INSTALLS_AS = {"faiss-cpu": "faiss", "hydra-core": "hydra", "huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}

@@ -17,6 +17,7 @@ from msattn.kernels.reference.merge_states import merge_states
 from msattn.kernels.reference.multiscale_attention import multiscale_attention, multiscale_attention_backward
 from msattn.kernels.reference.nearest_centroid import bucket_sums, nearest_centroid
 from msattn.kernels.reference.pool_blocks import pool_blocks
+from msattn.kernels.reference.probe_buckets import probe_buckets
 
 __all__ = [
     "best_blocks",
@@ -40,4 +41,5 @@ __all__ = [
     "multiscale_attention_backward",
     "nearest_centroid",
     "pool_blocks",
+    "probe_buckets",
 ]

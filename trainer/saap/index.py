@@ -36,6 +36,10 @@ class Router(Protocol):
         """Worth of each bucket for one token's query group: fp32 ``[B, Hkv, C]`` from queries ``[B, Hq, 1, D]``."""
         ...
 
+    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
+        """The buckets with the highest scores: int32 ``[B, Hkv, probes]``, 0 to C of them."""
+        ...
+
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Worth of each bucket for each query head on its own: fp32 ``[B, Hq, C]``."""
         ...
@@ -77,9 +81,7 @@ def top_buckets(scores: Tensor, probes: int) -> Tensor:
     ------
     UserError : ``probes`` is negative or more than there are buckets.
     """
-    num_buckets = scores.shape[-1]
-    if not 0 <= probes <= num_buckets:
-        raise UserError(f"probes={probes}: accepted are 0 to {num_buckets}, the number of buckets")
+    _check_probes(probes, scores.shape[-1])
     return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
 
@@ -88,4 +90,10 @@ def route(router: Router, x: "LayerInputs", probes: int) -> Tensor:
 
     ``x`` holds one query a sequence; ``probes=0`` visits none. UserError: ``probes`` is more than there are buckets.
     """
-    return top_buckets(router.scores(x.layer, x.q_nope, x.q), probes)
+    _check_probes(probes, router.num_buckets)
+    return router.probe(x.layer, x.q_nope, x.q, probes)
+
+
+def _check_probes(probes: int, num_buckets: int) -> None:
+    if not 0 <= probes <= num_buckets:
+        raise UserError(f"probes={probes}: accepted are 0 to {num_buckets}, the number of buckets")

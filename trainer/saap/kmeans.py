@@ -18,7 +18,7 @@ from msattn.trainer import artifacts, data, models, ranks
 from msattn.trainer.config import FitKMeansConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.saap.clustering import fit_points, mean_stats, resolve_engine
-from msattn.trainer.saap.index import slot_of
+from msattn.trainer.saap.index import slot_of, top_buckets
 from msattn.trainer.saap.parts import FinishedParts
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.tracker import Tracker
@@ -79,6 +79,10 @@ class KMeans(nn.Module):
         """Products of one token's queries ``[B, Hq, 1, D]`` and the centroids, each query's own: ``[B, Hq, C]``."""
         queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.centroids.shape[1], -1))  # [B, Hkv, group, D]
         return self._products(layer, queries).flatten(1, 2)
+
+    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
+        """The buckets with the highest :meth:`scores`: int32 ``[B, Hkv, probes]``."""
+        return top_buckets(self.scores(layer, q_nope, q), probes)
 
     def _products(self, layer: int, rows: Tensor) -> Tensor:
         """Of ``rows [B, Hkv, n, D]`` and their head's centroids: fp32 ``[B, Hkv, n, C]``."""

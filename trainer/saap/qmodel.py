@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.saap.index import slot_of
 from msattn.trainer.saap.kmeans import KMeans
@@ -65,7 +67,7 @@ class QModel(nn.Module):
                 bound = weight.shape[-2] ** -0.5  # nn.Linear's
                 nn.init.uniform_(weight[slot], -bound, bound, generator)
         self.artifact: artifacts.Artifact | None = None
-        self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, ...]] = {}
+        self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     @classmethod
     def load(cls, path: str | Path) -> "QModel":
@@ -119,26 +121,37 @@ class QModel(nn.Module):
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Probabilities of one token's queries ``[B, Hq, 1, D]``, each query's own: fp32 ``[B, Hq, C]``."""
         queries = (q if self.rope else q_nope)[:, :, -1]
-        weight_in, bias_in, weight_out, bias_out, *directions = self._serving(slot_of(self.layers, layer), queries.dtype)
+        weight_in, bias_in, weight_out, bias_out = self._serving(slot_of(self.layers, layer), queries.dtype)
         heads, batch = len(weight_in), len(queries)
         rows = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries a classifier, D]
-        base = torch.baddbmm(bias_out, rows, directions[0]) if self.residual else bias_out
-        logits = torch.baddbmm(base, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
+        logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
         probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)  # [B, H, queries a classifier, C]
         return probs.flatten(1, 2)
 
-    def _serving(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
+        """The buckets with the highest :meth:`scores` for one token: int32 ``[B, Hkv, probes]``."""
+        queries = (q if self.rope else q_nope)[:, :, -1:]
+        weights = self._serving(slot_of(self.layers, layer), queries.dtype)
+        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=probes)
+
+    def _serving(self, slot: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One layer's weights in ``dtype`` with the batch norm folded into the first product: two products serve a token.
 
-        A residual classifier has the centroids, ``[H, D, C]``, beside them.
+        A residual classifier has 2 D hidden units more: relu(q) - relu(-q) = q meets the centroids.
         """
         if (slot, dtype) not in self._folded:
             factor = self.gain[slot] * torch.rsqrt(self.variance[slot] + BATCH_NORM_EPS)
             bias_in = self.shift[slot] - self.mean[slot] * factor
-            parts = [self.weight_in[slot] * factor, bias_in, self.weight_out[slot], self.bias_out[slot]]
+            weight_in, weight_out = self.weight_in[slot] * factor, self.weight_out[slot]
             if self.residual:
-                parts.append(self.directions()[slot].mT)
-            self._folded[slot, dtype] = tuple(part.detach().to(dtype) for part in parts)
+                centroids = self.directions()[slot]
+                same = torch.eye(centroids.shape[2], dtype=weight_in.dtype, device=weight_in.device)
+                same = same.expand(len(centroids), -1, -1)
+                weight_in = torch.cat([weight_in, same, -same], dim=2)
+                weight_out = torch.cat([weight_out, centroids.mT, -centroids.mT], dim=1)
+                bias_in = pad(bias_in, (0, 2 * same.shape[2]))
+            parts = (weight_in, bias_in, weight_out, self.bias_out[slot])
+            self._folded[slot, dtype] = tuple(part.detach().to(dtype) for part in parts)  # type: ignore[assignment]
         return self._folded[slot, dtype]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

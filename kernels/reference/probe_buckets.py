@@ -1,0 +1,25 @@
+"""Classifiers of one token's queries, and the buckets that they rank highest."""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.checks import check_probe_buckets, statistics_dtype
+
+
+def probe_buckets(
+    q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, *, kv_heads: int, probes: int
+) -> Tensor:
+    """Reference of :func:`msattn.kernels.probe_buckets.probe_buckets`.
+
+    Raises
+    ------
+    ValueError
+        If arguments do not fit.
+    """
+    check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes)
+    batch, classifiers = len(q), len(weight_in)
+    rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries a classifier, D]
+    logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
+    probs = logits.to(statistics_dtype(q)).softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1).flatten(1, 2)  # [B, Hq, C]
+    scores = probs.unflatten(1, (kv_heads, -1)).sum(2)
+    return scores.topk(probes, dim=-1, sorted=False).indices.int()
