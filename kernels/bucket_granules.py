@@ -30,7 +30,7 @@ class PackedKeys(NamedTuple):
     ----------
     keys : ``[B, Hkv, S * T * BN, D]``.
     slots : ``[B, Hkv, S * T * BN]``, their indices in k.
-    marks : ``[B, Hkv, S * T * L]``: 2 G times 1 + the row that the lane's sum goes to (0: it goes on), plus the number of copies.
+    marks : ``[B, Hkv, S * T * L]``: 2 G times 1 + the row that a lane's sum goes to (0: it goes on), plus the copies' number.
     carried : ``[B, Hkv, S * L]``: the bucket that a lane goes on with, or -1.
     first : ``[B, Hkv, C + 1]``: the first granule of each bucket, and how many there are.
     """

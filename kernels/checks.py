@@ -201,7 +201,9 @@ def check_probe_buckets(
     check_qkv(q, q, q)
     heads = q.shape[1]
     if q.shape[2] != 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"q.shape={tuple(q.shape)}: expected [batch, heads, 1, head size], heads a multiple of kv_heads={kv_heads}")
+        raise ValueError(
+            f"q.shape={tuple(q.shape)}: expected [batch, heads, 1, head size], heads a multiple of kv_heads={kv_heads}"
+        )
     if weight_in.dim() != 3 or weight_out.dim() != 3 or heads % max(1, len(weight_in)):
         raise ValueError(f"weight_in.shape={tuple(weight_in.shape)}: expected [H, D, F], H a divisor of q's {heads} heads")
     classifiers, hidden, num_buckets = len(weight_in), weight_in.shape[2], weight_out.shape[2]

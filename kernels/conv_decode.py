@@ -128,7 +128,7 @@ def launch(
     columns = max(columns, 16 // heads)  # of the 16 rows that a dot wants
     head_blocks = triton.cdiv(group, heads)
     keys = 64 if taps <= 16 else 128
-    stages = 1 if full or keys * cols > 128 * 128 else 3 if keys * cols <= 64 * 128 else 2  # two programs fit a multiprocessor
+    stages = 1 if full else max(1, min(3, 256 * 128 // (keys * cols)))  # two programs fit a multiprocessor
     slots = 2 * num_processors(q_window.device)
     splits = splits or choose_splits(batch * kv_heads * head_blocks, slots, triton.cdiv(num_keys, keys))
 

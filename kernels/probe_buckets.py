@@ -8,8 +8,8 @@ One token's rows are few and the weights many, so reading the weights is what ta
 slab of the hidden layer, whose columns of W_in and rows of W_out belong together, and leaves its share of the logits; a second
 kernel adds the shares of a query group and finds the L-th largest score bit by bit: positive floats are ordered as integers.
 
-Tiles: BM queries of a classifier, BF hidden units, BC buckets, BD head size, BG queries of a group, BP buckets padded. Prefix: p_
-pointer. Programs: (slab, classifier, row tile), then (key/value head, sequence).
+Tiles: BM queries of a classifier, BF hidden units, BC buckets, BD head size, BP all buckets. Prefix: p_ pointer. Programs:
+(slab, classifier, row tile), then (key/value head, sequence).
 """
 
 import torch
@@ -108,7 +108,8 @@ def launch(
     padded = triton.next_power_of_2(num_buckets)
     if probes:
         _choose_kernel[(kv_heads, batch)](
-            shares, chosen, slabs, q_heads // kv_heads, num_buckets, probes, BP=padded, num_warps=max(4, min(16, padded // 128)),
+            shares, chosen, slabs, q_heads // kv_heads, num_buckets, probes,
+            BP=padded, num_warps=max(4, min(16, padded // 128)),
         )  # fmt: skip
     return chosen
 

@@ -126,6 +126,19 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
         op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible)
 
 
+def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import probe_buckets as op
+
+    for classifiers, num_buckets in ((2, 1024), (4, 10)):
+        shapes = (
+            (classifiers, head_size, 100),
+            (classifiers, 1, 100),
+            (classifiers, 100, num_buckets),
+            (classifiers, 1, num_buckets),
+        )
+        op.launch(torch.zeros(2, 4, 1, head_size, dtype=dtype), *(torch.zeros(x, dtype=dtype) for x in shapes), 2, 5)
+
+
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_attention as op
 
@@ -185,6 +198,7 @@ LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
     "multiscale_attention": _multiscale_attention,
     "nearest_centroid": _nearest_centroid,
     "pool_blocks": _pool_blocks,
+    "probe_buckets": _probe_buckets,
 }
 
 

@@ -34,6 +34,8 @@ class ById:
     def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         raise NotImplementedError
 
+    head_scores = probe = scores
+
 
 def step(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> None:
     """One forward pass with keys ``new [B, Hkv, N, 1]``."""

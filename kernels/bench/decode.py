@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
@@ -72,6 +73,44 @@ def bucket_decode(shape: Shape, options: Options) -> Iterator[Case]:
         ],
         f"{num_probes} of {num_buckets} buckets",
         1 - read,
+        queries=1,
+        graph=True,
+    )
+    yield _routed(shape, layers, own, read)
+
+
+def _routed(shape: Shape, layers: Sequence[Layer], own: dict[str, Any], read: float) -> Case:
+    """The same, its buckets chosen by classifiers of 1024 hidden units; their biases make the choice beyond doubt."""
+    from msattn.kernels import bucket_decode as op
+    from msattn.kernels.probe_buckets import probe_buckets
+
+    num_buckets, num_probes, hidden = layers[0][3].offsets.shape[2] - 1, layers[0][4].shape[2], 1024
+
+    def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:
+        sizes = (shape.head_size, hidden), (1, hidden), (hidden, num_buckets)
+        weights = [torch.randn(shape.kv_heads, *size, dtype=q.dtype, device=q.device) / size[0] for size in sizes]
+        bias_out = torch.zeros(shape.kv_heads, 1, num_buckets, dtype=q.dtype, device=q.device)
+        probes = probes[:1].expand_as(probes)
+        return q, k, v, index, probes, *weights, bias_out.scatter_(2, probes[0, :, None].long(), 8)
+
+    def decode(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor, *weights: Tensor) -> Any:
+        chosen = probe_buckets(q, *weights, kv_heads=shape.kv_heads, probes=num_probes)
+        return op.bucket_decode(q, k, v, index, chosen, **own)
+
+    routed = [with_classifiers(*layer) for layer in layers]
+    work = _work(shape, 1, read * shape.length)
+    weights = sum(x.numel() for x in routed[0][5:])
+    return Case(
+        decode,
+        lambda *layer: reference.bucket_decode(*layer[:5], **own),
+        lambda *layer: eager.bucket_decode(*layer[:5], **own),
+        routed,
+        Work(
+            work.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights,
+            work.bytes + weights * shape.dtype.itemsize,
+        ),
+        setting=f"{num_probes} of {num_buckets} buckets, routing included",
+        sparsity=1 - read,
         queries=1,
         graph=True,
     )
