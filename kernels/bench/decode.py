@@ -5,7 +5,7 @@ What bounds these is memory: bytes count the keys and values that are read, the 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +45,41 @@ def flash_decode(shape: Shape, options: Options) -> Iterator[Case]:
 
 
 def bucket_decode(shape: Shape, options: Options) -> Iterator[Case]:
-    """A step of SAAP: 1024 buckets, 32 probes, 1 + 2047 keys read exactly; fewer where the cache is short."""
+    """A step of SAAP: 1024 buckets, 32 probes, 1 + 2047 keys read exactly; fewer if the cache is short. Then with routing."""
     from msattn.kernels import bucket_decode as op
 
+    problem = _bucket_problem(shape)
+    own, layers = problem.own, problem.layers
+    everything = _work(shape, 1, shape.length)
+    scores = shape.batch * shape.q_heads * shape.length
+    yield Case(
+        partial(op.bucket_decode, **own),
+        partial(reference.bucket_decode, **own),
+        partial(eager.bucket_decode, **own),
+        layers,
+        _work(shape, 1, problem.read * shape.length),
+        [
+            *_dense([layer[:3] for layer in layers], everything),
+            peers.eager(partial(eager.bucket_decode, **own), layers, everything, scores),
+        ],
+        problem.name,
+        1 - problem.read,
+        queries=1,
+        graph=True,
+    )
+    yield from probe_buckets(shape, options)
+
+
+class _Buckets(NamedTuple):
+    """Layers of queries, cache, index and probes; the window; the share of the keys that is read."""
+
+    layers: list[Layer]
+    own: dict[str, Any]
+    read: float
+    name: str
+
+
+def _bucket_problem(shape: Shape) -> _Buckets:
     num_buckets, recent = min(1024, max(1, shape.length // 32)), min(2047, shape.length // 8)
     num_probes = min(32, max(1, num_buckets // 4))
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
@@ -55,35 +87,18 @@ def bucket_decode(shape: Shape, options: Options) -> Iterator[Case]:
     drawn: dict[str, Any] = {"generator": generator, "device": shape.device}
     buckets = torch.randint(num_buckets, (*heads, shape.length), dtype=torch.int32, **drawn)
     index = bucket_index(buckets, num_buckets)
-    cache = shape.cache(LAYERS)
     probes = torch.rand((LAYERS, *heads, num_buckets), **drawn).argsort(-1)[..., :num_probes].int().contiguous()
-    layers = [(*qkv, index, chosen) for qkv, chosen in zip(cache, probes, strict=True)]
+    layers = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
     read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
-    everything = _work(shape, 1, shape.length)
-    own = {"recent": recent, "sink": 1}
-    yield Case(
-        partial(op.bucket_decode, **own),
-        partial(reference.bucket_decode, **own),
-        partial(eager.bucket_decode, **own),
-        layers,
-        _work(shape, 1, read * shape.length),
-        [
-            *_dense(cache, everything),
-            peers.eager(partial(eager.bucket_decode, **own), layers, everything, shape.batch * shape.q_heads * shape.length),
-        ],
-        f"{num_probes} of {num_buckets} buckets",
-        1 - read,
-        queries=1,
-        graph=True,
-    )
-    yield _routed(shape, layers, own, read)
+    return _Buckets(layers, {"recent": recent, "sink": 1}, read, f"{num_probes} of {num_buckets} buckets")
 
 
-def _routed(shape: Shape, layers: Sequence[Layer], own: dict[str, Any], read: float) -> Case:
-    """The same, its buckets chosen by classifiers of 1024 hidden units; their biases make the choice beyond doubt."""
+def probe_buckets(shape: Shape, options: Options) -> Iterator[Case]:
+    """That step with its routing, by classifiers of 1024 hidden units; their biases make the choice beyond doubt."""
     from msattn.kernels import bucket_decode as op
-    from msattn.kernels.probe_buckets import probe_buckets
+    from msattn.kernels import probe_buckets as routing
 
+    layers, own, read, name = _bucket_problem(shape)
     num_buckets, num_probes, hidden = layers[0][3].offsets.shape[2] - 1, layers[0][4].shape[2], 1024
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:
@@ -94,13 +109,13 @@ def _routed(shape: Shape, layers: Sequence[Layer], own: dict[str, Any], read: fl
         return q, k, v, index, probes, *weights, bias_out.scatter_(2, probes[0, :, None].long(), 8)
 
     def decode(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor, *weights: Tensor) -> Any:
-        chosen = probe_buckets(q, *weights, kv_heads=shape.kv_heads, probes=num_probes)
+        chosen = routing.probe_buckets(q, *weights, kv_heads=shape.kv_heads, probes=num_probes)
         return op.bucket_decode(q, k, v, index, chosen, **own)
 
     routed = [with_classifiers(*layer) for layer in layers]
     work = _work(shape, 1, read * shape.length)
     weights = sum(x.numel() for x in routed[0][5:])
-    return Case(
+    yield Case(
         decode,
         lambda *layer: reference.bucket_decode(*layer[:5], **own),
         lambda *layer: eager.bucket_decode(*layer[:5], **own),
@@ -109,7 +124,7 @@ def _routed(shape: Shape, layers: Sequence[Layer], own: dict[str, Any], read: fl
             work.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights,
             work.bytes + weights * shape.dtype.itemsize,
         ),
-        setting=f"{num_probes} of {num_buckets} buckets, routing included",
+        setting=f"{name}, routing included",
         sparsity=1 - read,
         queries=1,
         graph=True,

@@ -30,6 +30,7 @@ OPERATIONS = {
     "conv_attention": Operation(prefill.conv_attention, backward=True),
     "head_mix_attention": Operation(prefill.head_mix_attention, backward=True),
     "bucket_decode": Operation(decode.bucket_decode),
+    "probe_buckets": Operation(decode.probe_buckets),
     "flash_decode": Operation(decode.flash_decode),
     "conv_decode": Operation(decode.conv_decode),
     "bucket_mass": Operation(targets.bucket_mass),

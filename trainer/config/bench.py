@@ -11,6 +11,7 @@ OPERATIONS = (  # those of kernels.bench
     "conv_attention",
     "head_mix_attention",
     "bucket_decode",
+    "probe_buckets",
     "flash_decode",
     "conv_decode",
     "bucket_mass",
