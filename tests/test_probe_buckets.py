@@ -1,5 +1,7 @@
 """probe_buckets: kernel and reference against fp64 scores, ties, padding, how it behaves as an operator."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,7 +57,7 @@ def test_chooses_the_best(
     assert got.dtype == torch.int32
     assert got.shape == (batch, kv_heads, probes)
     assert (got.sort(-1).values.diff(dim=-1) > 0).all()  # each once
-    worth = scores(*given, kv_heads)
+    worth = scores(*given, kv_heads=kv_heads)
     if probes:
         least = worth.topk(probes, -1).values[..., -1:]
         assert (worth.gather(-1, got.long()) >= least * (1 - (1e-5 if dtype == FULL else 2e-2))).all()
@@ -87,7 +89,8 @@ def test_operator(backend: Backend, device: str) -> None:
 )
 def test_refuses(change: dict, message: str) -> None:
     names = "q", "weight_in", "bias_in", "weight_out", "bias_out"
-    arguments = dict(zip(names, inputs(1, 4, 2, 64, 32, 20, FULL, "cpu"), strict=True)) | {"kv_heads": 2, "probes": 3} | change
+    arguments: dict[str, Any] = dict(zip(names, inputs(1, 4, 2, 64, 32, 20, FULL, "cpu"), strict=True))
+    arguments |= {"kv_heads": 2, "probes": 3} | change
     with pytest.raises(ValueError, match=message):
         probe_buckets(**arguments)
 
