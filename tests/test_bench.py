@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from msattn import cli
 from msattn.kernels import bench, block_sparse_attention, merge_states, tuned
-from msattn.kernels.bench import cases, decode, eager, peers, prefill, run, tiles
+from msattn.kernels.bench import cases, decode, eager, full_size, peers, prefill, run, tiles
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import Rate, Work, rated
 from msattn.kernels.bench.timing import compile_seconds, time_ms
@@ -93,6 +94,42 @@ def test_every_operation_gives_rows(name: str) -> None:
     assert {"maxpool_attention": "flash", "bucket_mass": "product", "multiscale_attention": "block_sparse"}.get(
         name, "eager"
     ) in own[0].times
+
+
+CHECKED = [
+    *("maxpool_attention", "block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention"),
+    *("bucket_decode", "probe_buckets", "flash_decode", "conv_decode", "bucket_mass"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [(name, backward) for name in CHECKED for backward in (False, True) if name in config.DIFFERENTIABLE or not backward],
+)
+def test_errors_at_the_timed_size(name: str, backward: bool) -> None:
+    """Three windows of 128 rows in 700, of the second sequence: what the reference says of them is what it says of all."""
+    shape = replace(SMALL, length=700, batch=2)
+    for case in bench.OPERATIONS[name].cases(shape, replace(OPTIONS, backward=backward)):
+        error = full_size.error_at_size(case, backward)
+        assert error is not None
+        assert 0 <= error < 1e-5
+        if case.queries is None or case.queries > full_size.FEW:
+            assert len(list(full_size._spans(case.queries or 700))) == 3
+
+
+@pytest.mark.parametrize(("backward", "row"), [(False, 650), (True, 300)])
+def test_what_is_wrong_at_the_timed_size_alone_is_refused(backward: bool, row: int) -> None:
+    def wrong(q: Tensor, *others: Tensor) -> Any:
+        out, lse = block_sparse_attention.block_sparse_attention(q, *others)
+        worse = torch.zeros_like(out)
+        worse[-1, -1, row:] = 0.01
+        return out + worse * q[-1:, -1:].sum(), lse
+
+    (case, *_) = bench.OPERATIONS["block_sparse_attention"].cases(
+        replace(SMALL, length=700), replace(OPTIONS, backward=backward)
+    )
+    with pytest.raises(cases.Disagreement, match=r"first input \[2, 6, 700, 16\]: off by"):
+        full_size.error_at_size(replace(case, call=wrong), backward)
 
 
 def test_ratios_are_to_the_peer_of_the_same_setting() -> None:

@@ -24,7 +24,7 @@ SIZES = {  # lengths; query heads, key/value heads
     "cpu": ([512, 1024], [8, 2]),
 }
 ON_CPU = "CPU times say nothing of GPUs: here an operation runs as plain PyTorch."
-SPARE = ("memory", "quartiles", "x eager", "compile", "rate")  # a narrow terminal goes without, in this order
+SPARE = ("memory", "quartiles", "x eager", "compile", "error", "rate")  # a narrow terminal goes without, in this order
 COLORS = {  # Okabe and Ito's, which stay apart for colour-blind eyes
     "msattn": "#D55E00",
     "flash": "#0072B2",
@@ -57,7 +57,7 @@ def bench(cfg: BenchRunConfig) -> Path:
         No GPU for ``device=cuda``, a sweep without a GPU or over an operation without tiles to try, tuning of one that chooses
         tiles by shape, or a folder that cannot be written.
     CheckFailed
-        If the operation disagrees with its reference: then nothing is timed or written.
+        If the operation disagrees with its reference, at a small size or at one that was timed: then there are no results.
     """
     from rich.console import Console
 
@@ -81,7 +81,8 @@ def bench(cfg: BenchRunConfig) -> Path:
                 _write(partial, [row.record() | {"commit": about.commit or ""} for row in rows])
                 status.update(f"{cfg.op}: {row.length:,} keys, {_label(row)}: done")
     except kernels.Disagreement as error:
-        raise CheckFailed(f"{cfg.op} disagrees with its reference, nothing was timed: {error}") from error
+        kept = f"{len(rows)} rows from before are in {partial}" if rows else "nothing was timed"
+        raise CheckFailed(f"{cfg.op} disagrees with its reference, {kept}: {error}") from error
     except KeyboardInterrupt as stop:
         raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
     _publish(partial, cfg.folder / name, figure(rows, notes))
@@ -274,6 +275,7 @@ def _table(rows: "Sequence[Row]", width: int) -> "Table":
         "quartiles": [f"{_ms(row.q1)} – {_ms(row.q3)}" for row in timed],
         "rate": [_rate(row) for row in timed],
         "share": [f"{row.share:.1%}" for row in timed],
+        "error": [f"{row.error:.1e}" if row.error is not None else "" for row in timed],
         "memory": [f"{row.memory_gb:.3g} GB" if row.memory_gb is not None else "" for row in timed],
         "compile": [f"{row.compile_s:.1f} s" if row.compile_s is not None else "" for row in timed],
     }
@@ -283,7 +285,11 @@ def _table(rows: "Sequence[Row]", width: int) -> "Table":
     for name in SPARE:
         if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
             columns.pop(name, None)
-    title = f"{_title(rows[0])}\nshare: of what this machine was measured to do; x: times faster than a peer" if rows else ""
+    title = (
+        f"{_title(rows[0])}\nshare: of what this machine was measured to do; error: over the largest value; x: times faster"
+        if rows
+        else ""
+    )
     shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         shown.add_column(name, justify="left" if name == "variant" else "right", no_wrap=name != "variant")

@@ -1,7 +1,7 @@
 """One problem for an operation, what stands beside it, and the check that comes before any time is taken."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from msattn.kernels.testing import assert_within_budget
 
 Function = Callable[..., Any]  # of a problem's tensors; gives a tensor, or a tuple that begins with the output
 Layer = tuple[Any, ...]
+Window = Callable[[Layer, int, int], Layer]  # of a layer of one sequence, what the query rows from one to before another see
 SUMMED = "gradient 3"  # of a weight over scores: a sum over every pair of tokens
 
 
@@ -69,6 +70,8 @@ class Case:
     peers : in the order in which they are timed.
     setting, sparsity, queries : as in a row; ``queries=None`` is as many as keys.
     graph : whether launches are left out of the time, by a CUDA graph.
+    window : what the check at full size takes for the reference; None: there is no such check beyond a few queries.
+    context : rows before a window that its first rows depend on.
     """
 
     call: Function
@@ -80,7 +83,9 @@ class Case:
     setting: str = ""
     sparsity: float = 0.0
     queries: int | None = None
-    graph: bool = field(default=False)
+    graph: bool = False
+    window: Window | None = None
+    context: int = 0
 
 
 def runner(function: Function, layers: Sequence[Layer], backward: bool, graph: bool, device: str) -> Call:
@@ -101,7 +106,7 @@ def _backward_of(function: Function, layers: Sequence[Layer]) -> Call:
     passes = []
     for layer in layers:
         leaves, wanted = _with_gradients(layer)
-        out = _outputs(function(*leaves))[0]
+        out = outputs(function(*leaves))[0]
         passes.append((out, wanted, torch.randn_like(out)))
 
     def backward() -> None:
@@ -122,7 +127,7 @@ def check(case: Case, backward: bool) -> None:
         If it is farther.
     """
     layer = case.layers[0]
-    exact_layer = tuple(x.double() if _is_float(x) else x for x in layer)
+    exact_layer = tuple(x.double() if is_float(x) else x for x in layer)
     exact = _results(case.reference, exact_layer, backward)
     eager = _results(case.eager, layer, backward)
     actual = _results(case.call, layer, backward)
@@ -137,26 +142,26 @@ def check(case: Case, backward: bool) -> None:
 def _results(function: Function, layer: Layer, backward: bool) -> dict[str, Tensor]:
     if not backward:
         with torch.no_grad():
-            return {f"output {i}": x for i, x in enumerate(_outputs(function(*layer)))}
+            return {f"output {i}": x for i, x in enumerate(outputs(function(*layer)))}
     leaves, wanted = _with_gradients(layer)
-    outputs = _outputs(function(*leaves))
+    given = outputs(function(*leaves))
     generator = torch.Generator().manual_seed(0)
-    douts = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
-    gradients = torch.autograd.grad(outputs, wanted, douts)
-    named = {f"output {i}": x.detach() for i, x in enumerate(outputs)}
+    douts = [torch.randn(x.shape, generator=generator).to(x) for x in given]
+    gradients = torch.autograd.grad(given, wanted, douts)
+    named = {f"output {i}": x.detach() for i, x in enumerate(given)}
     return named | {f"gradient {i}": x for i, x in enumerate(gradients)}
 
 
 def _with_gradients(layer: Layer) -> tuple[Layer, list[Tensor]]:
-    leaves = tuple(x.detach().requires_grad_() if _is_float(x) else x for x in layer)
-    return leaves, [x for x in leaves if _is_float(x)]
+    leaves = tuple(x.detach().requires_grad_() if is_float(x) else x for x in layer)
+    return leaves, [x for x in leaves if is_float(x)]
 
 
-def _outputs(result: Any) -> list[Tensor]:
-    """Floating results and masks (as 0 and 1), whether they come alone or in a tuple."""
+def outputs(result: Any) -> list[Tensor]:
+    """An operation's floating results and masks (as 0 and 1), whether they come alone or in a tuple."""
     tensors = (result,) if isinstance(result, Tensor) else result
-    return [x.float() if x.dtype == torch.bool else x for x in tensors if _is_float(x) or x.dtype == torch.bool]
+    return [x.float() if x.dtype == torch.bool else x for x in tensors if is_float(x) or x.dtype == torch.bool]
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()

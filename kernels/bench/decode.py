@@ -49,25 +49,26 @@ def bucket_decode(shape: Shape, options: Options) -> Iterator[Case]:
     from msattn.kernels import bucket_decode as op
 
     problem = _bucket_problem(shape)
-    own, layers = problem.own, problem.layers
-    everything = _work(shape, 1, shape.length)
-    scores = shape.batch * shape.q_heads * shape.length
+    own, beside = problem.own, _beside(shape, problem)
     yield Case(
         partial(op.bucket_decode, **own),
         partial(reference.bucket_decode, **own),
         partial(eager.bucket_decode, **own),
-        layers,
+        problem.layers,
         _work(shape, 1, problem.read * shape.length),
-        [
-            *_dense([layer[:3] for layer in layers], everything),
-            peers.eager(partial(eager.bucket_decode, **own), layers, everything, scores),
-        ],
+        beside,
         problem.name,
         1 - problem.read,
         queries=1,
         graph=True,
     )
-    yield from probe_buckets(shape, options)
+    yield _routed(shape, problem, beside)
+
+
+def probe_buckets(shape: Shape, options: Options) -> Iterator[Case]:
+    """That step with its routing alone."""
+    problem = _bucket_problem(shape)
+    yield _routed(shape, problem, _beside(shape, problem))
 
 
 class _Buckets(NamedTuple):
@@ -93,12 +94,22 @@ def _bucket_problem(shape: Shape) -> _Buckets:
     return _Buckets(layers, {"recent": recent, "sink": 1}, read, f"{num_probes} of {num_buckets} buckets")
 
 
-def probe_buckets(shape: Shape, options: Options) -> Iterator[Case]:
-    """That step with its routing, by classifiers of 1024 hidden units; their biases make the choice beyond doubt."""
+def _beside(shape: Shape, problem: _Buckets) -> list[Peer]:
+    """Every key read, and plain code that reads the buckets."""
+    plain, everything = partial(eager.bucket_decode, **problem.own), _work(shape, 1, shape.length)
+    scores = shape.batch * shape.q_heads * shape.length
+    return [
+        *_dense([layer[:3] for layer in problem.layers], everything),
+        peers.eager(plain, problem.layers, everything, scores),
+    ]
+
+
+def _routed(shape: Shape, problem: _Buckets, beside: Sequence[Peer]) -> Case:
+    """A step with its routing, by classifiers of 1024 hidden units; their biases make the choice beyond doubt."""
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
 
-    layers, own, read, name = _bucket_problem(shape)
+    layers, own, read, name = problem
     num_buckets, num_probes, hidden = layers[0][3].offsets.shape[2] - 1, layers[0][4].shape[2], 1024
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:
@@ -115,7 +126,7 @@ def probe_buckets(shape: Shape, options: Options) -> Iterator[Case]:
     routed = [with_classifiers(*layer) for layer in layers]
     work = _work(shape, 1, read * shape.length)
     weights = sum(x.numel() for x in routed[0][5:])
-    yield Case(
+    return Case(
         decode,
         lambda *layer: reference.bucket_decode(*layer[:5], **own),
         lambda *layer: eager.bucket_decode(*layer[:5], **own),
@@ -124,8 +135,9 @@ def probe_buckets(shape: Shape, options: Options) -> Iterator[Case]:
             work.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights,
             work.bytes + weights * shape.dtype.itemsize,
         ),
-        setting=f"{name}, routing included",
-        sparsity=1 - read,
+        beside,
+        f"{name}, routing included",
+        1 - read,
         queries=1,
         graph=True,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import Case, Function, Options, Peer
+from msattn.kernels.bench.cases import Case, Function, Layer, Options, Peer
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.testing import random_block_mask
 
@@ -39,6 +39,7 @@ def maxpool_attention(shape: Shape, options: Options) -> Iterator[Case]:
             peers.flex(layers, work, torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device), coarse=True),
             peers.eager(eager.maxpool_attention, layers, work, _scores(shape)),
         ],
+        window=_rows,
     )
 
 
@@ -71,6 +72,7 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[Case]:
             [*dense, *beside],
             setting,
             realised,
+            window=_rows,
         )
 
 
@@ -109,6 +111,7 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[Case]:
             [*dense, beside],
             setting,
             realised,
+            window=_rows,
         )
 
 
@@ -120,7 +123,7 @@ def conv_attention(shape: Shape, options: Options) -> Iterator[Case]:
     a_score = 2 * weight[0].numel() * (3 if options.backward else 1)
     yield _weighted(
         shape, options, weight, a_score, op.conv_attention, reference.conv_attention, eager.conv_attention,
-        setting="{} x {}".format(*KERNEL),
+        setting="{} x {}".format(*KERNEL), context=KERNEL[0] - 1,
     )  # fmt: skip
 
 
@@ -155,6 +158,7 @@ def _weighted(
     of_reference: Function,
     in_eager: Function,
     setting: str = "",
+    context: int = 0,
 ) -> Case:
     """A case with a weight over scores, which takes ``a_score`` operations for each of them beyond dense attention."""
     layers = [(*shape.qkv(), weight)]
@@ -164,7 +168,15 @@ def _weighted(
         *_dense(shape, layers[0][:3], options),
         peers.eager(in_eager, layers, work, 2 * _scores(shape), options.backward),
     ]
-    return Case(call, of_reference, in_eager, layers, work, beside, setting)
+    return Case(call, of_reference, in_eager, layers, work, beside, setting, window=_rows, context=context)
+
+
+def _rows(layer: Layer, begin: int, end: int) -> Layer:
+    """What some query rows see: the keys up to the last of them, and their blocks of a selection."""
+    q, k, v, *others = layer
+    last = -(-end // BLOCK)
+    others = [x[..., begin // BLOCK : last, :last] if x.ndim == 4 else x for x in others]
+    return q[:, :, begin:end], k[:, :, :end], v[:, :, :end], *others
 
 
 def _dense(shape: Shape, qkv: tuple[Tensor, ...], options: Options) -> list[Peer]:

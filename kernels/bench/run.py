@@ -11,6 +11,7 @@ import torch
 from msattn.kernels.bench import decode, prefill, selection, targets
 from msattn.kernels.bench.cases import Case, Function, Options, Peer, check, runner
 from msattn.kernels.bench.ceilings import ceilings
+from msattn.kernels.bench.full_size import error_at_size
 from msattn.kernels.bench.rows import Row, Shape, Work, rated
 from msattn.kernels.bench.tiles import SHIPPED, launched_with, shipped_alone, to_try, variant
 from msattn.kernels.bench.timing import compile_seconds, peak_memory_gb, time_ms
@@ -58,7 +59,7 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
     Raises
     ------
     Disagreement
-        If the operation is not what its reference says, at a small shape; then nothing has been timed.
+        If the operation is not what its reference says: at a small shape, before anything is timed, or at the shape just timed.
     """
     for case in OPERATIONS[operation].cases(shape.small(), options):
         check(case, options.backward)
@@ -71,6 +72,8 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
                     beside[peer] = bench.peer(peer, case)
                     yield beside[peer]
             row = bench.own(case, "msattn")
+            if row.ms:
+                row = replace(row, error=error_at_size(case, options.backward))
             timed = {peer.name: beside[peer].ms for peer in case.peers if peer in beside}
             yield replace(row, times={name: ms / row.ms for name, ms in timed.items() if ms and row.ms})
 

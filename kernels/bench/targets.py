@@ -44,6 +44,7 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[Case]:
         ],
         f"{queries} queries, {num_buckets} buckets",
         queries=queries,
+        window=lambda layer, begin, end: (layer[0][:, :, begin:end], layer[1], layer[2][-1:]),
     )
 
 
