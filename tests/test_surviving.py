@@ -371,8 +371,8 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_two_gpus(tmp_path: Path, number: signal.Signals) -> None:
-    running = started(tmp_path, 2, resume=False, device="cuda", pause=0.03)
+def test_several_gpus(tmp_path: Path, number: signal.Signals) -> None:
+    running = started(tmp_path, min(4, torch.cuda.device_count()), resume=False, device="cuda", pause=0.03)
     wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints") is not None, running)
     since = time.monotonic()
     if number == signal.SIGKILL:
