@@ -32,6 +32,7 @@ from msattn.trainer.tracker import Tracker
 ROOT = Path(__file__).parents[1]
 TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
 ITEMS = 20
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2
 
 
 class Numbers(Dataset[dict[str, Tensor]]):
@@ -368,11 +369,19 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
     assert all(sorted(taken[i : i + ITEMS]) == list(range(ITEMS)) for i in range(0, 8 * 24 - ITEMS, ITEMS))
 
 
+@pytest.fixture(scope="module")
+def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of several processes, each with a GPU."""
+    folder = tmp_path_factory.mktemp("whole_on_gpus")
+    assert ended(started(folder, GPUS, resume=False, device="cuda", pause=0.0), 120) == (0, [])
+    return folder
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_several_gpus(tmp_path: Path, number: signal.Signals) -> None:
-    running = started(tmp_path, min(4, torch.cuda.device_count()), resume=False, device="cuda", pause=0.03)
+def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signals) -> None:
+    running = started(tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
     wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints") is not None, running)
     since = time.monotonic()
     if number == signal.SIGKILL:
@@ -384,3 +393,5 @@ def test_several_gpus(tmp_path: Path, number: signal.Signals) -> None:
     assert code == 1  # torchrun's own
     assert len(lines) == 1
     assert ("another process of this run ended" if number == signal.SIGKILL else "interrupted: stopped after step") in lines[0]
+    assert ended(started(tmp_path, GPUS, resume=True, device="cuda", pause=0.0), 120) == (0, [])
+    assert same(tmp_path, whole_on_gpus)
