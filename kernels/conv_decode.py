@@ -5,15 +5,19 @@ With the last c_q queries ``q_a``, of which ``a = c_q - 1`` is the newest, at po
     A[j] = sum_c U_c[j - p + c]         U_c[k'] = sum of W[a, c] scale * q_a . k_k' over the a with k' <= i - (c_q - 1) + a
     out  = softmax over keys j <= i of A[j], times v_j
 
-Weights move into the queries, ``x_c = sum_a W[a, c] q_a``, so that ``U_c = x_c . k``: a tile of rows (head of a query group,
-column c of its kernel) meets each key once, on tensor cores; the rows then shift against each other along the keys and are
-added up. A tile of BN keys gives ``BN - c_k + 1`` results; the rest is read twice, the second time from the L2 cache. So the
-bytes are those of dense decoding, keys and values once. Other ways: raw scores, c_q rows a head, would shift c_k times;
-products with shifted keys would read each key c_k times. Only for the last c_q - 1 keys do some ``q_a`` count as 0: one dot a
-query there.
+Weights move into the queries, ``x_c = sum_a W[a, c] q_a``, so that ``U_c = x_c . k`` is one product for all taps. Its columns
+must then shift against each other along the keys. To do that within a thread, 32 walks go side by side through stretches of
+keys, two keys a step: the product of a step has the taps of a walk and a head in one thread, and a tap c adds to the result
+that is c keys away, in this step or, from registers, in one of the next. Only the taps - 1 keys after a stretch are read twice.
+So the bytes are those of dense decoding, keys and values once. Other ways: products with shifted keys read each key c_k times;
+shifting tiles of U through shared memory, or lanes, takes longer than the reading.
 
-Tiles: HB heads of a group, BC columns (HB * BC rows), BN keys, BD head size; COPIES of each head make up 16 rows of output.
-Prefix: b_ tile. Programs: (split and head block, key/value head, sequence), then (query head of a sequence).
+For the last c_q - 1 keys some ``q_a`` count as 0: results that they enter are the work of a program of its own, which does
+multiply shifted keys by the raw queries.
+
+Tiles: four heads of a group; BA queries, BC taps; BW walks, two keys of each, BN keys in all; BD head size. Four copies of the
+heads make up the 16 rows of output that a dot wants. Prefixes: b_ tile, p_ pointer, o_ offset, m_ mask. Programs: (split and
+head block, key/value head, sequence), split 0 being those results; then (query head of a sequence).
 """
 
 import torch
@@ -21,9 +25,11 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.checks import check_conv_decode, key_taps_before, resolve_backend, resolve_scale
-from msattn.kernels.primitives import LOG2_E, num_processors, padded_head, precision, softmax_step, tl, triton
+from msattn.kernels.primitives import LOG2_E, num_processors, padded_head, precision, tl, triton
 from msattn.kernels.splits import SPLITS_AT_ONCE, choose_splits, merge_kernel
 from msattn.kernels.types import Backend
+
+WALKS = 32  # 4 warps of 8 rows: the product then holds a walk's taps for a head in one thread
 
 
 def conv_decode(
@@ -122,121 +128,181 @@ def launch(
     batch, q_heads, window, head = q_window.shape
     kv_heads, num_keys = k.shape[1:3]
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
+    head_blocks, columns = triton.cdiv(group, 4), max(4, triton.next_power_of_2(taps))
     full = q_window.dtype == torch.float32  # on CUDA cores
-    columns, rows = triton.next_power_of_2(taps), 16 if full else 64
-    heads = max(1, min(triton.next_power_of_2(group), rows // columns))
-    columns = max(columns, 16 // heads)  # of the 16 rows that a dot wants
-    head_blocks = triton.cdiv(group, heads)
-    keys = 64 if taps <= 16 else 128
-    stages = 1 if full else max(1, min(3, 256 * 128 // (keys * cols)))  # two programs fit a multiprocessor
+    stages = 1 if full else max(1, min(3, 512 // cols))  # two programs fit a multiprocessor
     slots = 2 * num_processors(q_window.device)
-    splits = splits or choose_splits(batch * kv_heads * head_blocks, slots, triton.cdiv(num_keys, keys))
+    splits = 1 + (splits or choose_splits(batch * kv_heads * head_blocks, slots, triton.cdiv(num_keys, 128)))
 
     part_out = q_window.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_kernel[(splits * head_blocks, kv_heads, batch)](
         q_window, k, v, weight.contiguous(), kv_start, kv_len, part_max, part_sum, part_out,
         *q_window.stride(), *k.stride(), *v.stride(),
-        group, head_blocks, num_keys, window, taps, key_taps_before(weight), scale * LOG2_E,
-        HEAD=head, HB=heads, BC=columns, COPIES=max(1, 16 // heads), BN=keys, BD=cols, PRECISION=precision(q_window.dtype),
-        num_warps=8 if full else 4, num_stages=stages,
+        group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
+        HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)), BC=columns, BW=WALKS, BD=cols,
+        PRECISION=precision(q_window.dtype), num_warps=8 if full else 4, num_stages=stages,
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
     merge_kernel[(batch * q_heads,)](
         part_max, part_sum, part_out, out, lse, splits,
-        HEAD=head, BS=SPLITS_AT_ONCE, BD=cols, REBASE=True,
+        HEAD=head, BS=2 * SPLITS_AT_ONCE, BD=cols, REBASE=True,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["group", "head_blocks", "num_keys", "window", "taps", "before"])
+@triton.jit(do_not_specialize=["group", "head_blocks", "num_keys", "before"])
 def _split_kernel(
     q, k, v, weight, kv_start, kv_len, part_max, part_sum, part_out,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd,
-    group, head_blocks, num_keys, window, taps, before, scale2,
-    HEAD: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr, COPIES: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    group, head_blocks, num_keys, before, scale2,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some heads' attention to one split of the keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
+    """Four heads' attention to one split of the keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
     split, head_block = tl.program_id(0) // head_blocks, tl.program_id(0) % head_blocks
     num_splits = tl.num_programs(0) // head_blocks
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
     end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
-    share = tl.cdiv(tl.maximum(end - start, 0), num_splits)
-    first = start + split * share
-    stop = tl.minimum(first + share, end)
-    oldest = end - window  # position of the window's first query; keys after it miss some queries
+    oldest = end - WINDOW  # position of the window's first query; keys after it miss some queries
+    late = tl.maximum(oldest + 1 - (TAPS - 1 - before), start)  # first result that such a key enters
 
-    o_row, o_d, o_key = tl.arange(0, HB * BC), tl.arange(0, BD), tl.arange(0, BN)
-    m_d = o_d < HEAD
-    column, head = o_row % BC, head_block * HB + o_row // BC
-    m_row = (head < group) & (column < taps)
-    head = kv_head * group + tl.minimum(head, group - 1)
-    p_q = q + batch * stride_qb + head[:, None] * stride_qh + o_d[None, :] * stride_qd
-    p_weight = weight + head * window * taps + column
-    k += batch * stride_kb + kv_head * stride_kh + o_d[None, :] * stride_kd
-    v += batch * stride_vb + kv_head * stride_vh + o_d[None, :] * stride_vd
-
-    x = tl.zeros([HB * BC, BD], tl.float32)
-    for a in tl.range(0, window):
-        w = tl.load(p_weight + a * taps, mask=m_row & (oldest + a >= start), other=0.0).to(tl.float32)
-        x += w[:, None] * tl.load(p_q + a * stride_qn, mask=m_d[None, :], other=0.0).to(tl.float32)
-    x = x.to(q.dtype.element_ty)
-
-    m = tl.full([COPIES * HB], float("-inf"), tl.float32)
-    l = tl.zeros([COPIES * HB], tl.float32)
-    acc = tl.zeros([COPIES * HB, BD], tl.float32)
-    shifted = tl.minimum(column[:, None] + o_key[None, :], BN - 1)
-    results = BN - taps + 1
-    # Only tiles that reach past the window's first query need more: a loop of their own leaves the other one pipelined.
-    early_stop = first + tl.maximum(tl.minimum(stop, oldest + 2 + before - BN) - first + results - 1, 0) // results * results
-    for j0 in tl.range(first, early_stop, results):
-        key = j0 - before + o_key
-        m_key = (key >= start) & (key < end)
-        b_k = tl.load(k + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)  # [BN, BD]
-        u = tl.dot(x, tl.trans(b_k), input_precision=PRECISION)  # [HB * BC, BN]
-        m, l, acc = _add_tile(
-            u, shifted, v, j0, results, stop, stride_vm, m_d, m, l, acc, scale2, HB, BC, COPIES, BN, PRECISION
+    m_d = tl.arange(0, BD) < HEAD
+    q += batch * stride_qb + kv_head * group * stride_qh
+    weight += kv_head * group * WINDOW * TAPS
+    k += batch * stride_kb + kv_head * stride_kh + tl.arange(0, BD)[None, :] * stride_kd
+    v += batch * stride_vb + kv_head * stride_vh + tl.arange(0, BD)[None, :] * stride_vd
+    if split == 0:
+        m, l, acc = _late_results(
+            q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+            group, head_block, before, start, end, oldest, late, scale2, HEAD, WINDOW, TAPS, BA, BD, PRECISION,
         )  # fmt: skip
-    for j0 in tl.range(early_stop, stop, results, num_stages=1):
-        key = j0 - before + o_key
-        m_key = (key >= start) & (key < end)
-        b_k = tl.load(k + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
-        u = tl.dot(x, tl.trans(b_k), input_precision=PRECISION)
-        late = tl.zeros([HB * BC, BN], tl.float32)
-        for a in tl.range(0, window):
-            w = tl.load(p_weight + a * taps, mask=m_row & (oldest + a >= start), other=0.0).to(tl.float32)
-            b_q = tl.load(p_q + a * stride_qn, mask=m_d[None, :], other=0.0)
-            s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-            late += tl.where((key <= oldest + a)[None, :], w[:, None] * s, 0.0)
-        u = tl.where((key > oldest)[None, :], late, u)
-        m, l, acc = _add_tile(
-            u, shifted, v, j0, results, stop, stride_vm, m_d, m, l, acc, scale2, HB, BC, COPIES, BN, PRECISION
+    else:
+        m, l, acc = _walks(
+            q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+            group, head_block, before, start, late, split - 1, num_splits - 1, scale2,
+            HEAD, WINDOW, TAPS, BC, BW, BD, PRECISION,
         )  # fmt: skip
 
-    copy = tl.arange(0, COPIES * HB)
-    head = head_block * HB + copy
-    m_head = (copy < HB) & (head < group)
-    part = ((batch * tl.num_programs(1) + kv_head) * group + head) * num_splits + split
-    tl.store(part_max + part, m, mask=m_head)
-    tl.store(part_sum + part, l, mask=m_head)
-    tl.store(part_out + part[:, None] * HEAD + o_d[None, :], acc, mask=m_head[:, None] & m_d[None, :])
+    head, row = head_block * 4 + tl.arange(0, 4), tl.arange(0, 16)
+    part = (batch * tl.num_programs(1) + kv_head) * group * num_splits + split
+    tl.store(part_max + part + head * num_splits, m, mask=head < group)
+    tl.store(part_sum + part + head * num_splits, l, mask=head < group)
+    p_out = part_out + (part + (head_block * 4 + row) * num_splits)[:, None] * HEAD + tl.arange(0, BD)[None, :]
+    tl.store(p_out, acc, mask=((row < 4) & (head_block * 4 + row < group))[:, None] & m_d[None, :])
 
 
 @triton.jit
-def _add_tile(
-    u, shifted, v, j0, results, stop, stride_vm, m_d, m, l, acc, scale2,
-    HB: tl.constexpr, BC: tl.constexpr, COPIES: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+def _walks(
+    q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+    group, head_block, before, start, late, split, num_splits, scale2,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Shift the rows ``u [HB * BC, BN]`` against each other, add them up and step the softmax by keys ``j0`` and on."""
-    o_key = tl.arange(0, BN)
-    s = tl.sum(tl.reshape(tl.gather(u, shifted, 1), [HB, BC, BN]), 1)
-    j = j0 + o_key
-    live = (o_key < results) & (j < stop)
-    s = tl.where(live[None, :], s, float("-inf"))
-    s = tl.reshape(tl.broadcast_to(tl.reshape(s, [1, HB, BN]), [COPIES, HB, BN]), [COPIES * HB, BN])
-    b_v = tl.load(v + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)  # [BN, BD]
-    return softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
+    """A split's share of the results before ``late``: BW walks of ``length`` results each."""
+    BN: tl.constexpr = 2 * BW
+    length = tl.cdiv(tl.maximum(late - start, 0), num_splits * BN) * 2
+    first = start + split * length * BW
+    x = _weighted_queries(q, weight, stride_qh, stride_qn, stride_qd, group, head_block, HEAD, WINDOW, TAPS, BC, BD)
+
+    m_d, o_tile = tl.arange(0, BD) < HEAD, tl.arange(0, BN)
+    key = first + (o_tile // 16 * 8 + o_tile % 8) * length + o_tile // 8 % 2 - before  # rows as the product lays them out
+    key_end = late + (TAPS - 1 - before)
+    place = o_tile % 2 - (TAPS - 1)  # in the walk, of the result that a key completes
+    result = first + o_tile // 2 * length + place
+    place_end = tl.minimum(length, late - result + place)
+    p_k, p_v = k + key.to(tl.int64)[:, None] * stride_km, v + result.to(tl.int64)[:, None] * stride_vm
+    o_term = tl.arange(0, 2 * BC)  # key of the step, tap
+    ahead = tl.where(o_term % BC < TAPS, o_term // BC + TAPS - 1 - o_term % BC, -1)  # results from the first one completed
+
+    pending = (tl.zeros([BW, 4], tl.float32),) * (TAPS - 1)
+    m = tl.full([4], float("-inf"), tl.float32)
+    l, acc = tl.zeros([4, BN], tl.float32), tl.zeros([16, BD], tl.float32)
+    for n in tl.range(0, tl.where(first < late, length + TAPS - 1, 0), 2):
+        m_key = (key + n >= start) & (key + n < key_end)
+        b_k = tl.load(p_k, mask=m_key[:, None] & m_d[None, :], other=0.0)
+        u = tl.dot(b_k, tl.trans(x), input_precision=PRECISION)  # [BN, 4 * BC]
+        u = tl.permute(tl.reshape(u, [BW // 8, 2, 8, BC // 2, 4, 2]), [0, 2, 4, 1, 3, 5])
+        u = tl.reshape(u, [BW, 4, 2 * BC])
+        sums = ()
+        for d in tl.static_range(TAPS + 1):
+            # Which terms are meant is known at compile time, and adding -0 changes nothing: a few additions are left.
+            total = tl.sum(tl.where((ahead == d)[None, None, :], u, -0.0), 2)
+            if d < TAPS - 1:
+                total += pending[d]
+            sums = sums + (total,)  # noqa: RUF005
+        pending = sums[2:]
+        s = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), [1, 0, 2]), [4, BN])
+
+        live = (place + n >= 0) & (place + n < place_end)
+        b_v = tl.load(p_v, mask=live[:, None] & m_d[None, :], other=0.0)
+        m, l, acc = _add(s, live, b_v, m, l, acc, scale2, BN, PRECISION)
+        p_k += 2 * stride_km
+        p_v += 2 * stride_vm
+    return m, tl.sum(l, 1), acc
+
+
+@triton.jit
+def _weighted_queries(
+    q, weight, stride_qh, stride_qn, stride_qd, group, head_block,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """``x [4 * BC, BD]``, rows in the order that leaves the taps of a head, as columns of the product, to one thread."""
+    row, o_d = tl.arange(0, 4 * BC), tl.arange(0, BD)
+    column, head = row // 8 * 2 + row % 2, head_block * 4 + row // 2 % 4
+    m_row = (head < group) & (column < TAPS)
+    head = tl.minimum(head, group - 1)
+    p_q = q + head[:, None] * stride_qh + o_d[None, :] * stride_qd
+    x = tl.zeros([4 * BC, BD], tl.float32)
+    for a in tl.static_range(WINDOW):
+        w = tl.load(weight + (head * WINDOW + a) * TAPS + column, mask=m_row, other=0.0).to(tl.float32)
+        x += w[:, None] * tl.load(p_q + a * stride_qn, mask=(o_d < HEAD)[None, :], other=0.0).to(tl.float32)
+    return x.to(q.dtype.element_ty)
+
+
+@triton.jit
+def _late_results(
+    q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+    group, head_block, before, start, end, oldest, late, scale2,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Results from ``late`` on, fewer than 64: a product for each tap, in which queries count for keys that they see."""
+    row, o_d = tl.arange(0, 4 * BA), tl.arange(0, BD)
+    m_d = o_d < HEAD
+    a, head = row % BA, head_block * 4 + row // BA
+    m_row = (head < group) & (a < WINDOW) & (oldest + a >= start)
+    p_q = q + (head * stride_qh + a * stride_qn)[:, None] + o_d[None, :] * stride_qd
+    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)
+    p_weight = weight + (head * WINDOW + a) * TAPS
+
+    j = late + tl.arange(0, 64)
+    s = tl.zeros([64, 4], tl.float32)
+    for c in tl.range(0, TAPS):
+        key = j - before + c
+        m_key = (key >= start) & (key < end)
+        b_k = tl.load(k + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
+        w = tl.load(p_weight + c, mask=m_row, other=0.0).to(tl.float32)
+        each = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [64, 4 * BA]
+        each = tl.where(key[:, None] <= (oldest + a)[None, :], each * w[None, :], 0.0)
+        s += tl.sum(tl.reshape(each, [64, 4, BA]), 2)
+    live = j < end
+    b_v = tl.load(v + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)
+    m = tl.full([4], float("-inf"), tl.float32)
+    l, acc = tl.zeros([4, 64], tl.float32), tl.zeros([16, BD], tl.float32)
+    m, l, acc = _add(tl.trans(s), live, b_v, m, l, acc, scale2, 64, PRECISION)
+    return m, tl.sum(l, 1), acc
+
+
+@triton.jit
+def _add(s, live, b_v, m, l, acc, scale2, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """Step the softmax by scores ``s [4, BN]``, four times over to make up the rows that a dot wants."""
+    s = tl.where(live[None, :], s * scale2, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
+    p, alpha = tl.exp2(s - base[:, None]), tl.exp2(m - base)
+    rows = tl.reshape(tl.broadcast_to(p.to(b_v.dtype)[None, :, :], [4, 4, BN]), [16, BN])
+    alphas = tl.reshape(tl.broadcast_to(alpha[None, :], [4, 4]), [16])
+    return m_new, l * alpha[:, None] + p, tl.dot(rows, b_v, acc * alphas[:, None], input_precision=PRECISION)

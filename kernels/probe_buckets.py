@@ -20,7 +20,6 @@ from msattn.kernels.checks import check_probe_buckets, resolve_backend
 from msattn.kernels.primitives import LOG2_E, padded_head, precision, tl, triton
 from msattn.kernels.types import Backend
 
-SLAB = 64  # hidden units of a program: 16 of them for 1024, so that 8 classifiers occupy a GPU
 LOG2_E_ = tl.constexpr(LOG2_E)
 
 
@@ -95,81 +94,93 @@ def launch(
     batch, q_heads, _, head = q.shape
     classifiers, hidden, num_buckets = weight_out.shape
     weights = [x.contiguous() for x in (weight_in, bias_in, weight_out, bias_out)]
-    rows, slabs = batch * q_heads // classifiers, triton.cdiv(hidden, SLAB)
-    full = q.dtype == torch.float32
+    units, columns = (32, 64) if q.dtype == torch.float32 else (128, 256)
+    heads_each, rows = q_heads // classifiers, batch * q_heads // classifiers
+    slabs, blocks = triton.cdiv(hidden, units), triton.cdiv(num_buckets, columns)
     shares = q.new_empty((slabs, batch, q_heads, num_buckets), dtype=torch.float32)
-    _share_kernel[(slabs, classifiers, triton.cdiv(rows, 16))](
-        q, *weights, shares, q.stride(0), q.stride(1), q.stride(3),
-        q_heads // classifiers, rows, hidden, num_buckets,
-        HEAD=head, BM=16, BF=SLAB, BC=64 if full else 128, BD=padded_head(head), PRECISION=precision(q.dtype),
-        num_warps=4, num_stages=2 if full else 5,
+    _share_kernel[(slabs * blocks, classifiers, triton.cdiv(rows, 16))](
+        q, *weights[:3], shares, q.stride(0), q.stride(1), q.stride(3),
+        heads_each, rows, hidden, num_buckets, blocks,
+        HEAD=head, STEPS=2, BM=16, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
+        num_warps=8, num_stages=3,
     )  # fmt: skip
     chosen = q.new_empty((batch, kv_heads, probes), dtype=torch.int32)
-    padded = triton.next_power_of_2(num_buckets)
+    group, padded = q_heads // kv_heads, triton.next_power_of_2(num_buckets)
     if probes:
         _choose_kernel[(kv_heads, batch)](
-            shares, chosen, slabs, q_heads // kv_heads, num_buckets, probes,
-            BP=padded, num_warps=max(4, min(16, padded // 128)),
+            shares, weights[3], chosen, slabs, group, heads_each, num_buckets, probes,
+            BG=triton.next_power_of_2(group), BP=padded, num_warps=max(4, min(16, padded // 64)),
         )  # fmt: skip
     return chosen
 
 
-@triton.jit(do_not_specialize=["rows", "heads_each"])
+@triton.jit(do_not_specialize=["heads_each", "rows", "blocks"])
 def _share_kernel(
-    q, weight_in, bias_in, weight_out, bias_out, shares, stride_qb, stride_qh, stride_qd,
-    heads_each, rows, hidden, num_buckets,
-    HEAD: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    q, weight_in, bias_in, weight_out, shares, stride_qb, stride_qh, stride_qd,
+    heads_each, rows, hidden, num_buckets, blocks,
+    HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``shares [slabs, B, Hq, C]`` of the logits; the first slab's include the bias."""
-    slab, classifier = tl.program_id(0), tl.program_id(1)
+    slab, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     m_row = row < rows
     batch, head = row // heads_each, classifier * heads_each + row % heads_each
-    unit, o_d = slab * BF + tl.arange(0, BF), tl.arange(0, BD)
-    m_unit, m_d = unit < hidden, o_d < HEAD
+    bucket, o_d = block * BC + tl.arange(0, BC), tl.arange(0, BD)
+    m_bucket, m_d = bucket < num_buckets, o_d < HEAD
     p_q = q + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)
-    p_in = weight_in + (classifier.to(tl.int64) * HEAD + o_d[:, None]) * hidden + unit[None, :]
-    b_in = tl.load(p_in, mask=m_d[:, None] & m_unit[None, :], other=0.0)  # [BD, BF]
-    bias = tl.load(bias_in + classifier * hidden + unit, mask=m_unit, other=0.0).to(tl.float32)
-    h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0).to(q.dtype.element_ty)  # [BM, BF]
+    o_step, every = tl.arange(0, STEPS), slab * STEPS * BF + tl.arange(0, STEPS * BF)
+    biases = tl.load(bias_in + classifier * hidden + every, mask=every < hidden, other=0.0).to(tl.float32)
+    biases = tl.reshape(biases, [STEPS, BF])
+    share = tl.zeros([BM, BC], tl.float32)
+    # As many buffers as steps, the queries among them: all is on its way before the first product.
+    for step in tl.range(0, STEPS):
+        unit = (slab * STEPS + step) * BF + tl.arange(0, BF)
+        m_unit = unit < hidden
+        b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+        p_in = weight_in + (classifier * HEAD + o_d[:, None]) * hidden + unit[None, :]
+        b_in = tl.load(p_in, mask=m_d[:, None] & m_unit[None, :], other=0.0)  # [BD, BF]
+        p_out = weight_out + (classifier * hidden + unit[:, None]) * num_buckets + bucket[None, :]
+        b_out = tl.load(p_out, mask=m_unit[:, None] & m_bucket[None, :], other=0.0)  # [BF, BC]
+        bias = tl.sum(tl.where((o_step == step)[:, None], biases, 0.0), 0)
+        h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0)  # [BM, BF]
+        share = tl.dot(h.to(q.dtype.element_ty), b_out, share, input_precision=PRECISION)
+    row = (slab * tl.cdiv(rows, heads_each) + batch) * tl.num_programs(1) * heads_each + head
+    tl.store(shares + row[:, None] * num_buckets + bucket[None, :], share, mask=m_row[:, None] & m_bucket[None, :])
 
-    weight_out += (classifier.to(tl.int64) * hidden + unit[:, None]) * num_buckets
-    p_share = shares + ((slab * tl.cdiv(rows, heads_each) + batch) * tl.num_programs(1) * heads_each + head) * num_buckets
-    for c in tl.range(0, num_buckets, BC):
-        bucket = c + tl.arange(0, BC)
-        m_bucket = bucket < num_buckets
-        b_out = tl.load(weight_out + bucket[None, :], mask=m_unit[:, None] & m_bucket[None, :], other=0.0)  # [BF, BC]
-        share = tl.dot(h, b_out, input_precision=PRECISION)
-        offset = tl.load(bias_out + classifier * num_buckets + bucket, mask=m_bucket & (slab == 0), other=0.0)
-        share += offset.to(tl.float32)[None, :]
-        tl.store(p_share[:, None] + bucket[None, :], share, mask=m_row[:, None] & m_bucket[None, :])
 
-
-@triton.jit(do_not_specialize=["slabs", "group", "probes"])
-def _choose_kernel(shares, chosen, slabs, group, num_buckets, probes, BP: tl.constexpr):
+@triton.jit(do_not_specialize=["slabs", "group", "heads_each", "probes"])
+def _choose_kernel(
+    shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr
+):  # fmt: skip
     """The ``probes`` best buckets of one query group."""
     kv_head, batch = tl.program_id(0), tl.program_id(1)
     q_heads = tl.num_programs(0) * group
-    bucket = tl.arange(0, BP)
+    o_head, bucket = tl.arange(0, BG), tl.arange(0, BP)
     m_bucket = bucket < num_buckets
-    score = tl.zeros([BP], tl.float32)
-    for g in tl.range(0, group):
-        p_share = shares + (batch * q_heads + kv_head * group + g) * num_buckets + bucket
-        logit = tl.zeros([BP], tl.float32)
-        for slab in tl.range(0, slabs, loop_unroll_factor=8):
-            logit += tl.load(p_share + slab * tl.num_programs(1) * q_heads * num_buckets, mask=m_bucket, other=0.0)
-        logit = tl.where(m_bucket, logit * LOG2_E_, float("-inf"))
-        p = tl.exp2(logit - tl.max(logit, 0))
-        score += p / tl.sum(p, 0)
+    m_logit = (o_head < group)[:, None] & m_bucket[None, :]
+    p_share = shares + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
+    p_bias = bias_out + (kv_head * group + o_head) // heads_each * num_buckets
+    logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
+    for slab in tl.range(0, slabs, loop_unroll_factor=8):
+        logit += tl.load(p_share + slab * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
+    logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
+    p = tl.exp2(logit - tl.max(logit, 1)[:, None])
+    score = tl.sum(tl.where(m_logit, p / tl.sum(p, 1)[:, None], 0.0), 0)
 
+    # `reached` scores, as many as wanted or more, are `low` or larger; fewer are `high` or larger.
     bits = tl.where(m_bucket, score.to(tl.int32, bitcast=True), -1)
-    least = tl.zeros((), tl.int32)  # the L-th largest: the largest number that L buckets reach
-    for n in tl.range(0, 31):
-        tried = least | (1 << (30 - n))
-        least = tl.where(tl.sum((bits >= tried).to(tl.int32), 0) >= probes, tried, least)
-    above, equal = bits > least, (bits == least).to(tl.int32)
-    needed = probes - tl.sum(above.to(tl.int32), 0)
-    take = above | ((equal > 0) & (tl.cumsum(equal, 0) <= needed))
+    low, high = tl.min(tl.where(m_bucket, bits, 0x7FFFFFFF), 0), tl.max(bits, 0) + 1
+    reached = num_buckets
+    while (reached != probes) & (low + 1 < high):
+        middle = low + ((high - low) >> 1)
+        count = tl.sum((bits >= middle).to(tl.int32), 0)
+        low = tl.where(count >= probes, middle, low)
+        high = tl.where(count >= probes, high, middle)
+        reached = tl.where(count >= probes, count, reached)
+    take = bits >= low
+    if reached != probes:  # the last of them are equal: take the first
+        last = (bits == low).to(tl.int32)
+        take = take & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
     place = tl.cumsum(take.to(tl.int32), 0) - 1
     tl.store(chosen + (batch * tl.num_programs(0) + kv_head) * probes + place, bucket, mask=take)
