@@ -4,12 +4,14 @@ For the query group of a key/value head, with the classifier of each of its quer
 
     score[c] = sum over the queries of softmax_c(relu(q W_in + b_in) W_out + b_out)        probes = the L largest
 
-One token's rows are few and the weights many, so reading the weights is what takes time: they are read once. A program takes a
-slab of the hidden layer, whose columns of W_in and rows of W_out belong together, and leaves its share of the logits; a second
-kernel adds the shares of a query group and finds the L-th largest score bit by bit: positive floats are ordered as integers.
+One token's rows are few and the weights many, so reading the weights is what takes time: those of the second layer once, all
+that a program reads on its way before it needs any. A program takes a slab of the hidden layer, whose columns of W_in and rows
+of W_out belong together, and a block of buckets, and leaves its share of the logits. A second kernel adds the shares of a query
+group and finds the scores to take by halving an interval of their bits: positive floats are ordered as integers.
 
-Tiles: BM queries of a classifier, BF hidden units, BC buckets, BD head size, BP all buckets. Prefix: p_ pointer. Programs:
-(slab, classifier, row tile), then (key/value head, sequence).
+Tiles: BM queries of a classifier; STEPS times BF hidden units, a slab; BC buckets; BD head size; BG queries of a group, BP all
+buckets. Prefixes: b_ tile, p_ pointer, m_ mask. Programs: (slab and block, classifier, row tile), then (key/value head,
+sequence).
 """
 
 import torch
@@ -121,7 +123,7 @@ def _share_kernel(
     HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``shares [slabs, B, Hq, C]`` of the logits; the first slab's include the bias."""
+    """``shares [slabs, B, Hq, C]`` of the logits, without the bias."""
     slab, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     m_row = row < rows
@@ -133,11 +135,12 @@ def _share_kernel(
     biases = tl.load(bias_in + classifier * hidden + every, mask=every < hidden, other=0.0).to(tl.float32)
     biases = tl.reshape(biases, [STEPS, BF])
     share = tl.zeros([BM, BC], tl.float32)
-    # As many buffers as steps, the queries among them: all is on its way before the first product.
+    # As many buffers as steps: everything is on its way before the first product. The queries would be too early, and waited
+    # for, if their mask did not name the step.
     for step in tl.range(0, STEPS):
         unit = (slab * STEPS + step) * BF + tl.arange(0, BF)
         m_unit = unit < hidden
-        b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+        b_q = tl.load(p_q, mask=(m_row & (step < STEPS))[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
         p_in = weight_in + (classifier * HEAD + o_d[:, None]) * hidden + unit[None, :]
         b_in = tl.load(p_in, mask=m_d[:, None] & m_unit[None, :], other=0.0)  # [BD, BF]
         p_out = weight_out + (classifier * hidden + unit[:, None]) * num_buckets + bucket[None, :]
@@ -162,7 +165,7 @@ def _choose_kernel(
     p_share = shares + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
     p_bias = bias_out + (kv_head * group + o_head) // heads_each * num_buckets
     logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
-    for slab in tl.range(0, slabs, loop_unroll_factor=8):
+    for slab in tl.range(0, slabs, loop_unroll_factor=8):  # type: ignore[misc]
         logit += tl.load(p_share + slab * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
     p = tl.exp2(logit - tl.max(logit, 1)[:, None])
@@ -183,4 +186,4 @@ def _choose_kernel(
         last = (bits == low).to(tl.int32)
         take = take & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
     place = tl.cumsum(take.to(tl.int32), 0) - 1
-    tl.store(chosen + (batch * tl.num_programs(0) + kv_head) * probes + place, bucket, mask=take)
+    tl.store(chosen + (batch * tl.num_programs(0) + kv_head) * probes + place, bucket, mask=take & (place < probes))
