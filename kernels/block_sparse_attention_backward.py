@@ -183,33 +183,50 @@ def _dkv_kernel(
     u0 = pid % tiles * BN  # long columns come first
     kv_head = pid // tiles % kv_heads
     b = pid // (tiles * kv_heads)
-    first_key, first_query, _, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     p_list, plain, all_blocks = find_list(
         p_lists, p_lengths, b, kv_head, u0 // BLOCK, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
     )
+    p_list += all_blocks - 1  # read backwards
     u = u0 + tl.arange(0, BN)
     k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+    if COLS * k.dtype.primitive_bitwidth <= 2048:
+        k = tl.where((u < keys)[:, None], k, 0.0)  # stays in registers, as q does in the first pass; v has no room there
 
     dk = tl.zeros([BN, COLS], tl.float32)
     dv = tl.zeros([BN, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BM
-    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
-        entry = tl.load(p_list + all_blocks - 1 - n // PARTS).to(tl.int32)
+    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
+        entry = tl.load(p_list - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
-        q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
-        dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
-        if CAUSAL and n >= plain * PARTS:
-            t = t0 + tl.arange(0, BM)
-            s = tl.where(u[:, None] <= t[None, :] + delta, s, float("-inf"))
-        p = tl.exp2(s * scale2 - _load_terms(terms_desc, b, h, 0, t0, BM))
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-        ds = p * (dp - _load_terms(terms_desc, b, h, 1, t0, BM))
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk, dv = _dkv_step(dk, dv, k, v, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                           BM, COLS, False, PRECISION)  # fmt: skip
+    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+        entry = tl.load(p_list - n // PARTS).to(tl.int32)
+        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
+        dk, dv = _dkv_step(dk, dv, k, v, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
     store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)
+
+
+@triton.jit
+def _dkv_step(
+    dk, dv, k, v, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+    BM: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the queries of head h from t0 on give."""
+    q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
+    dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
+    if MASK:
+        s = tl.where(u[:, None] <= (t0 + tl.arange(0, BM))[None, :] + delta, s, float("-inf"))
+    p = tl.exp2(s * scale2 - _load_terms(terms_desc, b, h, 0, t0, BM))
+    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    ds = p * (dp - _load_terms(terms_desc, b, h, 1, t0, BM))
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit
