@@ -12,9 +12,8 @@ tiles in each pass; the terms of a row, made by the first pass, wait for the sec
 Both passes go through memory in step: row lists from the first key on, column lists from the last query back, whatever the
 block, so that programs which run together find each other's tiles in the L2 cache. Blocks on the diagonal come last in both.
 
-Layouts: terms of rows fp32 ``[B, Hq, 2, N]``, LSEs in base 2 and ``rowsum(dO * O) - dlse``, queries counted from where the
-sequence starts; lists as in :mod:`msattn.kernels.block_lists`. A tile has BM queries and BN keys, each a block or an even part
-of one. Prefix: p_ pointer.
+Layouts: terms of rows as in :mod:`msattn.kernels.gradient_steps`, lists as in :mod:`msattn.kernels.block_lists`. A tile has BM
+queries and BN keys, each a block or an even part of one. Prefix: p_ pointer.
 """
 
 import torch
@@ -23,11 +22,11 @@ from torch import Tensor
 from msattn.kernels import tuned
 from msattn.kernels.block_lists import compact, compact_columns, find_list
 from msattn.kernels.checks import check_layout, has_aligned_rows, query_offset
+from msattn.kernels.gradient_steps import dkv_step, dq_step, empty_terms, load_rows, terms_view
 from msattn.kernels.primitives import (
     LN_2,
     LOG2_E,
     capability,
-    load_lse2,
     load_tile,
     mask_scores,
     padded_head,
@@ -75,7 +74,7 @@ def launch(
     tile = dq_tile or tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dq = torch.empty_like(q)
-    terms = lse.new_empty((batch, q_heads, 2, (num_queries + 3) // 4 * 4))  # rows of 16 bytes, for a descriptor
+    terms = empty_terms(lse)
     _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
         lse, dlse, dq, terms, lists, lengths, kv_start, *dq.stride()[:3], terms.stride(2),
@@ -90,7 +89,7 @@ def launch(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
-        tile_view(terms[..., :num_queries], 1, max(rows, TERMS.value)),
+        terms_view(terms, num_queries, rows),
         dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
         *shared, lists.shape[0], offset, scale * LOG2_E,
         GROUP=group, BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
@@ -98,7 +97,6 @@ def launch(
     return dq, dk, dv
 
 
-TERMS = tl.constexpr(32)  # in a descriptor's tile, at least: 128 bytes, or the tiles of a pipeline would not be aligned
 SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
 
 
@@ -122,24 +120,12 @@ def _dq_kernel(
         p_lists, p_lengths, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
 
-    t = t0 + tl.arange(0, BM)
-    head = (b * kv_heads * group + h).to(tl.int64)
-    lse2 = load_lse2(p_lse + head * num_queries + first_query, t, queries)
-    q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
-    dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
-    out = load_tile(out_desc, b, h, first_query + t0, BM, COLS)
-    row_term = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    row_term -= tl.load(p_dlse + head * num_queries + first_query + t, mask=t < queries, other=0.0)
-    row_term = tl.where(lse2 == float("inf"), 0.0, row_term)  # whatever the loss does with an LSE of -inf
-    p_terms += head * 2 * stride_terms + t
-    tl.store(p_terms, lse2, mask=t < num_queries)
-    tl.store(p_terms + stride_terms, row_term, mask=t < num_queries)
-    if COLS * q.dtype.primitive_bitwidth <= 2048:
-        # What is computed, not loaded, stays in registers as a first factor: less traffic in shared memory, and room there to
-        # load further ahead.
-        exists = (t < queries)[:, None]
-        q, dout = tl.where(exists, q, 0.0), tl.where(exists, dout, 0.0)
+    q, dout, lse2, row_term = load_rows(
+        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_terms, b, h, kv_heads * group, t0, first_query, queries, num_queries,
+        stride_terms, BM, COLS,
+    )  # fmt: skip
 
+    t = t0 + tl.arange(0, BM)
     dq = tl.zeros([BM, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BN
     for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
@@ -164,9 +150,7 @@ def _dq_step(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
     if MASK:
         s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-    p = tl.exp2(s * scale2 - lse2[:, None])
-    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq_step(dq, s, dout, k, v, lse2, row_term, scale2, PRECISION)
 
 
 @triton.jit(do_not_specialize=SIZES[1:-1])
@@ -177,7 +161,6 @@ def _dkv_kernel(
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Scores stand transposed, [BN, BM], so that P^T and dS^T go into their products straight from registers.
     pid = tl.program_id(0)
     tiles = col_blocks * (BLOCK // BN)
     u0 = pid % tiles * BN  # long columns come first
@@ -200,40 +183,12 @@ def _dkv_kernel(
     for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = _dkv_step(dk, dv, k, v, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
-                           BM, COLS, False, PRECISION)  # fmt: skip
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                          BM, COLS, False, PRECISION)  # fmt: skip
     for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = _dkv_step(dk, dv, k, v, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
-                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                          BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
     store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)
-
-
-@triton.jit
-def _dkv_step(
-    dk, dv, k, v, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
-    BM: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what the queries of head h from t0 on give."""
-    q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
-    dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
-    if MASK:
-        s = tl.where(u[:, None] <= (t0 + tl.arange(0, BM))[None, :] + delta, s, float("-inf"))
-    p = tl.exp2(s * scale2 - _load_terms(terms_desc, b, h, 0, t0, BM))
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-    ds = p * (dp - _load_terms(terms_desc, b, h, 1, t0, BM))
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
-
-
-@triton.jit
-def _load_terms(desc, b, h, term, t0, BM: tl.constexpr):
-    """One of the two terms of BM rows, ``[1, BM]``."""
-    SETS: tl.constexpr = max(1, TERMS // BM)  # type: ignore[assignment]  # the rows that are wanted, and others after them
-    terms = tl.reshape(desc.load([b, h, term, t0]), [SETS, BM])
-    if SETS == 1:
-        return terms
-    return tl.sum(tl.where(tl.arange(0, SETS)[:, None] == 0, terms, 0.0), 0)[None, :]

@@ -37,10 +37,10 @@ from msattn.kernels.multiscale_levels import (
     find_row_list,
     find_tile,
     load_means,
-    mask_means,
     pool,
-    pooled_tiles,
+    pooled_ends,
     row_lists,
+    weigh_means,
 )
 from msattn.kernels.operators import Passes, selecting
 from msattn.kernels.primitives import (
@@ -177,16 +177,17 @@ def _multiscale_attention_kernel(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
-    level, left, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BM, BP)
-    for n in tl.range(0, pooled_tiles(keys8, keys4, keys2, BP)):  # type: ignore[misc]
+    _, _, pooled = pooled_ends(keys8, keys4, keys2)
+    level, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BM, BP)
+    for n in tl.range(0, tl.cdiv(pooled, BP)):  # type: ignore[misc]
         k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if left < (BP << level):
-            s = mask_means(s, level, left, scale2, BP)
+        if level == 0:
+            s = weigh_means(s, n, keys8, keys4, keys2, scale2, BP)
         v = load_means(p_means, row, 1, HEAD, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)
         m += level  # log2 of a group's size, which its scores lack
-        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # ahead of its loads
+        level, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # ahead of its loads
 
     p_list += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)
     plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask

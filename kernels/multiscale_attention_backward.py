@@ -11,17 +11,18 @@ itself, for its loads are Q and dO. The third does the same for the keys as they
 keys passes on ``1 / n`` to each. So every sum is one program's, in one order: no atomics, the same bits every time; fp32
 gradients of the means, of 7/8 as many rows as K and V, are the only partial results in memory.
 
-Layouts: row term ``rowsum(dO * O) - dlse`` fp32 ``[B, Hq, N]``; lists and means as in :mod:`msattn.kernels.multiscale_levels`.
-A tile has BM queries and BN keys (means), each a block or an even part of one, or BP means. Prefix: p_ pointer.
+Layouts: terms of rows as in :mod:`msattn.kernels.gradient_steps`; lists, means: :mod:`msattn.kernels.multiscale_levels`. A
+tile has BM queries and BN keys (means), each a block or an even part of one, or BP means. Prefix: p_ pointer.
 """
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import tuned
+from msattn.kernels.block_lists import find_list
 from msattn.kernels.checks import check_layout, has_aligned_rows, query_offset
+from msattn.kernels.gradient_steps import dkv_step, dq_step, empty_terms, load_rows, terms_view
 from msattn.kernels.multiscale_levels import (
-    find_list,
     find_means,
     find_row_list,
     find_tile,
@@ -29,19 +30,17 @@ from msattn.kernels.multiscale_levels import (
     group_size,
     level_of_tile,
     load_means,
-    log_size,
-    mask_means,
     pool,
-    pooled_tiles,
+    pooled_ends,
     row_lists,
     store_means,
     tile_lists,
+    weigh_means,
 )
 from msattn.kernels.primitives import (
     LN_2,
     LOG2_E,
     capability,
-    load_lse2,
     load_tile,
     mask_scores,
     padded_head,
@@ -80,19 +79,18 @@ def launch(
     cols, sm = padded_head(head), capability(q.device)
     selection = zoom, kv_start, num_queries, num_keys, block_size, causal
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
+    group, offset = q_heads // kv_heads, query_offset(num_queries, num_keys, causal)
+    sizes = kv_heads, num_queries, num_keys, *zoom.shape[2:]
     means = pool(k, v, kv_start, block_size)
 
     lists, counts = row_lists(*selection)
-    sizes = (
-        q_heads // kv_heads, kv_heads, num_queries, num_keys, *zoom.shape[2:], *lists.shape[:2],
-        query_offset(num_queries, num_keys, causal), scale * LOG2_E,
-    )  # fmt: skip
     tile = dq_tile or tuned.pick("multiscale_attention_dq", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
-    dq, row_term = torch.empty_like(q), torch.empty_like(lse)
+    dq, terms = torch.empty_like(q), empty_terms(lse)
     _dq_kernel[(batch * q_heads * zoom.shape[2] * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
-        means, lse, dlse, dq, row_term, lists, counts, kv_start, *dq.stride()[:3], *sizes,
+        means, lse, dlse, dq, terms, lists, counts, kv_start, *dq.stride()[:3], terms.stride(2),
+        group, *sizes, *lists.shape[:2], offset, scale * LOG2_E,
         BM=rows, BN=keys, BP=tile.keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -102,12 +100,13 @@ def launch(
     dmeans = torch.empty_like(means, dtype=torch.float32)
     for pooled, x, y in ((True, *means.unbind(3)), (False, k, v)):
         del lists, counts  # room for the next
-        lists, counts = tile_lists(*selection, pooled)
+        lists, counts = tile_lists(*selection, kv_heads, group, pooled)
         _dkv_kernel[(batch * kv_heads * lists.shape[2] * (block_size // keys),)](
             tile_view(q, rows), tile_view(x, keys), tile_view(y, keys), tile_view(dout, rows),
-            lse, row_term, dmeans, dk, dv, lists, counts, kv_start,
-            *dk.stride()[:3], *dv.stride()[:3], *sizes,
-            BM=rows, BN=keys, POOLED=pooled, **constants, num_warps=tile.warps, num_stages=tile.stages,
+            terms_view(terms, num_queries, rows),
+            dmeans, dk, dv, lists, counts, kv_start, *dk.stride()[:3], *dv.stride()[:3],
+            *sizes, lists.shape[0], offset, scale * LOG2_E,
+            GROUP=group, BM=rows, BN=keys, POOLED=pooled, **constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -115,11 +114,11 @@ def launch(
 SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=[*SIZES, "stride_terms"])
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, p_means,
-    p_lse, p_dlse, p_dq, p_row_term, p_lists, p_counts, p_kv_start,
-    stride_b, stride_h, stride_n,
+    p_lse, p_dlse, p_dq, p_terms, p_lists, p_counts, p_kv_start,
+    stride_b, stride_h, stride_n, stride_terms,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -137,29 +136,23 @@ def _dq_kernel(
     )
     p_means = find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
 
-    t = t0 + tl.arange(0, BM)
-    first_row = (b * kv_heads * group + h).to(tl.int64) * num_queries + first_query
-    lse2 = load_lse2(p_lse + first_row, t, queries)[:, None]
-    q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
-    dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
-    out = load_tile(out_desc, b, h, first_query + t0, BM, COLS)
-    row_term = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    row_term -= tl.load(p_dlse + first_row + t, mask=t < queries, other=0.0)
-    row_term = tl.where(lse2 == float("inf"), 0.0, row_term[:, None])  # whatever the loss does with an LSE of -inf
-    tl.store(p_row_term + first_row + t[:, None], row_term, mask=(t < queries)[:, None])
+    q, dout, lse2, row_term = load_rows(
+        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_terms, b, h, kv_heads * group, t0, first_query, queries, num_queries,
+        stride_terms, BM, COLS,
+    )  # fmt: skip
 
+    t = t0 + tl.arange(0, BM)
     dq = tl.zeros([BM, COLS], tl.float32)
-    level, left, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)
-    for n in tl.range(0, pooled_tiles(keys8, keys4, keys2, BP)):  # type: ignore[misc]
+    _, _, pooled = pooled_ends(keys8, keys4, keys2)
+    level, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)
+    for n in tl.range(0, tl.cdiv(pooled, BP)):  # type: ignore[misc]
         k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
         v = load_means(p_means, row, 1, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if left < (BP << level):
-            s = mask_means(s, level, left, scale2, BP)
-        p = tl.exp2(s * scale2 - (lse2 - level))
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-        level, left, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # ahead of its loads
+        if level == 0:
+            s = weigh_means(s, n, keys8, keys4, keys2, scale2, BP)
+        dq = dq_step(dq, s, dout, k, v, lse2 - level, row_term, scale2, PRECISION)
+        level, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # ahead of its loads
 
     p_list += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
     plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask
@@ -171,71 +164,62 @@ def _dq_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if u0 + BN > plain_end:
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-        p = tl.exp2(s * scale2 - lse2)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = dq_step(dq, s, dout, k, v, lse2, row_term, scale2, PRECISION)
     store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES[1:-1])
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, p_lse, p_row_term, p_dmeans, p_dk, p_dv, p_lists, p_counts, p_kv_start,
+    q_desc, k_desc, v_desc, dout_desc, terms_desc, p_dmeans, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
-    # Scores stand transposed, [BN, BM], so that P^T and dS^T go into their products straight from registers.
     pid = tl.program_id(0)
     num_tiles = first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2) if POOLED else col_blocks
     parts = num_tiles * (BLOCK // BN)
     row0 = pid % parts * BN  # of K, or its means; long columns come first
     kv_head = pid // parts % kv_heads
     b = pid // (parts * kv_heads)
-    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    first = 0 if POOLED else first_key
-    k = load_tile(k_desc, b, kv_head, first + row0, BN, COLS)
-    v = load_tile(v_desc, b, kv_head, first + row0, BN, COLS)
-
+    first_key, first_query, keys, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     tile = row0 // BLOCK
+    p_list, plain, all_blocks = find_list(
+        p_lists, p_lengths, b, kv_head, tile, kv_heads, list_batch, kv_heads, num_tiles, row_blocks * GROUP
+    )
+    p_list += all_blocks - 1  # read backwards
+
     level, number = level_of_tile(tile, col_blocks, POOLED)
     inside = row0 % BLOCK + tl.arange(0, BN)
     u = (number * BLOCK + inside) << level  # first key of each group
-    size = group_size(u, level, keys)
-    bias = log_size(tl.maximum(size, 1), scale2)
-    bit = (inside << level) // BLOCK  # which of the tile's column blocks
+    size = tl.maximum(group_size(u, level, keys), 1).to(tl.float32)
+    log_size = tl.log2(size) / scale2  # what a group adds to its unscaled score
+    column = (inside << level) // BLOCK  # of the tile's blocks
+    first = 0 if POOLED else first_key
+    k = load_tile(k_desc, b, kv_head, first + row0, BN, COLS)
+    v = load_tile(v_desc, b, kv_head, first + row0, BN, COLS)
+    if COLS * k.dtype.primitive_bitwidth <= 2048:
+        k = tl.where((u < keys)[:, None], k, 0.0)  # stays in registers, as q does in the first pass; v has no room there
 
     dk = tl.zeros([BN, COLS], tl.float32)
     dv = tl.zeros([BN, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BM
-    for h in tl.range(kv_head * group, (kv_head + 1) * group):  # type: ignore[misc]
-        own = find_list(b, h, tile, kv_heads * group, list_batch, list_heads, num_tiles)
-        count = tl.load(p_counts + own)
-        first_row = (b * kv_heads * group + h).to(tl.int64) * num_queries + first_query
-        for n in tl.range(0, count * PARTS):  # type: ignore[misc]
-            entry = tl.load(p_lists + own * row_blocks + count - 1 - n // PARTS)
-            t0 = (entry >> 8) * BLOCK + n % PARTS * BM
-            t = t0 + tl.arange(0, BM)
-            q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
-            dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BN, BM]
-            if POOLED:
-                s += tl.where((entry >> bit) & 1 != 0, bias, float("-inf"))[:, None]
-            elif CAUSAL and t0 + delta < row0 + BN - 1:
-                s = tl.where(u[:, None] <= t[None, :] + delta, s, float("-inf"))
-            p = tl.exp2(s * scale2 - load_lse2(p_lse + first_row, t, queries)[None, :])
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-            row_term = tl.load(
-                p_row_term + first_row + t, mask=t < queries, other=0.0
-            )  # late, as LSEs are: registers are short
-            ds = p * (dp - row_term[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
+        entry = tl.load(p_list - n // PARTS)
+        bias = tl.where((entry >> column) & 1 != 0, log_size, float("-inf")) if POOLED else None
+        h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
+        dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                          BM, COLS, False, PRECISION)  # fmt: skip
+    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+        entry = tl.load(p_list - n // PARTS)
+        h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                          BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     dk *= scale2 * LN_2
 
     p_dmeans = find_means(p_dmeans, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
     if POOLED:
-        share = 1.0 / tl.maximum(size, 1).to(tl.float32)[:, None]
+        share = 1.0 / size[:, None]
         row = row0 + tl.arange(0, BN)
         store_means(p_dmeans, dk * share, row, row >= 0, 0, HEAD, COLS)
         store_means(p_dmeans, dv * share, row, row >= 0, 1, HEAD, COLS)

@@ -6,10 +6,11 @@ for ``2 ** e`` column blocks; tiles count through all levels. Groups are counted
 blocks.
 
 Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
-ascending order; how many keys those of each zoom have, ``[B or 1, Hm, Tr, 4]``. Tile lists ``[B or 1, Hm, tiles, Tr]``, for
-gradients: the row blocks that read some column block of a tile at the tile's own zoom, as ``r << 8 | which``, a bit for each
-column block; counts ``[B or 1, Hm, tiles]``. Hm are the heads of the zoom map, B the batch where sequences differ in padding or
-zoom. Prefix: p_ pointer.
+ascending order; how many keys those of each zoom have, ``[B or 1, Hm, Tr, 4]``. Tile lists ``[B or 1, Hkv, tiles, Tr *
+group]``, for gradients: the row blocks, of each query head of a group, that read some column block of a tile at the tile's own
+zoom, in ascending order, as ``(row block * group + query head in the group) << 8 | which``, a bit for each column block;
+lengths ``[B or 1, Hkv, tiles, 2]`` (those that need no mask, which come last; all). Hm are the heads of the zoom map, B the
+batch where sequences differ in padding or zoom. Prefix: p_ pointer.
 """
 
 import torch
@@ -58,20 +59,29 @@ def row_lists(
 
 
 def tile_lists(
-    zoom: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, block_size: int, causal: bool, pooled: bool
+    zoom: Tensor,
+    kv_start: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    causal: bool,
+    kv_heads: int,
+    group: int,
+    pooled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Which row blocks read each tile of means or, unless ``pooled``, each column block as it is (layouts: top of the file)."""
+    """What reads each tile of means or, unless ``pooled``, each column block as it is (layouts: top of the file)."""
     zoom = _of_each_sequence(zoom, kv_start)
     batch, heads, row_blocks, col_blocks = zoom.shape
-    tiles = num_tiles(col_blocks) if pooled else col_blocks
-    lists = torch.empty((batch, heads, tiles, row_blocks), dtype=torch.int32, device=zoom.device)
-    counts = torch.empty((batch, heads, tiles), dtype=torch.int32, device=zoom.device)
-    _tile_lists_kernel[(tiles, heads, batch)](
-        zoom, lists, counts, kv_start, *zoom.stride(),
-        num_queries, num_keys, row_blocks, col_blocks, query_offset(num_queries, num_keys, causal),
-        BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(row_blocks)), CAUSAL=causal, COLUMNS=8 if pooled else 1,
+    zoom = zoom.unflatten(1, (min(heads, kv_heads), -1)).expand(-1, kv_heads, group, -1, -1)
+    tiles, entries = num_tiles(col_blocks) if pooled else col_blocks, row_blocks * group
+    lists = torch.empty((batch, kv_heads, tiles, entries), dtype=torch.int32, device=zoom.device)
+    lengths = torch.empty((batch, kv_heads, tiles, 2), dtype=torch.int32, device=zoom.device)
+    _tile_lists_kernel[(tiles, kv_heads, batch)](
+        zoom, lists, lengths, kv_start, *zoom.stride(),
+        num_queries, num_keys, entries, col_blocks, query_offset(num_queries, num_keys, causal), MEMBERS=group,
+        BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(entries)), CAUSAL=causal, COLUMNS=8 if pooled else 1,
     )  # fmt: skip
-    return lists, counts
+    return lists, lengths
 
 
 def _of_each_sequence(zoom: Tensor, kv_start: Tensor | None) -> Tensor:
@@ -106,53 +116,62 @@ def group_size(u, level, keys):
 
 
 @triton.jit
-def pooled_tiles(keys8, keys4, keys2, BP: tl.constexpr):
-    """Tiles of BP means that a row block reads: each is of one level, so that all but the last of a level are full."""
-    return tl.cdiv(keys8, BP * 8) + tl.cdiv(keys4, BP * 4) + tl.cdiv(keys2, BP * 2)
+def pooled_ends(keys8, keys4, keys2):
+    """Where the means of zoom 8, 4 and 2 end, if all that a row block reads stood in a row."""
+    end8 = tl.cdiv(keys8, 8)
+    end4 = end8 + tl.cdiv(keys4, 4)
+    return end8, end4, end4 + tl.cdiv(keys2, 2)
 
 
 @triton.jit
 def find_tile(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
-    """Tile n of a row block's: its level, how many keys there are from its start to its list's end, the rows of its means.
+    """The n-th BP means that a row block reads: their level, 0 unless all are of one level and whole groups; their rows.
 
-    Rows past the end of a list, and those of a tile past the last, are of means that exist.
+    Rows past the last are of means that exist.
     """
-    end8 = tl.cdiv(keys8, BP * 8)
-    end4 = end8 + tl.cdiv(keys4, BP * 4)
-    level = tl.where(n < end8, 3, tl.where(n < end4, 2, 1))
-    tile = n - tl.where(n < end8, 0, tl.where(n < end4, end8, end4))
-    keys = tl.where(n < end8, keys8, tl.where(n < end4, keys4, keys2))
+    end8, end4, end2 = pooled_ends(keys8, keys4, keys2)
+    begin, end = n * BP, n * BP + BP
+    level = tl.where(end <= keys8 // 8, 3, 0)
+    level = tl.where((begin >= end8) & (end <= end8 + keys4 // 4), 2, level)
+    level = tl.where((begin >= end4) & (end <= end4 + keys2 // 2), 1, level)
     blocks8 = tl.cdiv(keys8, BLOCK)
-    p_list += tl.where(n < end8, 0, tl.where(n < end4, blocks8, blocks8 + tl.cdiv(keys4, BLOCK)))
-    u = (tile * BP + tl.arange(0, BP)) << level  # the first key of each group, if the blocks stood in a row
-    c = tl.load(p_list + u // BLOCK, mask=u < keys, other=0).to(tl.int32)
-    row = first_tile(level, col_blocks) * BLOCK + ((c * BLOCK + (u & (BLOCK - 1))) >> level)
-    return level, keys - ((tile * BP) << level), row
+    blocks4 = blocks8 + tl.cdiv(keys4, BLOCK)
+    BITS: tl.constexpr = (BLOCK // 8).bit_length() - 1  # groups of zoom 8 in a block, as a power of two
+    to_list4, to_list2 = (blocks8 << (BITS + 1)) - end8, (blocks4 << (BITS + 2)) - end4
+    g = begin + tl.arange(0, BP)
+    past8, past4 = g >= end8, g >= end4
+    # Levels by lane, in few instructions: where g would stand in its level's part of the list, and then of the buffer.
+    bits = BITS + tl.where(past4, 2, tl.where(past8, 1, 0))
+    block = (g + tl.where(past4, to_list2, tl.where(past8, to_list4, 0))) >> bits
+    to_row4, to_row2 = to_list4 + first_tile(2, col_blocks) * BLOCK, to_list2 + first_tile(1, col_blocks) * BLOCK
+    row = g + tl.where(past4, to_row2, tl.where(past8, to_row4, 0))
+    c = tl.load(p_list + block, mask=g < end2, other=0).to(tl.int32)
+    return level, row + ((c - block) << bits)
 
 
 @triton.jit
-def mask_means(s, level, keys, scale2, BP: tl.constexpr):
-    """Scores ``s [BM, BP]`` of a tile whose list ends after ``keys`` keys: -inf past the end, a group cut off weighs less."""
-    size = group_size(tl.arange(0, BP) << level, level, keys)
-    return s + (log_size(size, scale2) - level / scale2)[None, :]
+def _level_of(g, end8, end4):
+    return tl.where(g < end8, 3, tl.where(g < end4, 2, 1))
 
 
 @triton.jit
-def log_size(size, scale2):
-    """What a group adds to its unscaled score: the logarithm of its number of keys over the scale; -inf if it has none."""
-    return tl.where(size > 0, tl.log2(tl.maximum(size, 1).to(tl.float32)) * (1.0 / scale2), float("-inf"))
-
-
-@triton.jit
-def find_list(b, h, own, q_heads, list_batch, list_heads, num_own):
-    """Which list, counted through sequences and heads of the map, is that of ``own`` for query head h of sequence b."""
-    return ((b % list_batch).to(tl.int64) * list_heads + h * list_heads // q_heads) * num_own + own
+def weigh_means(s, n, keys8, keys4, keys2, scale2, BP: tl.constexpr):
+    """Scores ``s [BM, BP]`` of the n-th means, of any levels, with the logarithms of their groups; -inf past the last."""
+    end8, end4, end2 = pooled_ends(keys8, keys4, keys2)
+    g = n * BP + tl.arange(0, BP)
+    bias = tl.where(g < end2, _level_of(g, end8, end4).to(tl.float32), float("-inf"))
+    # One group can be cut off: the last of its level.
+    size8, size4, size2 = keys8 % 8, keys4 % 4, keys2 % 2
+    cut = tl.where(size8 > 0, end8, tl.where(size4 > 0, end4, end2)) - 1
+    size = size8 + size4 + size2
+    bias = tl.where((g == cut) & (size > 0), tl.log2(size.to(tl.float32)), bias)
+    return s + (bias * (1.0 / scale2))[None, :]
 
 
 @triton.jit
 def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks):
     """Row block r's list for query head h of sequence b: where it starts, how many keys it has at zoom 8, 4, 2, 1."""
-    row = find_list(b, h, r, q_heads, list_batch, list_heads, row_blocks)
+    row = ((b % list_batch).to(tl.int64) * list_heads + h * list_heads // q_heads) * row_blocks + r
     p = p_counts + row * 4
     return p_lists + row * col_blocks, tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
 
@@ -304,35 +323,39 @@ def _count(counters, level):
     return ((counters >> (16 * level)) & 0xFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["row_blocks", "col_blocks"])
+@triton.jit(do_not_specialize=["entries", "col_blocks"])
 def _tile_lists_kernel(
-    p_zoom, p_lists, p_counts, p_kv_start,
-    stride_b, stride_h, stride_r, stride_c,
-    num_queries, num_keys, row_blocks, col_blocks, offset,
+    p_zoom, p_lists, p_lengths, p_kv_start,
+    stride_b, stride_h, stride_member, stride_r, stride_c,
+    num_queries, num_keys, entries, col_blocks, offset, MEMBERS: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program = one tile: the row blocks that read it, in order."""
+    """One program = one tile: the row blocks of each query head that read it, in order."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     level, number = level_of_tile(tile, col_blocks, COLUMNS > 1)
     column = tl.arange(0, COLUMNS)
     c = (number << level) + column
     of_tile = (column < (1 << level)) & (c < col_blocks)
-    begin = 0
+    begin, end = 0, tl.cdiv(queries, BLOCK)
     if CAUSAL:
         begin = tl.maximum((number << level) * BLOCK - delta, 0) // BLOCK  # earlier row blocks end before the tile
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + tile
     p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    found = tl.zeros((), tl.int32)
-    for r0 in tl.range(begin, tl.cdiv(queries, BLOCK), CHUNK):  # type: ignore[misc]
-        r = r0 + tl.arange(0, CHUNK)
-        p = p_zoom + r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-        zoom = tl.load(p, mask=(r < row_blocks)[:, None] & of_tile[None, :], other=0)  # [CHUNK, COLUMNS]
-        end, past_end = _row_span(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
-        zoom = _seen_zoom(zoom, c[None, :], end[:, None], past_end[:, None])
+    found, found_plain = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for first in tl.range(begin * MEMBERS, end * MEMBERS, CHUNK):  # type: ignore[misc]
+        entry = first + tl.arange(0, CHUNK)
+        r = entry // MEMBERS
+        p = p_zoom + r.to(tl.int64) * stride_r + (entry % MEMBERS).to(tl.int64) * stride_member
+        p = p[:, None] + c.to(tl.int64)[None, :] * stride_c
+        zoom = tl.load(p, mask=(r < end)[:, None] & of_tile[None, :], other=0)  # [CHUNK, COLUMNS]
+        seen_end, past_end = _row_span(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        zoom = _seen_zoom(zoom, c[None, :], seen_end[:, None], past_end[:, None])
         which = tl.sum((zoom == (1 << level)).to(tl.int32) << column[None, :], 1)
         on = (which != 0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
-        tl.store(p_lists + row * row_blocks + place, (r << 8) | which, mask=on != 0)
+        tl.store(p_lists + row * entries + place, (entry << 8) | which, mask=on != 0)
         found += tl.sum(on, 0)
-    tl.store(p_counts + row, found)
+        found_plain += tl.sum(tl.where((number << level) < past_end, on, 0), 0)
+    tl.store(p_lengths + row * 2, found_plain)
+    tl.store(p_lengths + row * 2 + 1, found)

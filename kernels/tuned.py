@@ -63,7 +63,7 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("multiscale_attention", 256, 80): Tile(64, 64, 4, 2),
     ("multiscale_attention", 512, 80): Tile(64, 32, 4, 1),
     ("multiscale_attention_dq", 128, 90): Tile(64, 64, 4, 3),
-    ("multiscale_attention_dq", 256, 90): Tile(64, 64, 4, 2),
+    ("multiscale_attention_dq", 256, 90): Tile(64, 64, 4, 3),
     ("multiscale_attention_dq", 512, 90): Tile(64, 32, 4, 2),
     ("multiscale_attention_dq", 128, 80): Tile(64, 64, 4, 2),
     ("multiscale_attention_dq", 256, 80): Tile(64, 64, 8, 2),
