@@ -6,13 +6,15 @@ over the groups of z tokens of each block that i's row block reads at zoom z. Th
 what a group of n_g equal keys weighs in dense attention, and ``lse`` holds it. A block with keys after a query of the row block
 is read at zoom 1, so that no mean tells of the future.
 
-Means are made once (:mod:`msattn.kernels.multiscale_levels`), and so are lists of each row block's blocks by zoom. A program
-owns one row block. It walks its pooled blocks first, zoom by zoom, in tiles of BP means that run on through the blocks of a
-list, so that all but the last of a zoom are full; each token finds its mean through the list. Then it walks the blocks of zoom
-1 as block_sparse_attention does. Against dense attention, reading the share f_z of the blocks at zoom z costs the share ``sum_z
-f_z / z`` of the operations and loads; 7/8 of K and V are written once more. The other ways in: tiles of one block leave tensor
-cores 8 tokens at zoom 8; tiles that mix zooms are fuller, but work out zoom and bias for each token: by count, about as many
-instructions as its softmax; pooling inside a program pools again for every row block.
+Means are made once (:mod:`msattn.kernels.multiscale_levels`), and so are lists of each row block's blocks by zoom
+(:mod:`msattn.kernels.multiscale_lists`). A program owns one row block. It walks its pooled blocks first, zoom by zoom, in tiles
+of BP means that run on through the blocks of the list and from one zoom to the next, so that all but the last are full; each
+token finds its mean through the list, and a tile that lies within a zoom has one bias. Then it walks the blocks of zoom 1 as
+block_sparse_attention does. Against dense attention, reading the share f_z of the blocks at zoom z costs the share ``sum_z f_z
+/ z`` of the operations and loads; 7/8 of K and V are written once more. The other ways in: tiles of one block leave tensor
+cores 8 tokens at zoom 8; tiles of one zoom leave three half empty; blocks in the order of the keys, whatever their zoom, need a
+bias for each token in every tile, about as many instructions as its softmax; pooling inside a program pools again for every row
+block.
 
 The gradient is in :mod:`msattn.kernels.multiscale_attention_backward`. A tile has BM = block queries and BN keys, a whole block
 or an even part of one, or BP means. Prefix: p_ pointer.
@@ -34,14 +36,13 @@ from msattn.kernels.checks import (
 )
 from msattn.kernels.multiscale_levels import (
     find_means,
-    find_row_list,
     find_tile,
     load_means,
     pool,
     pooled_ends,
-    row_lists,
     weigh_means,
 )
+from msattn.kernels.multiscale_lists import find_row_list, row_lists
 from msattn.kernels.operators import Passes, selecting
 from msattn.kernels.primitives import (
     LOG2_E,

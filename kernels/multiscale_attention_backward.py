@@ -5,14 +5,15 @@
 
 with means for K and V, and n keys in each, where a block is pooled. The first pass owns a row block, walks its list as the
 forward does and gives dQ. The second owns a tile of means of a key/value head, one level's means of some neighbouring column
-blocks, and walks, for each query head of the group, the row blocks that read any of them at that level. A row block costs the
+blocks, and walks the row blocks, of all query heads of the group, that read any of them at that level. A row block costs the
 products of a whole tile: neighbours which share a zoom cost as their tokens do; a lone block of zoom 8 would cost as much by
 itself, for its loads are Q and dO. The third does the same for the keys as they are and adds what their means have: a mean of n
 keys passes on ``1 / n`` to each. So every sum is one program's, in one order: no atomics, the same bits every time; fp32
 gradients of the means, of 7/8 as many rows as K and V, are the only partial results in memory.
 
-Layouts: terms of rows as in :mod:`msattn.kernels.gradient_steps`; lists, means: :mod:`msattn.kernels.multiscale_levels`. A
-tile has BM queries and BN keys (means), each a block or an even part of one, or BP means. Prefix: p_ pointer.
+Layouts: terms of rows as in :mod:`msattn.kernels.gradient_steps`, lists as in :mod:`msattn.kernels.multiscale_lists`, means as
+in :mod:`msattn.kernels.multiscale_levels`. A tile has BM queries and BN keys (means), each a block or an even part of one, or
+BP means. Prefix: p_ pointer.
 """
 
 import torch
@@ -24,7 +25,6 @@ from msattn.kernels.checks import check_layout, has_aligned_rows, query_offset
 from msattn.kernels.gradient_steps import dkv_step, dq_step, empty_terms, load_rows, terms_view
 from msattn.kernels.multiscale_levels import (
     find_means,
-    find_row_list,
     find_tile,
     first_tile,
     group_size,
@@ -32,11 +32,10 @@ from msattn.kernels.multiscale_levels import (
     load_means,
     pool,
     pooled_ends,
-    row_lists,
     store_means,
-    tile_lists,
     weigh_means,
 )
+from msattn.kernels.multiscale_lists import find_row_list, row_lists, tile_lists
 from msattn.kernels.primitives import (
     LN_2,
     LOG2_E,
