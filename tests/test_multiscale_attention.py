@@ -155,6 +155,16 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, coarse: No
     check(case, zoom, backend, device)
 
 
+@pytest.mark.parametrize("last", [8, 4, 2, 0])
+def test_tiles_of_means(last: int, device: str) -> None:
+    """Many means a row: tiles within a zoom, across two, across all; the group cut off at the end is of each zoom in turn."""
+    case = Case(1, 1, 1, 16, 493, 16, causal=False, block_size=16)
+    for zooms in ((8, 4, 2), (8, 8, 8, 8, 4, 2), (4, 1)):
+        zoom = torch.tensor(zooms, dtype=torch.uint8, device=device).repeat(31)[:31].repeat(1, 1, 1, 1)
+        zoom[..., -1] = last
+        check(case, zoom, "triton", device, with_gradients=False)
+
+
 def test_reference_at_length() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
     check(case, random_zoom(1, 1, case.blocks, 0.2), "torch", "cpu", with_gradients=False)
