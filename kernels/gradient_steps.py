@@ -45,8 +45,8 @@ def load_rows(
     tl.store(p_terms, lse2, mask=t < num_queries)
     tl.store(p_terms + stride_terms, row_term, mask=t < num_queries)
     if COLS * q.dtype.primitive_bitwidth <= 2048:
-        # What is computed, not loaded, stays in registers as a first factor: less traffic in shared memory, and room there to
-        # load further ahead.
+        # What is computed, not loaded, and used in two loops stays in registers as a first factor: less traffic in shared
+        # memory, and room there to load further ahead.
         exists = (t < queries)[:, None]
         q, dout = tl.where(exists, q, 0.0), tl.where(exists, dout, 0.0)
     return q, dout, lse2, row_term

@@ -209,7 +209,7 @@ def _dkv_kernel(
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
                           BM, COLS, False, PRECISION)  # fmt: skip
-    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]  # on the diagonal: no means
         entry = tl.load(p_list - n // PARTS)
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
