@@ -24,20 +24,22 @@ from msattn.kernels.primitives import padded_head, tl, triton
 
 
 class PackedKeys(NamedTuple):
-    """Keys in the order of tiles; T tiles for each of S splits, of BN keys, L lanes each. All but ``keys`` int32.
+    """Keys in the order of tiles; T tiles for each of S splits, of BN keys, L lanes each. int32 but for ``keys``, ``copies``.
 
     Attributes
     ----------
     keys : ``[B, Hkv, S * T * BN, D]``.
     slots : ``[B, Hkv, S * T * BN]``, their indices in k.
-    marks : ``[B, Hkv, S * T * L]``: 2 G times 1 + the row that a lane's sum goes to (0: it goes on), plus the copies' number.
+    ends : ``[B, Hkv, S * T * L]``: the row that a lane's sum goes to after this granule, or -1 where the lane goes on.
+    copies : fp32 ``[B, Hkv, S * T * L]``: how many of a granule's keys are copies of its first one; G past a lane's end.
     carried : ``[B, Hkv, S * L]``: the bucket that a lane goes on with, or -1.
     first : ``[B, Hkv, C + 1]``: the first granule of each bucket, and how many there are.
     """
 
     keys: Tensor
     slots: Tensor
-    marks: Tensor
+    ends: Tensor
+    copies: Tensor
     carried: Tensor
     first: Tensor
 
@@ -60,16 +62,17 @@ def pack_keys(k: Tensor, buckets: Tensor, num_buckets: int, granule: int, tile: 
     def empty(count: int) -> Tensor:
         return torch.empty((batch, kv_heads, count), dtype=torch.int32, device=k.device)
 
-    first, slots, marks = empty(num_buckets + 1), empty(splits * tiles * tile), empty(tiles * lanes)
+    first, slots, ends = empty(num_buckets + 1), empty(splits * tiles * tile), empty(tiles * lanes)
+    copies = torch.empty_like(ends, dtype=torch.float32)
     keys = k.new_empty((batch, kv_heads, splits * tiles * tile, head))
     carried = empty(lanes).fill_(-1)
     _first_kernel[(batch * kv_heads,)](begin, first, num_buckets, GRANULE=granule, BC=1024, num_warps=4)
     _pack_kernel[(splits * tiles, kv_heads, batch)](
-        k, order, begin, first, keys, slots, marks, carried, *k.stride(),
+        k, order, begin, first, keys, slots, ends, copies, carried, *k.stride(),
         num_keys, num_buckets, num_buckets.bit_length(), splits,
         HEAD=head, GRANULE=granule, BN=tile, BD=padded_head(head), num_warps=4,
     )  # fmt: skip
-    return PackedKeys(keys, slots, marks, carried, first)
+    return PackedKeys(keys, slots, ends, copies, carried, first)
 
 
 def _sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +108,7 @@ def _first_kernel(begin, first, num_buckets, GRANULE: tl.constexpr, BC: tl.const
 
 @triton.jit(do_not_specialize=["num_keys", "num_buckets", "steps", "num_splits"])
 def _pack_kernel(
-    k, order, begin, first, keys, slots, marks, carried,
+    k, order, begin, first, keys, slots, ends, copies, carried,
     stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets, steps, num_splits,
     HEAD: tl.constexpr, GRANULE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -138,11 +141,11 @@ def _pack_kernel(
 
         tile = head * tl.num_programs(0) + tl.program_id(0)
         tl.store(slots + tile * BN + o_col, key.to(tl.int32))
-        ends = live & ((granule + 1 == bucket_end) | (n + 1 == run))
+        over = live & ((granule + 1 == bucket_end) | (n + 1 == run))
         goes_on = bucket_begin < lane * run
-        row = tl.where(ends, 1 + tl.where(goes_on, num_buckets + lane, low), 0)
-        copies = tl.maximum(GRANULE - size, 0)
-        tl.store(marks + tile * LANES + lane_in_tile, row * 2 * GRANULE + copies, mask=place == 0)
+        p_granule = tile * LANES + lane_in_tile
+        tl.store(ends + p_granule, tl.where(over, tl.where(goes_on, num_buckets + lane, low), -1), mask=place == 0)
+        tl.store(copies + p_granule, tl.maximum(GRANULE - size, 0).to(tl.float32), mask=place == 0)
         p_carried = carried + head * num_splits * LANES + lane
         tl.store(p_carried, tl.where(live & goes_on, low, -1), mask=(place == 0) & (n == 0))
 

@@ -1,13 +1,14 @@
 """Attention mass by bucket (SAAP, arXiv 2502.08246, section 3: the training target ``A . H_k``), without the attention matrix.
 
 The queries of a query group are the rows of one matrix, which meets the group's keys in one pass. Keys come in granules of one
-bucket each, so laid out (:mod:`msattn.kernels.bucket_granules`) that a thread holds all scores of a row and granule: sums and
-maxima of granules need no exchange. Each lane of granules keeps a running sum, relative to the row's maximum so far, and
-writes its logarithm out at the end of a bucket. The copies that fill a granule up need no mask: they change no maximum, and
-are subtracted from the sum, all being equal to the granule's first key.
+bucket each, so laid out (:mod:`msattn.kernels.bucket_granules`) that a thread holds all scores of a row and granule. Of each of
+its rows, a thread keeps a maximum of its own and, for each of its lanes of granules, a sum relative to that maximum; at the
+end of a bucket it writes the sum's logarithm out. So threads exchange nothing, and while one tile's scores become sums, the
+next tile's product is under way. The copies that fill a granule up need no mask: they change no maximum, and are subtracted
+from the sum, all being equal to the granule's first key.
 
-The loop keeps only the granule of a row's largest score; a second kernel scores that granule again to find the key, and a third
-normalises.
+The loop keeps only the tile and thread of a row's largest score; a second kernel scores that thread's keys again to find the
+key, and a third normalises.
 
 Tiles: BM rows (row r = query r % n_q of the group's head r // n_q), BN keys, BD head size, BC buckets. Prefixes: p_ pointer.
 Programs: (row tile, key/value head, split of the keys and sequence), then (row tile, buckets, key/value head of a sequence).
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.bucket_granules import column_of, most_granules, pack_keys
-from msattn.kernels.bucket_mass_ends import load_rows, normalise_kernel, top_key_kernel, widen
+from msattn.kernels.bucket_granules import most_granules, pack_keys
+from msattn.kernels.bucket_mass_ends import WHOLE, load_rows, normalise_kernel, top_key_kernel, visible, widen
 from msattn.kernels.checks import check_bucket_mass, resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.primitives import (
     LOG2_E,
@@ -160,19 +161,21 @@ def launch(
     references = torch.empty_like(part_lse[0])
     part_score, part_slot = torch.empty_like(part_lse), torch.empty_like(part_lse, dtype=torch.int32)
     _mass_kernel[(row_tiles, kv_heads, batch * splits)](
-        q, tile_view(packed.keys, tile.keys), packed.slots, packed.marks, packed.first, q_pos, k_pos,
+        q, tile_view(packed.keys, tile.keys), packed.slots, packed.ends, packed.copies, packed.first, q_pos, k_pos,
         sums, references, part_lse, part_score, part_slot, *q.stride(),
         q_heads // kv_heads, num_queries, num_buckets, packed.slots.shape[2] // tile.keys, splits, min_distance or 0,
         scale * LOG2_E, HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
         BM=tile.rows, BN=tile.keys, BD=cols, GRANULE=granule, PRECISION=precision(q.dtype),
+        ROW_WARPS=min(tile.warps, tile.rows // 16), Q_IN_REGISTERS=cols * q.element_size() <= 256,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=min(255, 65536 // (32 * tile.warps * tile.programs)),
     )  # fmt: skip
     mass = q.new_empty((batch, q_heads, num_queries, num_buckets), dtype=torch.float32)
     lse, top_key = q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.int32)
-    top_key_kernel[(triton.cdiv(rows, 16), kv_heads, batch)](
+    few = max(1, 512 // cols)
+    top_key_kernel[(triton.cdiv(rows, few), kv_heads, batch)](
         q, packed.keys, packed.slots, q_pos, k_pos, part_score, part_slot, top_key, *q.stride(),
         q_heads // kv_heads, num_queries, packed.slots.shape[2], splits, min_distance or 0,
-        HEAD=head, CAUSAL=causal, FAR=min_distance is not None, BM=16, BD=cols, GRANULE=granule,
+        HEAD=head, CAUSAL=causal, FAR=min_distance is not None, BM=few, BD=cols, PLACES=tile.keys // 4,
     )  # fmt: skip
     normalise_kernel[(triton.cdiv(rows, 64), triton.cdiv(num_buckets, 64), batch * kv_heads)](
         sums, references, part_lse, packed.first, packed.carried, mass, lse, rows, num_buckets, lanes, splits,
@@ -182,11 +185,11 @@ def launch(
 
 
 def default_tile(cols: int, dtype: torch.dtype, rows: int) -> Tile:
-    """Two programs on a multiprocessor: one multiplies while the other exponentiates."""
+    """Short tiles leave registers for the next one's scores, and for two programs on a multiprocessor."""
     if dtype == torch.float32:
         return Tile(rows=64, keys=32, warps=8, stages=1, programs=2)
-    keys = 128 if cols <= 128 else 64
-    return Tile(rows=64 if rows <= 64 else 128, keys=keys, warps=4 if rows <= 64 else 8, stages=2, programs=2)
+    stages = 4 if cols <= 128 else 2
+    return Tile(64, 64, 4, stages, 2) if rows <= 64 else Tile(128, 64, 8, stages, 2)
 
 
 def default_granule(keys_per_bucket: int, tile: int) -> int:
@@ -207,24 +210,26 @@ def _positions(
 
 @triton.jit(do_not_specialize=["group", "num_queries", "num_buckets", "num_tiles", "num_splits", "min_distance"])
 def _mass_kernel(
-    q, keys, slots, marks, first, q_pos, k_pos, sums, references, part_lse, part_score, part_slot,
+    q, keys, slots, ends, copies, first, q_pos, k_pos, sums, references, part_lse, part_score, part_slot,
     stride_qb, stride_qh, stride_qn, stride_qd,
     group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GRANULE: tl.constexpr, PRECISION: tl.constexpr,
+    ROW_WARPS: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """One split's keys: ``sums [B, Hkv, C + R, rows]``, by :func:`widen`, over 2 to the ``references [B, Hkv, rows]``.
 
-    And, ``[S, B, Hkv, rows]``, the base-2 LSE less the reference, the best score and the first slot of its granule.
+    And, ``[S, B, Hkv, rows]``, the base-2 LSE less the reference, the best score and the first of its thread's slots.
     """
     LANES: tl.constexpr = BN // GRANULE
     GROUPS: tl.constexpr = LANES // 4
+    MASKED: tl.constexpr = CAUSAL or FAR
     kv_heads = tl.num_programs(1)
     kv_head, batch, split = tl.program_id(1), tl.program_id(2) // num_splits, tl.program_id(2) % num_splits
     kv_row = (batch * kv_heads + kv_head).to(tl.int64)
     num_tiles = num_tiles // num_splits
-    slots += (kv_row * num_splits + split) * num_tiles * BN
-    marks += (kv_row * num_splits + split) * num_tiles * LANES
+    first_tile = split * num_tiles
+    slots += kv_row * num_splits * num_tiles * BN
     run = tl.cdiv(tl.load(first + kv_row * (num_buckets + 1) + num_buckets), num_splits * LANES)
 
     rows = group * num_queries
@@ -232,71 +237,108 @@ def _mass_kernel(
     m_row = row < rows
     m_tile = m_row[:, None] & (tl.arange(0, BD) < HEAD)[None, :]
     b_q = load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
-    if CAUSAL or FAR:
-        b_q_pos = tl.load(q_pos + row % num_queries, mask=m_row, other=0)
+    if Q_IN_REGISTERS:  # where the result of an operation stays, and saves bandwidth of shared memory
+        b_q = tl.where(m_tile, b_q, 0.0)
+    if MASKED:
+        b_q_pos = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None]
     some = tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION)
-    reference = tl.floor(tl.max(some, 1) * scale2)  # the same for all splits
-    p_sum = sums + kv_row * (num_buckets + num_splits * LANES) * rows + row[:, None, None]
+    reference = tl.floor(tl.max(some, 1) * scale2)[:, None]  # the same for all splits
+    p_sum = sums + kv_row * (num_buckets + num_splits * LANES) * rows
+    row_as_held = _as_held(row[:, None, None], ROW_WARPS)  # [1, BM, 1]
 
+    column = tl.arange(0, BN)
     lane = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [GROUPS, 4]
-    m = tl.full([BM], float("-inf"), tl.float32)
+    p_granule = kv_row * num_splits * num_tiles * LANES + lane
+    m = tl.full([BM, 4], float("-inf"), tl.float32)
     acc = tl.zeros([BM, GROUPS, 4], tl.float32)  # of the bucket that each lane is in
-    l = tl.zeros([BM, GROUPS, 4], tl.float32)
-    top = tl.full([BM, GROUPS, 4], float("-inf"), tl.float32)
-    top_tile = tl.zeros([BM, GROUPS, 4], tl.int32)
-    for n in tl.range(0, run):
-        mark = tl.load(marks + n * LANES + lane)
-        b_k = load_tile(keys, batch, kv_head, (split * num_tiles + n) * BN, BN, BD)
-        s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BM, BN]
-        if CAUSAL or FAR:
-            distance = b_q_pos[:, None] - tl.load(k_pos + tl.load(slots + n * BN + tl.arange(0, BN)))[None, :]
-            if CAUSAL:
-                s = tl.where(distance >= 0, s, float("-inf"))
-            if FAR:
-                s = tl.where(tl.abs(distance) > min_distance, s, float("-inf"))
+    l = tl.zeros([BM, 4], tl.float32)
+    top = tl.full([BM, 4], float("-inf"), tl.float32)
+    top_tile = tl.zeros([BM, 4], tl.int32)
+    b_k = load_tile(keys, batch, kv_head, first_tile * BN, BN, BD)
+    s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BM, BN]
+    end = tl.load(ends + p_granule + first_tile * LANES)
+    copied = tl.load(copies + p_granule + first_tile * LANES)
+    if MASKED:
+        b_k_pos = tl.load(k_pos + tl.load(slots + first_tile * BN + column, mask=run > 0, other=0))
+    for n in tl.range(first_tile, first_tile + run):
+        if MASKED:
+            s = visible(s, b_q_pos - b_k_pos[None, :], min_distance, CAUSAL, FAR)
         s = tl.reshape(s, [BM, GROUPS, GRANULE // 2, 4, 2])
-        largest = tl.max(tl.max(s, 4), 2)  # [BM, GROUPS, 4]
+        largest = tl.max(tl.max(tl.max(s, 4), 2), 1)  # [BM, 4]
         better = largest > top
         top = tl.where(better, largest, top)
         top_tile = tl.where(better, n, top_tile)
-
-        m_new = tl.maximum(m, tl.ceil(tl.max(tl.max(largest, 2), 1) * scale2))
+        m_new = tl.maximum(m, (largest * scale2 + WHOLE) - WHOLE)  # whole
         base = m_new
-        if CAUSAL or FAR:
+        if MASKED:
             base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
-        even, odd = tl.split(tl.exp2(s * scale2 - base[:, None, None, None, None]))  # [BM, GROUPS, G / 2, 4]
-        alpha = tl.exp2(m - base)[:, None, None]
-        copies = (mark % (2 * GRANULE))[None]
-        mass = tl.sum(even + odd, 2) - copies.to(tl.float32) * _first(even, GRANULE // 2)
-        mass = tl.where(copies < GRANULE, mass, 0.0)  # past the end of the last run
-        acc = acc * alpha + mass
-        l = l * alpha + mass
-        m = m_new
-        exponent = (base - reference)[:, None, None]
-        bucket = mark // (2 * GRANULE) - 1
-        ends = (bucket >= 0)[None]
-        tl.store(p_sum + (bucket.to(tl.int64) * rows)[None], widen(acc, exponent), mask=ends & m_row[:, None, None])
-        acc = tl.where(ends, 0.0, acc)
+        exponents = s * scale2 - base[:, None, None, :, None]
+
+        ahead = tl.minimum(n + 1, first_tile + run - 1)
+        b_k = load_tile(keys, batch, kv_head, ahead * BN, BN, BD)
+        s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # runs while the rest of this tile is computed
+        end_ahead = tl.load(ends + p_granule + ahead * LANES)
+        copied_ahead = tl.load(copies + p_granule + ahead * LANES)
+        if MASKED:
+            b_k_pos = tl.load(k_pos + tl.load(slots + ahead * BN + column))
+
+        even, odd = tl.split(tl.exp2(exponents))  # [BM, GROUPS, G / 2, 4]
+        total, key = _sum_and_first(even + odd, even, GRANULE // 2)
+        mass = total - copied[None] * key
+        alpha = tl.exp2(m - base)
+        acc = acc * alpha[:, None, :] + mass
+        over = (end >= 0)[None]
+        l = l * alpha + tl.sum(tl.where(over, acc, 0.0), 1)
+        wide = widen(acc, (m_new - reference)[:, None, :])
+        row_of_sum = tl.trans(end)[:, None, :]  # [4, 1, GROUPS]
+        p_end = p_sum + row_of_sum.to(tl.int64) * rows + row_as_held
+        tl.store(p_end, _as_held(wide, ROW_WARPS), mask=(row_of_sum >= 0) & (row_as_held < rows))
+        acc = tl.where(over, 0.0, acc)
+        m, end, copied = m_new, end_ahead, copied_ahead
 
     part = split * (tl.num_programs(2) // num_splits) + batch
     part = (part * kv_heads + kv_head).to(tl.int64) * rows + row
-    best = tl.max(tl.max(top, 2), 1)
-    slot = (split * num_tiles + top_tile) * BN + column_of(lane[None], 0, GRANULE)
-    slot = tl.where(top == best[:, None, None], slot, -1)
+    best = tl.max(top, 1)
+    slot = tl.where(top == best[:, None], top_tile * BN + 2 * tl.arange(0, 4)[None, :], -1)
     if split == 0:
-        tl.store(references + kv_row * rows + row, reference, mask=m_row)
-    tl.store(part_lse + part, m - reference + tl.log2(tl.sum(tl.sum(l, 2), 1)), mask=m_row)
+        tl.store(references + kv_row * rows + row[:, None], reference, mask=m_row[:, None])
+    base = tl.where(best == float("-inf"), 0.0, tl.max(m, 1))[:, None]
+    lse = base - reference + tl.log2(tl.sum(l * tl.exp2(m - base), 1))[:, None]
+    tl.store(part_lse + part[:, None], tl.where(best[:, None] == float("-inf"), float("-inf"), lse), mask=m_row[:, None])
     tl.store(part_score + part, best, mask=m_row)
-    tl.store(part_slot + part, tl.max(tl.max(slot, 2), 1), mask=m_row)
+    tl.store(part_slot + part, tl.max(slot, 1), mask=m_row)
 
 
 @triton.jit
-def _first(x, SIZE: tl.constexpr):
-    """``x [BM, GROUPS, SIZE, 4]`` at place 0 of its third dimension, without leaving a register."""
+def _sum_and_first(sums, firsts, SIZE: tl.constexpr):
+    """Of ``[BM, GROUPS, SIZE, 4]``, over the third dimension: the sum of ``sums``, the first of ``firsts``, all in registers.
+
+    Halves are added to halves, so that equal numbers, as copies are, add up without rounding.
+    """
     if SIZE > 1:
-        halves = tl.reshape(x, [x.shape[0], x.shape[1], SIZE // 2, 2, 4])
-        even, _odd = tl.split(tl.permute(halves, [0, 1, 2, 4, 3]))
-        first = _first(even, SIZE // 2)
+        sums, other = _halves(sums, SIZE)
+        firsts, _ = _halves(firsts, SIZE)
+        total, first = _sum_and_first(sums + other, firsts, SIZE // 2)
     else:
-        first = tl.reshape(x, [x.shape[0], x.shape[1], 4])
-    return first
+        total = tl.reshape(sums, [sums.shape[0], sums.shape[1], 4])
+        first = tl.reshape(firsts, [sums.shape[0], sums.shape[1], 4])
+    return total, first
+
+
+@triton.jit
+def _halves(x, SIZE: tl.constexpr):
+    """Even and odd places of the third dimension."""
+    pairs = tl.reshape(x, [x.shape[0], x.shape[1], SIZE // 2, 2, 4])
+    return tl.split(tl.permute(pairs, [0, 1, 2, 4, 3]))
+
+
+@triton.jit
+def _as_held(x, ROW_WARPS: tl.constexpr):
+    """``x [BM, GROUPS, LANES]`` as ``[LANES, BM, GROUPS]``, rows in an order such that a store finds all in place.
+
+    A warp holds rows r and r + 8 of its 16 in each thread; Triton would store 8 rows of each warp in turn. Any other order of
+    the same elements goes through shared memory, with two barriers.
+    """
+    BM: tl.constexpr = x.shape[0]
+    parts = tl.reshape(x, [BM // (16 * ROW_WARPS), ROW_WARPS, 2, 8, x.shape[1], x.shape[2]])
+    return tl.reshape(tl.permute(parts, [5, 0, 2, 1, 3, 4]), [x.shape[2], BM, x.shape[1]])

@@ -3,6 +3,8 @@
 from msattn.kernels.bucket_granules import column_of
 from msattn.kernels.primitives import LN_2, tl, triton
 
+WHOLE: tl.constexpr = tl.constexpr(1.5 * 2**23)  # fp32 numbers near it are whole: adding it rounds
+
 
 @triton.jit
 def load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_b, stride_h, stride_n, stride_d, BD: tl.constexpr):
@@ -13,30 +15,40 @@ def load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_b, stri
 
 
 @triton.jit
+def visible(s, distance, min_distance, CAUSAL: tl.constexpr, FAR: tl.constexpr):
+    """Scores s, -inf where a query is as far ahead of a key as the mask does not allow."""
+    if CAUSAL:
+        s = tl.where(distance >= 0, s, float("-inf"))
+    if FAR:
+        s = tl.where(tl.abs(distance) > min_distance, s, float("-inf"))
+    return s
+
+
+@triton.jit
 def widen(x, exponent):
     """``x * 2**exponent``, x >= 0 and the exponent whole, as int32: a float with 19 bits behind the point, 12 of exponent.
 
     It has the range of a logarithm, for three instructions where that takes some thirty. Exponents up to 1900 in size.
     """
-    exponent = tl.minimum(tl.maximum(exponent, -1900.0), 1900.0).to(tl.int32)
-    wide = ((x.to(tl.int32, bitcast=True) + 8) >> 4) + exponent * (1 << 19)
-    return tl.where(x > 0.0, wide, -(1 << 30))
+    exponent = tl.minimum(tl.maximum(exponent, -1900.0), 1900.0)
+    shifted = (exponent + WHOLE).to(tl.int32, bitcast=True) << 19  # the sum's last bits are the exponent's
+    return ((x.to(tl.int32, bitcast=True) + 8) >> 4) + shifted
 
 
 @triton.jit
 def narrow(wide, exponent):
-    """The fp32 number ``wide / 2**exponent``; below the range of fp32, 0."""
+    """The fp32 number ``wide / 2**exponent``; 0 below 2**-119, where a widened 0 is, too."""
     bits = wide - exponent.to(tl.int32) * (1 << 19)
-    return tl.where(bits >= 1 << 19, bits << 4, 0).to(tl.float32, bitcast=True)
+    return tl.where(bits >= 8 << 19, bits << 4, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["group", "num_queries", "num_slots", "num_splits", "min_distance"])
 def top_key_kernel(
     q, keys, slots, q_pos, k_pos, part_score, part_slot, top_key,
     stride_qb, stride_qh, stride_qn, stride_qd, group, num_queries, num_slots, num_splits, min_distance,
-    HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, GRANULE: tl.constexpr,
+    HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """``top_key [B, Hq, n_q]``: the best key of the best granule that a split has found."""
+    """``top_key [B, Hq, n_q]``: the best of the PLACES keys among which a split's thread has found the best score."""
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     kv_row, kv_rows = (batch * tl.num_programs(1) + kv_head).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
     rows = group * num_queries
@@ -50,27 +62,19 @@ def top_key_kernel(
         slot = tl.where(part_best > score, tl.load(part_slot + part, mask=m_row, other=0), slot)
         score = tl.maximum(score, part_best)
 
-    m_row = m_row & (score > float("-inf"))
+    seen = score > float("-inf")
     o_d = tl.arange(0, BD)
-    m_tile = m_row[:, None] & (o_d < HEAD)[None, :]
+    m_tile = seen[:, None] & (o_d < HEAD)[None, :]
     b_q = load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
-    b_q = b_q.to(tl.float32)
-    best = tl.full([BM], float("-inf"), tl.float32)
-    top = tl.full([BM], -1, tl.int32)
-    for place in tl.static_range(GRANULE):
-        row_of_key = kv_row * num_slots + slot + column_of(0, place, GRANULE)
-        b_k = tl.load(keys + row_of_key[:, None] * HEAD + o_d[None, :], mask=m_tile, other=0.0)
-        s = tl.sum(b_q * b_k.to(tl.float32), 1)
-        key = tl.load(slots + row_of_key, mask=m_row, other=0)
-        if CAUSAL or FAR:
-            distance = tl.load(q_pos + row % num_queries, mask=m_row, other=0) - tl.load(k_pos + key)
-            if CAUSAL:
-                s = tl.where(distance >= 0, s, float("-inf"))
-            if FAR:
-                s = tl.where(tl.abs(distance) > min_distance, s, float("-inf"))
-        top = tl.where(m_row & (s > best), key, top)
-        best = tl.maximum(best, s)
-    tl.store(top_key + kv_row * rows + row, top, mask=row < rows)
+    place = kv_row * num_slots + slot[:, None] + column_of(0, tl.arange(0, PLACES), PLACES)[None, :]
+    b_k = tl.load(keys + place[:, :, None] * HEAD + o_d[None, None, :], mask=m_tile[:, None, :], other=0.0)
+    s = tl.sum(b_q.to(tl.float32)[:, None, :] * b_k.to(tl.float32), 2)  # [BM, PLACES]
+    key = tl.load(slots + place, mask=seen[:, None], other=0)
+    if CAUSAL or FAR:
+        distance = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None] - tl.load(k_pos + key)
+        s = visible(s, distance, min_distance, CAUSAL, FAR)
+    key = tl.where(s == tl.max(s, 1)[:, None], key, -1)
+    tl.store(top_key + kv_row * rows + row, tl.where(seen, tl.max(key, 1), -1), mask=m_row)
 
 
 @triton.jit(do_not_specialize=["rows", "num_buckets", "num_lanes", "num_splits"])
@@ -85,6 +89,15 @@ def normalise_kernel(
     kv_row, kv_rows = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     m_row = row < rows
+    first_bucket = tl.program_id(1) * BC
+    bucket = first_bucket + tl.arange(0, BC)
+    m_bucket = bucket < num_buckets
+    sums += kv_row * (num_buckets + num_lanes) * rows + row[None, :]
+    p_sum = sums + bucket.to(tl.int64)[:, None] * rows
+    b_sum = tl.load(p_sum, mask=m_bucket[:, None] & m_row[None, :], other=0)  # [BC, BM], on its way while the rest is loaded
+    first += kv_row * (num_buckets + 1) + bucket
+    filled = tl.load(first + 1, mask=m_bucket, other=0) > tl.load(first, mask=m_bucket, other=0)
+
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     for split in tl.range(0, num_splits):
@@ -99,14 +112,6 @@ def normalise_kernel(
         b_lse = base + tl.load(references + kv_row * rows + row, mask=m_row, other=0.0)
         tl.store(lse + kv_row * rows + row, tl.where(seen, b_lse, float("-inf")) * LN_2, mask=m_row)
 
-    first_bucket = tl.program_id(1) * BC
-    bucket = first_bucket + tl.arange(0, BC)
-    m_bucket = bucket < num_buckets
-    first += kv_row * (num_buckets + 1) + bucket
-    filled = tl.load(first + 1, mask=m_bucket, other=0) > tl.load(first, mask=m_bucket, other=0)
-    sums += kv_row * (num_buckets + num_lanes) * rows + row[None, :]
-    p_sum = sums + bucket.to(tl.int64)[:, None] * rows
-    b_sum = tl.load(p_sum, mask=filled[:, None] & m_row[None, :], other=-(1 << 30))  # [BC, BM]
     whole = tl.floor(base)
     b_mass = tl.where(filled[:, None], narrow(b_sum, whole[None, :]), 0.0)
     for lane in tl.range(0, num_lanes, BL):

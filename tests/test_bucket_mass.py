@@ -161,7 +161,7 @@ def test_granules_hold_each_key_once(num_keys: int, num_buckets: int, granule: i
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
     k = torch.arange(num_keys, dtype=torch.float32)[:, None].expand(1, 1, -1, 16).contiguous()
     packed = pack_keys(k.to(device), buckets.to(device), num_buckets, granule, 64, splits)
-    keys, slots, marks, carried, first = (x[0, 0].cpu() for x in packed)
+    keys, slots, ends, copies, carried, first = (x[0, 0].cpu() for x in packed)
     lanes = 64 // granule
     run = -(-int(first[-1]) // (splits * lanes))
     held: dict[int, list[int]] = {bucket: [] for bucket in range(num_buckets)}
@@ -169,15 +169,15 @@ def test_granules_hold_each_key_once(num_keys: int, num_buckets: int, granule: i
         members: list[int] = []
         for n in range(run):
             tile = split * len(slots) // splits // 64 + n
-            row, copies = divmod(int(marks[tile * lanes + lane]), 2 * granule)
+            row, copied = int(ends[tile * lanes + lane]), int(copies[tile * lanes + lane])
             place = torch.arange(granule)
             column = (lane // 4 * (granule // 2) + place // 2) * 8 + lane % 4 * 2 + place % 2
             own = slots[tile * 64 + column]
             assert torch.equal(keys[tile * 64 + column, 3], own.float())
-            assert (own[granule - copies :] == own[0]).all()
-            members += own[: granule - copies].tolist()
-            if row:
-                bucket = row - 1 if row <= num_buckets else int(carried[row - 1 - num_buckets])
+            assert (own[granule - copied :] == own[0]).all()
+            members += own[: granule - copied].tolist()
+            if row >= 0:
+                bucket = row if row < num_buckets else int(carried[row - num_buckets])
                 held[bucket] += members
                 members = []
         assert not members
