@@ -177,9 +177,9 @@ def launch(
         q_heads // kv_heads, num_queries, packed.slots.shape[2], splits, min_distance or 0,
         HEAD=head, CAUSAL=causal, FAR=min_distance is not None, BM=few, BD=cols, PLACES=tile.keys // 4,
     )  # fmt: skip
-    normalise_kernel[(triton.cdiv(rows, 64), triton.cdiv(num_buckets, 64), batch * kv_heads)](
+    normalise_kernel[(triton.cdiv(rows, 32), triton.cdiv(num_buckets, 64), batch * kv_heads)](
         sums, references, part_lse, packed.first, packed.carried, mass, lse, rows, num_buckets, lanes, splits,
-        BM=64, BC=64, BL=32,
+        BM=32, BC=64, BL=32,
     )  # fmt: skip
     return mass, lse, top_key
 
@@ -188,8 +188,8 @@ def default_tile(cols: int, dtype: torch.dtype, rows: int) -> Tile:
     """Short tiles leave registers for the next one's scores, and for two programs on a multiprocessor."""
     if dtype == torch.float32:
         return Tile(rows=64, keys=32, warps=8, stages=1, programs=2)
-    stages = 4 if cols <= 128 else 2
-    return Tile(64, 64, 4, stages, 2) if rows <= 64 else Tile(128, 64, 8, stages, 2)
+    stages, programs = (4, 2) if cols <= 128 else (2, 1)
+    return Tile(64, 64, 4, stages, programs) if rows <= 64 else Tile(128, 64, 8, stages, programs)
 
 
 def default_granule(keys_per_bucket: int, tile: int) -> int:
