@@ -1,11 +1,13 @@
 """Which blocks to read: probabilities over the blocks that a row sees, and the best of them.
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
-    best_blocks(scores)[r, c]   = whether fewer than counts[r] visible blocks of row r come before c
+    best_blocks(scores)[r, c]   = whether fewer than counts[r] visible blocks of row r come before c, or scores[r, c] >= threshold
 
 A program owns a row. The best need no sort: a bisection over the bits of the scores finds the value that as many blocks reach
 as are wanted, or the largest that more do, of which the first are then taken. Prefix: p_ pointer.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -46,7 +48,15 @@ def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = 
     return _softmax_operator(logits, visible, backend)
 
 
-def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, *, backend: Backend | None = None) -> Tensor:
+def best_blocks(
+    scores: Tensor,
+    counts: Tensor,
+    visible: Tensor,
+    always: Tensor,
+    *,
+    threshold: float = math.inf,
+    backend: Backend | None = None,
+) -> Tensor:
     """The ``counts`` best visible blocks of each row: those in ``always``, then by their scores; of equal ones the first.
 
     Parameters
@@ -57,6 +67,8 @@ def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor,
         Blocks of a row, 0 or more; all that are visible where there are fewer, all in ``always`` where there are more.
     visible, always : Tensor bool ``[B | 1, 1, Tr, Tc]``
         Blocks that may be taken; those of them that must be.
+    threshold : float
+        Visible blocks whose score is as large or larger are taken too, however many.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -72,7 +84,7 @@ def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor,
     """
     backend = resolve_backend(backend, scores, name="scores")
     check_best_blocks(scores, counts, visible, always, backend)
-    return _best_operator(scores, counts, visible, always, backend)
+    return _best_operator(scores, counts, visible, always, threshold, backend)
 
 
 @torch.library.custom_op("msattn::block_softmax", mutates_args=())
@@ -101,15 +113,15 @@ _softmax_operator.register_autograd(_softmax_backward, setup_context=_save)
 
 
 @torch.library.custom_op("msattn::best_blocks", mutates_args=())
-def _best_operator(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, backend: str) -> Tensor:
+def _best_operator(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, threshold: float, backend: str) -> Tensor:
     if backend == "torch":
-        return reference.best_blocks(scores, counts, visible, always)
+        return reference.best_blocks(scores, counts, visible, always, threshold)
     with torch.cuda.device_of(scores):
-        return launch_best(scores, counts, visible, always)
+        return launch_best(scores, counts, visible, always, threshold)
 
 
 @_best_operator.register_fake
-def _(scores, counts, visible, always, backend):
+def _(scores, counts, visible, always, threshold, backend):
     return scores.new_empty(scores.shape, dtype=torch.bool)
 
 
@@ -126,14 +138,21 @@ def launch_softmax(logits: Tensor, visible: Tensor, warps: int | None = None) ->
     return probabilities
 
 
-def launch_best(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, warps: int | None = None) -> Tensor:
+def launch_best(
+    scores: Tensor,
+    counts: Tensor,
+    visible: Tensor,
+    always: Tensor,
+    threshold: float = math.inf,
+    warps: int | None = None,
+) -> Tensor:
     """Run the second kernel; ``warps`` overrides the shipped choice, for tuning."""
     batch, heads, rows, cols = scores.shape
     width = triton.next_power_of_2(cols)
     mask = scores.new_empty(scores.shape, dtype=torch.bool)
     _best_blocks_kernel[(heads * rows * batch,)](
         scores, counts, visible.view(torch.uint8), always.view(torch.uint8), mask.view(torch.uint8),
-        *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always), heads, rows, cols,
+        *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always), heads, rows, cols, threshold,
         COLS=width, num_warps=warps or _warps(width),
     )  # fmt: skip
     return mask
@@ -145,8 +164,8 @@ def _row_strides(x: Tensor) -> tuple[int, int]:
 
 
 def _warps(width: int) -> int:
-    """A row stays within one warp, whose sums need no barrier, as long as its registers hold it."""
-    return max(1, width // 2048)
+    """A row stays within one warp, whose sums need no barrier, as long as its registers hold it with ease."""
+    return min(16, max(1, width // 1024))
 
 
 @triton.jit(do_not_specialize=["heads", "rows"])
@@ -165,11 +184,11 @@ def _block_softmax_kernel(
     tl.store(p_probabilities + pid * cols + c, p / tl.where(l > 0, l, 1.0), mask=c < cols)
 
 
-@triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows"])
+@triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows", "threshold"])
 def _best_blocks_kernel(
     p_scores, p_counts, p_visible, p_always, p_mask,
     stride_b, stride_h, stride_r, stride_nb, stride_nr, stride_vb, stride_vr, stride_ab, stride_ar,
-    heads, rows, cols, COLS: tl.constexpr,
+    heads, rows, cols, threshold, COLS: tl.constexpr,
 ):  # fmt: skip
     pid, b, h, r = _row(heads, rows)
     c = tl.arange(0, COLS)
@@ -178,12 +197,14 @@ def _best_blocks_kernel(
     score = tl.load(p_scores + b * stride_b + h * stride_h + r * stride_r + c, mask=_seen(visible, c, cols), other=0.0)
     key = tl.where(visible, tl.where(always, HIGHEST, _order(score)), LOWEST)
     reached = tl.sum(visible.to(tl.int32), 0)
-    count = tl.load(p_counts + b * stride_nb + r * stride_nr)
-    wanted = tl.minimum(tl.maximum(count, tl.sum(always.to(tl.int32), 0)), reached)
+    forced = tl.sum(always.to(tl.int32), 0)
+    wanted = tl.minimum(tl.maximum(tl.load(p_counts + b * stride_nb + r * stride_nr), forced), reached)
 
     # `reached` keys are `low` or more, as many as are wanted or more; `high` or more are fewer, or those in `always` alone.
     low = tl.min(tl.where(visible, key, HIGHEST), 0)
     high = tl.max(tl.where(always, LOWEST, key), 0) + 1
+    if wanted == forced:  # none but those that must be
+        low, reached = high, forced
     while (reached != wanted) & (low + 1 < high):
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
         enough = tl.sum((key >= middle).to(tl.int32), 0)
@@ -194,6 +215,7 @@ def _best_blocks_kernel(
     if reached != wanted:  # the last of them are equal: take the first
         last = (key == low).to(tl.int32)
         taken = taken & ((last == 0) | (tl.cumsum(last, 0) <= wanted - reached + tl.sum(last, 0)))
+    taken = taken | (visible & (score >= threshold))
     tl.store(p_mask + pid * cols + c, taken.to(tl.uint8), mask=c < cols)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import check_block_size, check_tokens
+from msattn.kernels.checks import check_block_size, check_per_sequence, check_qkv, check_tokens, statistics_dtype
 from msattn.kernels.types import Backend
 
 POOLINGS = ("avg", "max", "min")
@@ -16,14 +16,43 @@ def check_pool_blocks(x: Tensor, poolings: Sequence[str], block_size: int, start
     """``x [B, H, N, D]``, ways to pool, each once, and ``start`` of one or all sequences on x's device; else ValueError."""
     check_tokens("x", x)
     check_block_size(block_size)
-    if not poolings or not set(poolings) <= set(POOLINGS) or len(set(poolings)) < len(poolings):
-        raise ValueError(f"poolings={poolings!r}: expected one or more of {', '.join(POOLINGS)}, each once")
+    _check_poolings("poolings", poolings)
     if start is None:
         return
     if start.dtype not in (torch.int32, torch.int64) or start.dim() != 1 or len(start) not in (1, x.shape[0]):
         raise ValueError(f"start is {start.dtype} {tuple(start.shape)}: expected int32 or int64, ({x.shape[0]},) or (1,)")
     if start.device != x.device:
         raise ValueError(f"start.device={start.device}: expected x's device, {x.device}")
+
+
+def check_gate_scores(
+    q: Tensor,
+    k: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    inv_freq: Tensor | None,
+    q_pool: Sequence[str],
+    k_pool: Sequence[str],
+    block_size: int,
+    kv_start: Tensor | None,
+) -> None:
+    """Queries and keys of one model, and contiguous weights of gate heads that share them evenly; else ValueError."""
+    check_qkv(q, k, k)
+    check_block_size(block_size)
+    check_per_sequence("kv_start", kv_start, q)
+    _check_poolings("q_pool", q_pool)
+    _check_poolings("k_pool", k_pool)
+    heads, hidden = query_weight.shape[:2] if query_weight.dim() == 3 else (0, 0)
+    if heads < 1 or q.shape[1] % heads or heads % k.shape[1] or hidden < 2 or hidden % 2:
+        raise ValueError(
+            f"query_weight.shape={tuple(query_weight.shape)}: expected [gate heads, hidden, pooled], hidden even, for"
+            f" {q.shape[1]} query heads and {k.shape[1]} key/value heads"
+        )
+    head_size, dtype = q.shape[3], statistics_dtype(q)
+    _check_weight("query_weight", query_weight, dtype, (heads, hidden, q.shape[1] // heads * len(q_pool) * head_size), q)
+    _check_weight("key_weight", key_weight, dtype, (heads, hidden, len(k_pool) * head_size), q)
+    if inv_freq is not None:
+        _check_weight("inv_freq", inv_freq, torch.float32, (hidden // 2,), q)
 
 
 def check_block_softmax(logits: Tensor, visible: Tensor, backend: Backend) -> None:
@@ -61,3 +90,16 @@ def _check_rows(name: str, x: Tensor, scores: Tensor, dtype: torch.dtype, cols: 
 def _check_contiguous(name: str, x: Tensor) -> None:
     if x.shape[3] > 1 and x.stride(3) != 1:
         raise ValueError(f"{name}.stride()={x.stride()}: expected rows that are contiguous")
+
+
+def _check_poolings(name: str, poolings: Sequence[str]) -> None:
+    if not poolings or not set(poolings) <= set(POOLINGS) or len(set(poolings)) < len(poolings):
+        raise ValueError(f"{name}={poolings!r}: expected one or more of {', '.join(POOLINGS)}, each once")
+
+
+def _check_weight(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], q: Tensor) -> None:
+    if x.dtype != dtype or tuple(x.shape) != shape or x.device != q.device or not x.is_contiguous():
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}: expected {dtype} {shape} on {q.device},"
+            " contiguous"
+        )

@@ -147,6 +147,14 @@ def query_offset(num_queries: int, num_keys: int, causal: bool) -> int:
     return offset if causal else max(offset, 0)
 
 
+def first_query(num_queries: int, num_keys: int, kv_start: Tensor | None, device: torch.device) -> Tensor | None:
+    """Index of the first causal query that sees a key, int64 ``[B | 1]``; None when that is query 0 everywhere."""
+    if kv_start is None and num_queries <= num_keys:
+        return None
+    start = torch.zeros(1, dtype=torch.long, device=device) if kv_start is None else kv_start.long()
+    return (start - (num_keys - num_queries)).clamp(min=0)
+
+
 def has_aligned_rows(x: Tensor) -> bool:
     """Whether the last dimension is contiguous, and every row of it starts at a multiple of 16 bytes.
 

@@ -78,7 +78,7 @@ def _result(x: Tensor, ways: int, block_size: int) -> Tensor:
     return x.new_empty((batch, heads, (tokens + block_size - 1) // block_size, ways * head), dtype=statistics_dtype(x))
 
 
-def launch(x: Tensor, poolings: list[str], block_size: int, start: Tensor | None, warps: int = 4) -> Tensor:
+def launch(x: Tensor, poolings: list[str], block_size: int, start: Tensor | None, warps: int = 2) -> Tensor:
     """Run the kernel; ``warps`` overrides the shipped choice, for tuning."""
     batch, heads, tokens, head = x.shape
     pooled = _result(x, len(poolings), block_size)

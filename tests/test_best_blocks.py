@@ -69,6 +69,14 @@ def test_the_best_by_sorting(shape, kind, backend: Backend, device: str, poisone
     assert torch.equal(got, by_hand(**arguments))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("threshold", [-4.0, 0.5, 0.0])
+def test_all_that_reach_a_threshold_are_taken_too(threshold: float, backend: Backend, device: str) -> None:
+    arguments = some(SCORES["few values"], (2, 3, 4, 70), device)
+    got = best_blocks(**arguments, threshold=threshold, backend=backend)
+    assert torch.equal(got, by_hand(**arguments) | (arguments["scores"] >= threshold) & arguments["visible"])
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     values=st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=40),
@@ -126,7 +134,7 @@ def test_operators(backend: Backend, device: str) -> None:
 
     arguments = some(torch.randn, (2, 3, 4, 20), device)
     logits = arguments["scores"].clone().requires_grad_()
-    torch.library.opcheck(module._best_operator, (*arguments.values(), backend))
+    torch.library.opcheck(module._best_operator, (*arguments.values(), 0.5, backend))
     torch.library.opcheck(module._softmax_operator, (logits, arguments["visible"], backend))
 
     def both(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:

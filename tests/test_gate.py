@@ -13,7 +13,7 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models, rope
 from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import diagonal_blocks, visible_blocks
+from msattn.trainer.seer.blocks import Candidates, diagonal_blocks, visible_blocks
 from msattn.trainer.seer.blocks import sparsity as realised
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.distill import GateDistiller, gate_loss, health
@@ -289,8 +289,8 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     for x in passes(model, ids):
         mask = selection.blocks(x)
         # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
-        assert realised(mask, visible).item() == pytest.approx(sparsity, abs=0.02)
-        assert (TopK(1 - (1 - sparsity) * floor)(gate.scores(x), visible, diagonal) <= mask).all()
+        assert realised(mask, Candidates(visible, diagonal)).item() == pytest.approx(sparsity, abs=0.02)
+        assert (TopK(1 - (1 - sparsity) * floor)(gate.scores(x), Candidates(visible, diagonal)) <= mask).all()
         counts = mask.sum((0, 2, 3))
         assert sparsity == 0 or counts.min() < counts.max()  # heads have budgets of their own
 

@@ -51,6 +51,7 @@ OPERATIONS = {
     "conv_decode",
     "head_mix_attention",
     "flash_decode",
+    "gate_scores",
     "bucket_decode",
     "bucket_mass",
     "nearest_centroid",

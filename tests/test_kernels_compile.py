@@ -126,6 +126,18 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
         op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible)
 
 
+def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import block_counts
+    from msattn.kernels import gate_scores as op
+    from msattn.kernels.testing import random_qkv, starts
+
+    q, k, _ = random_qkv(2, 4, 2, 200, 200, head_size, dtype)
+    for heads, hidden, kv_start in ((4, head_size, None), (2, 24, starts([8, 0]))):
+        weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
+        op.launch(q, k, *weights, torch.zeros(hidden // 2), ["avg"], ["max", "min"], 16, kv_start)
+    block_counts.launch(torch.zeros(2, 4, 13, 13, dtype=torch.bool))
+
+
 def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import probe_buckets as op
 
@@ -192,6 +204,7 @@ LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
     "conv_attention": _conv_attention,
     "conv_decode": _conv_decode,
     "flash_decode": _flash_decode,
+    "gate_scores": _gate_scores,
     "head_mix_attention": _head_mix_attention,
     "maxpool_attention": _maxpool_attention,
     "merge_states": _merge_states,

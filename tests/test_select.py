@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import testing
+from msattn.kernels import block_counts, testing
+from msattn.kernels.block_counts import blocks_read
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer import select
-from msattn.trainer.seer.blocks import diagonal_blocks
+from msattn.trainer.seer.blocks import Candidates, candidates, diagonal_blocks
 from msattn.trainer.tap import LayerInputs
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_visible_and_diagonal_blocks_agree_with_tokens(num_queries, num_keys, pa
 def test_topk_reads_the_share_it_says(num_queries, num_keys, padding, sparsity):
     visible, diagonal = geometry(num_queries, num_keys, padding)
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
-    mask = select.TopK(sparsity)(scores, visible, diagonal)
+    mask = select.TopK(sparsity)(scores, Candidates(visible, diagonal))
     for row, seen, always in zip(
         mask.transpose(0, 1).flatten(1, 2).unbind(1), visible.flatten(0, 2), diagonal.flatten(0, 2), strict=True
     ):
@@ -91,11 +92,11 @@ def test_topk_reads_the_share_it_says(num_queries, num_keys, padding, sparsity):
 def test_topk_keeps_the_best_and_breaks_ties_by_count():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
-    mask = select.TopK(0.5)(scores, visible, diagonal)
+    mask = select.TopK(0.5)(scores, Candidates(visible, diagonal))
     for h in range(2):
         kept, left = scores[0, h, 9][mask[0, h, 9]][:-1], scores[0, h, 9][~mask[0, h, 9]]
         assert kept.min() > left.max()
-    tied = select.TopK(0.5)(torch.zeros_like(scores), visible, diagonal)
+    tied = select.TopK(0.5)(torch.zeros_like(scores), Candidates(visible, diagonal))
     assert torch.equal(tied.sum(-1), mask.sum(-1))
 
 
@@ -111,9 +112,9 @@ def test_sink_blocks_count_within_the_share():
 def test_token_budget_caps_the_keys_of_a_row():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
-    mask = select.TokenBudget(3 * BLOCK + 5, BLOCK)(scores, visible, diagonal)
+    mask = select.TokenBudget(3 * BLOCK + 5, BLOCK)(scores, Candidates(visible, diagonal))
     assert torch.equal(mask.sum(-1), visible.sum(-1).clamp(max=3).expand(1, 2, 10))
-    smallest = select.TokenBudget(1, BLOCK)(scores, visible, diagonal)
+    smallest = select.TokenBudget(1, BLOCK)(scores, Candidates(visible, diagonal))
     assert torch.equal(smallest, diagonal.expand_as(smallest))
 
 
@@ -122,7 +123,7 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
     visible, diagonal = geometry(num_queries, num_keys, padding)
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
     shares = [0.25, 0.25, 0.125, 0.125]
-    zoom = select.Multiscale(shares)(scores, visible, diagonal)
+    zoom = select.Multiscale(shares)(scores, Candidates(visible, diagonal))
     assert zoom.dtype == torch.uint8
     assert ((zoom > 0) <= visible).all()
     assert (zoom[diagonal.expand_as(zoom)] == 1).all()
@@ -141,16 +142,18 @@ def test_multiscale_ranks_by_score_and_costs_what_it_says():
     visible, diagonal = geometry(1280, 1280, None)
     scores = torch.rand(1, 2, 80, 80) * visible
     policy = select.Multiscale([0.1, 0.1, 0.2, 0.4])
-    zoom = policy(scores, visible, diagonal)
+    zoom = policy(scores, Candidates(visible, diagonal))
     last, own = scores[0, 0, -1, :-1], zoom[0, 0, -1, :-1]
     for finer, coarser in ((1, 2), (2, 4), (4, 8), (8, 0)):
         assert last[own == finer].min() > last[own == coarser].max()
     assert policy.cost == pytest.approx(0.25)
-    assert select.sparsity(zoom[:, :, -1:], visible[:, :, -1:]).item() == pytest.approx(1 - policy.cost)
-    whole = select.Multiscale([1.0, 0.0, 0.0, 0.0])(scores, visible, diagonal)
+    assert select.sparsity(zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])).item() == pytest.approx(
+        1 - policy.cost
+    )
+    whole = select.Multiscale([1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
     assert torch.equal(whole.bool(), visible.expand_as(whole))
-    as_many = select.Multiscale([0.25, 0.0, 0.0, 0.0])(scores, visible, diagonal)
-    assert torch.equal(as_many.bool(), select.TopK(0.75)(scores, visible, diagonal))
+    as_many = select.Multiscale([0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
+    assert torch.equal(as_many.bool(), select.TopK(0.75)(scores, Candidates(visible, diagonal)))
 
 
 def test_what_is_chosen_is_read_by_its_operation():
@@ -168,20 +171,20 @@ def test_what_is_chosen_is_read_by_its_operation():
 def test_threshold_reads_what_reaches_it():
     visible, diagonal = geometry(160, 160, None)
     scores = select.normalize_rows(torch.rand(1, 2, 10, 10) * visible)
-    mask = select.Threshold(0.1)(scores, visible, diagonal)
+    mask = select.Threshold(0.1)(scores, Candidates(visible, diagonal))
     assert torch.equal(mask, (scores >= 0.1) & visible | diagonal)
-    assert torch.equal(select.Threshold(0.0)(scores, visible, diagonal), visible.expand_as(mask))
+    assert torch.equal(select.Threshold(0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
 def test_nucleus_is_the_smallest_set_that_holds_the_mass():
     visible, diagonal = geometry(160, 160, None)
     scores = select.normalize_rows(torch.rand(1, 2, 10, 10).square() * visible)
-    mask = select.Nucleus(0.7)(scores, visible, diagonal)
+    mask = select.Nucleus(0.7)(scores, Candidates(visible, diagonal))
     held = (scores * mask).sum(-1)
     assert (held >= 0.7 - 1e-6).all()
     least = scores.masked_fill(~mask | diagonal, math.inf).amin(-1)
     assert ((held - least < 0.7) | (least == math.inf)).all()  # without its least block the set would not do
-    assert torch.equal(select.Nucleus(1.0)(scores, visible, diagonal), visible.expand_as(mask))
+    assert torch.equal(select.Nucleus(1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
 @settings(deadline=None, max_examples=40)
@@ -309,7 +312,33 @@ def test_calibrated_policy_needs_a_trained_gate():
         select.Selection.from_config(SelectConfig(policy="calibrated", scores="oracle"))
 
 
+def test_layers_of_one_shape_share_their_candidates():
+    place = 70, 160, BLOCK, None, CPU
+    with torch.inference_mode():
+        first = candidates(*place, sink_blocks=2)
+    assert candidates(*place, sink_blocks=2) is first
+    assert not first.visible.is_inference()
+    visible, diagonal = geometry(70, 160, None)
+    assert torch.equal(candidates(*place).always, diagonal)
+    sinks = torch.arange(10) < 2
+    assert torch.equal(first.always, diagonal | visible & sinks)
+    assert torch.equal(first.share(0.3), (visible.sum(-1, keepdim=True).double() * 0.3).round().int())
+    starts = testing.starts([0, 9])
+    assert candidates(70, 160, BLOCK, starts, CPU) is not candidates(70, 160, BLOCK, starts, CPU)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70)])
+def test_a_count_of_what_is_read(shape):
+    zooms = torch.tensor([0, 1, 2, 4, 8], dtype=torch.uint8)[torch.randint(0, 5, shape)]
+    eighths = torch.tensor([0, 8, 4, 0, 2, 0, 0, 0, 1])
+    for selected in (zooms, zooms == 4):
+        expected = eighths[selected.long()].sum()
+        assert blocks_read(selected) == expected
+        assert block_counts.launch(selected.mT).sum() == expected
+
+
 def test_sparsity_counts_visible_blocks_only():
     visible, diagonal = geometry(160, 160, None)
-    assert select.sparsity(visible.expand(2, 3, -1, -1), visible) == 0
-    torch.testing.assert_close(select.sparsity(diagonal.expand(2, 3, -1, -1), visible), torch.tensor(1 - 10 / 55))
+    among = Candidates(visible, diagonal)
+    assert select.sparsity(visible.expand(2, 3, -1, -1), among) == 0
+    torch.testing.assert_close(select.sparsity(diagonal.expand(2, 3, -1, -1), among), torch.tensor(1 - 10 / 55))

@@ -26,7 +26,7 @@ from msattn.trainer.saap.index import Router, route
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection, attend, sparsity, visible_blocks
+from msattn.trainer.seer.select import Selection, attend, sparsity
 from msattn.trainer.spans import Spans
 from msattn.trainer.tap import LayerInputs, dense_attention, tap
 
@@ -54,8 +54,8 @@ class _Mean:
         self.count = 0
 
     def add(self, value: Tensor) -> None:
-        value = value.detach().double()
-        self.total = value if self.total is None else self.total + value.to(self.total.device)
+        value = value.detach()
+        self.total = value.double() if self.total is None else self.total + value.to(self.total.device)
         self.count += 1
 
     def read(self) -> float | None:
@@ -138,8 +138,7 @@ class Sparse:
         size = selection.block_size
         with torch.no_grad(), self._timed("selection"):
             chosen = selection.blocks(x)
-            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-            self._sparsity.add(sparsity(chosen, visible))
+            self._sparsity.add(sparsity(chosen, selection.candidates(x)))
         with self._timed("attention"):
             out, lse = attend(x, chosen, size)
         if self.measure_recall:

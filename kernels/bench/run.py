@@ -37,6 +37,7 @@ OPERATIONS = {
     "bucket_mass": Operation(targets.bucket_mass),
     "merge_states": Operation(targets.merge_states),
     "nearest_centroid": Operation(targets.nearest_centroid),
+    "gate_scores": Operation(selection.gate_scores),
     "pool_blocks": Operation(selection.pool_blocks),
     "best_blocks": Operation(selection.best_blocks),
 }

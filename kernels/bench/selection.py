@@ -12,6 +12,29 @@ from msattn.kernels.bench.cases import Case, Options
 from msattn.kernels.bench.rows import Shape, Work
 
 
+def gate_scores(shape: Shape, options: Options) -> Iterator[Case]:
+    """A gate a query head as it is configured by default, beside the same in eager PyTorch."""
+    from msattn.kernels import gate_scores as op
+
+    (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length)
+    heads, size, blocks = shape.q_heads, shape.head_size, -(-shape.length // eager.BLOCK)
+    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    query_weight, key_weight = (
+        torch.randn((heads, size, ways * size), generator=generator, device=shape.device) * size**-0.5 for ways in (1, 2)
+    )
+    inv_freq = 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size)
+    options_ = {"q_pool": ["avg"], "k_pool": ["max", "min"], "block_size": eager.BLOCK}
+    scored = shape.batch * heads * blocks
+    work = Work(
+        2 * size * scored * (3 * size + blocks / 2),
+        (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks,
+    )
+    layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight, inv_freq)]
+    plain = partial(reference.gate_scores, **options_)
+    beside = [peers.eager(plain, layers, work, 3 * scored * blocks, setting="gate")]
+    yield Case(partial(op.gate_scores, **options_), plain, plain, layers, work, beside, "gate")
+
+
 def pool_blocks(shape: Shape, options: Options) -> Iterator[Case]:
     """Means of queries; largest and smallest values of keys, as SeerAttention's gate takes them."""
     from msattn.kernels import pool_blocks as op

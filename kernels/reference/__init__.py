@@ -7,6 +7,7 @@ from msattn.kernels.reference.bucket_mass import bucket_mass
 from msattn.kernels.reference.conv_attention import conv_attention, conv_attention_backward, conv_attention_forward
 from msattn.kernels.reference.conv_decode import conv_decode
 from msattn.kernels.reference.flash_decode import flash_decode
+from msattn.kernels.reference.gate_scores import gate_scores
 from msattn.kernels.reference.head_mix_attention import (
     head_mix_attention,
     head_mix_attention_backward,
@@ -32,6 +33,7 @@ __all__ = [
     "conv_attention_forward",
     "conv_decode",
     "flash_decode",
+    "gate_scores",
     "head_mix_attention",
     "head_mix_attention_backward",
     "head_mix_attention_forward",

@@ -22,7 +22,7 @@ def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
     return F.softmax(logits.masked_fill(~visible, lowest), dim=-1).masked_fill(~visible, 0)
 
 
-def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, threshold: float = math.inf) -> Tensor:
     """Reference of :func:`msattn.kernels.best_blocks.best_blocks`: by sorting.
 
     Raises
@@ -35,4 +35,4 @@ def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor)
     order = ranked.argsort(dim=-1, descending=True, stable=True)
     taken = torch.arange(scores.shape[-1], device=scores.device) < counts
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, taken.expand_as(order))
-    return (mask | always) & visible
+    return (mask | always | (scores >= threshold)) & visible

@@ -17,6 +17,7 @@ OPERATIONS = (  # those of kernels.bench
     "bucket_mass",
     "merge_states",
     "nearest_centroid",
+    "gate_scores",
     "pool_blocks",
     "best_blocks",
 )

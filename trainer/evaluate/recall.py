@@ -22,7 +22,7 @@ from msattn.trainer.evaluate.methods import Blocks, Methods, Routing
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.row import WINDOW, Row
 from msattn.trainer.saap.index import build_index, top_buckets
-from msattn.trainer.seer.select import Selection, attend, sparsity, visible_blocks
+from msattn.trainer.seer.select import Selection, attend, sparsity
 from msattn.trainer.tap import LayerInputs, tap
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ def read_blocks(x: LayerInputs, dense: "MaxPoolAttention", method: Blocks, spars
         scores = selection.scorer(x) if scores is None else scores
         chosen, size = selection.choose(scores, x), selection.block_size
         sparse = attend(x, chosen, size)
-        seen = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-        readings[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(chosen, seen))
+        readings[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(chosen, selection.candidates(x)))
     return readings
 
 

@@ -4,10 +4,13 @@ Positions are relative to the start of each sequence: left padding moves nothing
 (c + 1) * block)``; row blocks are counted from the first query that sees a key. A batch without padding has leading size 1.
 """
 
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from msattn.kernels.block_counts import WHOLE, blocks_read
 
 
 class RowSpan(NamedTuple):
@@ -31,7 +34,7 @@ def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor 
 
 def visible_blocks(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> Tensor:
     """Blocks that hold a key some query of the row block may see (causal): bool ``[B | 1, 1, Tr, Tc]``."""
-    return _visible(row_span(num_queries, num_keys, block_size, kv_start, device), num_keys, block_size)
+    return visible_and_diagonal(num_queries, num_keys, block_size, kv_start, device)[0]
 
 
 def diagonal_blocks(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> Tensor:
@@ -47,21 +50,61 @@ def visible_and_diagonal(
 ) -> tuple[Tensor, Tensor]:
     """What :func:`visible_blocks` and :func:`diagonal_blocks` give, at the price of one."""
     rows = row_span(num_queries, num_keys, block_size, kv_start, device)
-    visible = _visible(rows, num_keys, block_size)
-    ends = torch.arange(block_size, num_keys + block_size, block_size, device=device)
-    return visible, visible & (ends > rows.first[..., None])[:, None]
+    starts = torch.arange(0, num_keys, block_size, device=device)
+    visible = (starts <= rows.last[..., None])[:, None]
+    return visible, visible & (starts + block_size > rows.first[..., None])[:, None]
 
 
-def _visible(rows: RowSpan, num_keys: int, block_size: int) -> Tensor:
-    return (torch.arange(0, num_keys, block_size, device=rows.last.device) <= rows.last[..., None])[:, None]
+class Candidates:
+    """The blocks of a layer that a policy chooses from.
+
+    Attributes
+    ----------
+    visible, always : bool ``[B | 1, 1, Tr, Tc]``: those that may be read, and those of them that must be, one in
+        each row that sees a key.
+    """
+
+    def __init__(self, visible: Tensor, always: Tensor) -> None:
+        self.visible, self.always = visible, always
+        self._counts: dict[float, Tensor] = {}
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """How many are visible, 1 at least: int64 scalar."""
+        return self.visible.sum().clamp(min=1)
+
+    def share(self, share: float) -> Tensor:
+        """How many blocks of each row are a share of the visible ones, rounded: int32 ``[B | 1, 1, Tr, 1]``."""
+        if share not in self._counts:
+            self._counts[share] = (self.visible.sum(-1, keepdim=True).double() * share).round().int()
+        return self._counts[share]
 
 
-def first_query(num_queries: int, num_keys: int, kv_start: Tensor | None, device: torch.device) -> Tensor | None:
-    """Index of the first query that sees a key, int64 ``[B | 1]``; None when that is query 0 everywhere."""
-    if kv_start is None and num_queries <= num_keys:
-        return None
-    start = torch.zeros(1, dtype=torch.long, device=device) if kv_start is None else kv_start.long()
-    return (start - (num_keys - num_queries)).clamp(min=0)
+def candidates(
+    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device, sink_blocks: int = 0
+) -> Candidates:
+    """Visible blocks, of which the diagonal ones and the first ``sink_blocks`` must be read.
+
+    Without padding shapes say it all: layers of one shape share the result, which would take longer than choosing blocks.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if kv_start is not None or capturing:  # what a graph makes is not there before its replay
+        return _candidates(num_queries, num_keys, block_size, kv_start, device, sink_blocks)
+    with torch.inference_mode(False):  # so that any later pass may use it
+        return _unpadded(num_queries, num_keys, block_size, device, sink_blocks)
+
+
+@lru_cache(maxsize=4)
+def _unpadded(num_queries: int, num_keys: int, block_size: int, device: torch.device, sink_blocks: int) -> Candidates:
+    return _candidates(num_queries, num_keys, block_size, None, device, sink_blocks)
+
+
+def _candidates(
+    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device, sink_blocks: int
+) -> Candidates:
+    visible, always = visible_and_diagonal(num_queries, num_keys, block_size, kv_start, device)
+    always[..., :sink_blocks] = visible[..., :sink_blocks]
+    return Candidates(visible, always)
 
 
 def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
@@ -87,12 +130,10 @@ def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
     return x.unflatten(2, (blocks, block_size))
 
 
-def sparsity(chosen: Tensor, visible: Tensor) -> Tensor:
+def sparsity(chosen: Tensor, among: Candidates) -> Tensor:
     """Share of the causally visible blocks that is not read: a float scalar on the device of ``chosen``.
 
     ``chosen`` is bool ``[B, H, Tr, Tc]``, or uint8 zooms of that shape: a block at zoom z counts as 1 / z of a block.
-    ``visible`` is bool ``[B | 1, 1, Tr, Tc]``; nothing else is chosen.
     """
-    read = chosen if chosen.dtype == torch.bool else (1 / chosen.float()).masked_fill(chosen == 0, 0)
-    seen = visible.sum() * (chosen.numel() // visible.numel())
-    return 1 - read.sum() / seen.clamp(min=1)
+    copies = chosen.numel() // among.visible.numel()
+    return 1 - blocks_read(chosen) / (among.seen * (WHOLE * copies))

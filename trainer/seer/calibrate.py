@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
-from msattn.trainer.seer.blocks import visible_and_diagonal
+from msattn.trainer.seer.blocks import candidates
 from msattn.trainer.seer.policies import TopK
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 
@@ -49,8 +49,8 @@ def calibrate(
 
     def attend(x: LayerInputs) -> Tensor:
         place = (x.num_queries, x.num_keys, gate.cfg.block_size, x.kv_start, x.q.device)
-        scores, (visible, diagonal) = gate.scores(x), visible_and_diagonal(*place)
-        counts[x.layer] += torch.stack([histogram(scores, visible, keep(scores, visible, diagonal)) for keep in kept])
+        scores, among = gate.scores(x), candidates(*place)
+        counts[x.layer] += torch.stack([histogram(scores, among.visible, keep(scores, among)) for keep in kept])
         return dense_attention(x)
 
     with tap(teacher, attend):

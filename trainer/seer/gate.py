@@ -6,17 +6,18 @@ blocks' first positions, and compared: ``softmax(gq gk^T / sqrt(hidden))`` over 
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from msattn.kernels.best_blocks import block_softmax
+from msattn.kernels.checks import first_query
+from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer import artifacts, models, rope
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import first_query, row_span, visible_blocks
+from msattn.trainer.seer.blocks import row_span
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -184,14 +185,35 @@ class Gate(nn.Module):
         ValueError
             If keys were cached before this pass: the gate pools keys before RoPE, which a cache does not hold.
         """
-        if x.num_keys != x.k_nope.shape[2]:
-            raise ValueError(
-                f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}"
-            )
+        _check_keys(x)
         return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self.inv_freq, kv_start=x.kv_start)
 
     @torch.no_grad()
     def scores(self, x: "LayerInputs") -> Tensor:
-        """Block probabilities of one layer, fp32 ``[B, Hg, Tr, Tc]``; ``Hg`` as ``gate.heads`` says."""
-        visible = visible_blocks(x.num_queries, x.num_keys, self.cfg.block_size, x.kv_start, x.q.device)
-        return block_softmax(self.logits(x), visible)
+        """Block probabilities of one layer, fp32 ``[B, Hg, Tr, Tc]``; ``Hg`` as ``gate.heads`` says.
+
+        The softmax of :meth:`logits` over the visible blocks, without gradients and in one operation.
+
+        Raises
+        ------
+        ValueError
+            As for :meth:`logits`.
+        """
+        _check_keys(x)
+        layer, cfg = cast(AttnGate, self.layers[x.layer]), self.cfg
+        return gate_scores(
+            x.q_nope,
+            x.k_nope,
+            layer.query_weight,
+            layer.key_weight,
+            self.inv_freq if cfg.rope else None,
+            q_pool=cfg.q_pool,
+            k_pool=cfg.k_pool,
+            block_size=cfg.block_size,
+            kv_start=x.kv_start,
+        )
+
+
+def _check_keys(x: "LayerInputs") -> None:
+    if x.num_keys != x.k_nope.shape[2]:
+        raise ValueError(f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}")

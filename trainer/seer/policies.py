@@ -1,9 +1,9 @@
-"""Policies: from block scores to a block mask or a zoom map, ``policy(scores, visible, always)``.
+"""Policies: from block scores to a block mask or a zoom map, ``policy(scores, among)``.
 
-``scores`` fp32 ``[B, H, Tr, Tc]``, rows of probabilities; ``visible`` and ``always`` bool ``[B | 1, 1, Tr, Tc]``: the blocks
-that may be read, and those that must be.
+``scores`` fp32 ``[B, H, Tr, Tc]``, rows of probabilities; ``among``: the blocks that may be read, and those that must be.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.best_blocks import best_blocks
+from msattn.trainer.seer.blocks import Candidates
 
 ZOOMS = (1, 2, 4, 8)
 
 
 class Policy(Protocol):
-    """Gives ``[B, H, Tr, Tc]``: bool, True in ``always`` and nowhere but in ``visible``; or uint8 zooms, 1 in ``always`` and
-    0 (skip) outside of ``visible``."""
+    """Gives ``[B, H, Tr, Tc]``: bool, True in ``among.always`` and nowhere but in ``among.visible``; or uint8 zooms, 1 in
+    ``among.always`` and 0 (skip) outside of ``among.visible``."""
 
-    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor: ...
+    def __call__(self, scores: Tensor, among: Candidates) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class TopK:
 
     sparsity: float
 
-    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        return best_blocks(scores, shares_of(visible, 1 - self.sparsity).clamp(min=1), visible, always)
+    def __call__(self, scores: Tensor, among: Candidates) -> Tensor:
+        return _best(scores, among, 1 - self.sparsity)
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class TokenBudget:
     tokens: int
     block_size: int
 
-    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        counts = torch.full_like(visible[..., :1], max(1, self.tokens // self.block_size), dtype=torch.int32)
-        return best_blocks(scores, counts, visible, always)
+    def __call__(self, scores: Tensor, among: Candidates) -> Tensor:
+        counts = torch.full_like(among.visible[..., :1], max(1, self.tokens // self.block_size), dtype=torch.int32)
+        return best_blocks(scores, counts, among.visible, among.always)
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Threshold:
 
     threshold: float
 
-    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        return (scores >= self.threshold) & visible | always
+    def __call__(self, scores: Tensor, among: Candidates) -> Tensor:
+        return _best(scores, among, 0.0, self.threshold)
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Calibrated:
     floor: TopK
     threshold: Threshold
 
-    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        return self.floor(scores, visible, always) | self.threshold(scores, visible, always)
+    def __call__(self, scores: Tensor, among: Candidates) -> Tensor:
+        return _best(scores, among, 1 - self.floor.sparsity, self.threshold.threshold)
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class Nucleus:
 
     mass: float
 
-    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-        order = scores.masked_fill(always, torch.inf).argsort(dim=-1, descending=True)
+    def __call__(self, scores: Tensor, among: Candidates) -> Tensor:
+        order = scores.masked_fill(among.always, torch.inf).argsort(dim=-1, descending=True)
         ranked = scores.gather(-1, order)
         before = ranked.cumsum(-1) - ranked
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, before < self.mass)
-        return mask & visible | always
+        return mask & among.visible | among.always
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,14 @@ class Multiscale:
         """Share of the visible tokens that is read: a pooled token counts as one."""
         return sum(share / zoom for share, zoom in zip(self.shares, ZOOMS, strict=True))
 
-    def __call__(self, scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+    def __call__(self, scores: Tensor, among: Candidates) -> Tensor:
         zooms = torch.zeros_like(scores, dtype=torch.uint8)
         ends = torch.tensor(self.shares, dtype=torch.float64).cumsum(0).tolist()
         for end, zoom in reversed(list(zip(ends, ZOOMS, strict=True))):  # the finer ones last: they are among the coarser
-            zooms.masked_fill_(best_blocks(scores, shares_of(visible, end), visible, always), zoom)
+            zooms.masked_fill_(_best(scores, among, end), zoom)
         return zooms
 
 
-def shares_of(visible: Tensor, share: float) -> Tensor:
-    """How many blocks of each row are a share of the visible ones, rounded: int32 ``[B | 1, 1, Tr, 1]``."""
-    return (visible.sum(-1, keepdim=True).double() * share).round().int()
+def _best(scores: Tensor, among: Candidates, share: float, threshold: float = math.inf) -> Tensor:
+    """The best blocks of each row, a share of the visible ones, and all that reach the threshold."""
+    return best_blocks(scores, among.share(share), among.visible, among.always, threshold=threshold)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.checks import first_query
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.pool_blocks import pool_blocks
@@ -21,10 +22,10 @@ from msattn.kernels.types import SparseAttention
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.blocks import (
+    Candidates,
     aligned_blocks,
-    first_query,
+    candidates,
     sparsity,
-    visible_and_diagonal,
     visible_blocks,
 )
 from msattn.trainer.seer.calibrate import floor_of, threshold_at
@@ -216,11 +217,12 @@ class Selection:
 
     def choose(self, scores: Tensor, x: "LayerInputs") -> Tensor:
         """The same from scores at hand (several policies on one scorer's scores)."""
-        visible, always = visible_and_diagonal(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
-        if self.sink_blocks:
-            always[..., : self.sink_blocks] = visible[..., : self.sink_blocks]
         policy = self.policy[x.layer] if isinstance(self.policy, Sequence) else self.policy
-        return policy(scores, visible, always)
+        return policy(scores, self.candidates(x))
+
+    def candidates(self, x: "LayerInputs") -> Candidates:
+        """What there is to choose from."""
+        return candidates(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.sink_blocks)
 
 
 def _calibrated(cfg: SelectConfig, scorer: Scorer) -> list[Policy]:

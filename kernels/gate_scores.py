@@ -1,0 +1,274 @@
+"""Probabilities over blocks as SeerAttention's gate has them, from queries and keys before RoPE (its section 3.1), to serve.
+
+    gq_r, gk_c   = turn(W pool(block r or c), position of its first token)
+    scores[r, c] = exp(gq_r . gk_c / sqrt(hidden)) / sum over the visible c' of exp(gq_r . gk_c' / sqrt(hidden))
+
+Five launches: each side is pooled (kernels/pool_blocks.py), then projected and turned; then a program owns some rows of one
+head's map and goes over their visible columns twice, first for the sums. Logits are never stored. Products have the precision
+of fp32, as three products of TF32 parts each. Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import pool_blocks, reference
+from msattn.kernels.block_checks import check_gate_scores
+from msattn.kernels.checks import first_query, resolve_backend, statistics_dtype
+from msattn.kernels.primitives import LOG2_E, padded_head, sequence_span, tl, triton
+from msattn.kernels.types import Backend
+
+ROWS = 64  # of a tile: what a tensor core of Hopper takes at once
+CHUNK = 32  # of the pooled numbers that a projection adds up at once
+
+
+def gate_scores(
+    q: Tensor,
+    k: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    inv_freq: Tensor | None,
+    *,
+    q_pool: list[str],
+    k_pool: list[str],
+    block_size: int = 64,
+    kv_start: Tensor | None = None,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Probabilities of column blocks for each row block and gate head, over the blocks that it sees (causal).
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, N, D]``
+        Queries before RoPE: the last N of M positions.
+    k : Tensor ``[B, Hkv, M, D]``
+        Keys before RoPE.
+    query_weight : Tensor ``[Hg, hidden, Hq // Hg * len(q_pool) * D]``
+        fp32 (fp64 for fp64 inputs), contiguous. A gate head takes the poolings of its query heads side by side; Hg divides Hq,
+        and is a multiple of Hkv.
+    key_weight : Tensor ``[Hg, hidden, len(k_pool) * D]``
+        Likewise; gate head h takes the poolings of key head ``h // (Hg // Hkv)``.
+    inv_freq : Tensor fp32 ``[hidden / 2]``, or None
+        Angle by which each pair turns a position: channel j and ``j + hidden / 2`` are a pair. None: nothing is turned.
+    q_pool, k_pool : list of {"avg", "max", "min"}
+        How blocks are pooled.
+    block_size : int
+        Tokens of a block: 16, 32, 64 or 128.
+    kv_start : Tensor int32 ``[B]``, optional
+        Padded positions before each sequence; blocks and positions are counted from there.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    Tensor
+        fp32 (fp64) ``[B, Hg, ceil(N / block), ceil(M / block)]``: rows sum to 1; 0 outside of the visible blocks, and in rows that
+        see nothing.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    NotImplementedError
+        In the backward pass.
+    """
+    backend = resolve_backend(backend, q)
+    check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start)
+    pools = ",".join(q_pool), ",".join(k_pool)
+    return _operator(q, k, query_weight, key_weight, inv_freq, *pools, block_size, kv_start, backend)
+
+
+@torch.library.custom_op("msattn::gate_scores", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    inv_freq: Tensor | None,
+    q_pool: str,
+    k_pool: str,
+    block_size: int,
+    kv_start: Tensor | None,
+    backend: str,
+) -> Tensor:
+    given = q, k, query_weight, key_weight, inv_freq
+    pools = q_pool.split(","), k_pool.split(",")
+    if backend == "torch":
+        return reference.gate_scores(*given, q_pool=pools[0], k_pool=pools[1], block_size=block_size, kv_start=kv_start)
+    with torch.cuda.device_of(q):
+        return launch(*given, *pools, block_size, kv_start)
+
+
+@_operator.register_fake
+def _(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, backend):
+    return _result(q, k, len(query_weight), block_size)
+
+
+def _backward(ctx, gradient):
+    raise NotImplementedError("gate_scores has no gradient: a gate is trained through its logits")
+
+
+_operator.register_autograd(_backward)
+
+
+def _result(q: Tensor, k: Tensor, heads: int, block_size: int) -> Tensor:
+    rows, cols = ((x.shape[2] + block_size - 1) // block_size for x in (q, k))
+    return q.new_empty((q.shape[0], heads, rows, cols), dtype=statistics_dtype(q))
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    inv_freq: Tensor | None,
+    q_pool: list[str],
+    k_pool: list[str],
+    block_size: int,
+    kv_start: Tensor | None,
+) -> Tensor:
+    """Run the kernels."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    first = first_query(num_queries, num_keys, kv_start, q.device)
+    pooled_q = pool_blocks.launch(q, q_pool, block_size, first)
+    pooled_k = pool_blocks.launch(k, k_pool, block_size, kv_start)
+    scale = query_weight.shape[1] ** -0.5 * LOG2_E
+    gate_q = launch_projection(pooled_q, query_weight, inv_freq, kv_start, num_keys - num_queries, block_size, scale)
+    gate_k = launch_projection(pooled_k, key_weight, inv_freq, None, 0, block_size, 1.0)
+    scores = _result(q, k, len(query_weight), block_size)
+    launch_map(gate_q, gate_k, scores, kv_start, num_queries, num_keys, block_size)
+    return scores
+
+
+def launch_projection(
+    pooled: Tensor,
+    weight: Tensor,
+    inv_freq: Tensor | None,
+    kv_start: Tensor | None,
+    offset: int,
+    block_size: int,
+    scale: float,
+    rows: int = ROWS,
+    warps: int = 8,
+) -> Tensor:
+    """Gate vectors fp32 ``[B, Hg, T, hidden]`` of pooled blocks ``[B, H, T, P]``; the first of them stands at ``offset``.
+
+    ``rows`` and ``warps`` override the shipped choice, for tuning; so in :func:`launch_map`.
+    """
+    batch, heads_in, blocks, width = pooled.shape
+    heads, hidden, terms = weight.shape
+    out = pooled.new_empty((batch, heads, blocks, hidden))
+    _project_kernel[(heads, triton.cdiv(blocks, rows), batch)](
+        pooled, weight, inv_freq, kv_start, out, heads_in, blocks, offset, scale,
+        WIDTH=width, PARTS=terms // width, HIDDEN=hidden, PAIRS=padded_head(hidden // 2), BLOCK=block_size,
+        ROWS=rows, CHUNK=CHUNK, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def launch_map(
+    gate_q: Tensor,
+    gate_k: Tensor,
+    scores: Tensor,
+    kv_start: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    columns: int = 64,
+    depth: int = 32,
+    warps: int = 4,
+) -> None:
+    """Softmax over visible blocks of ``gate_q gate_k^T``, which is to base 2, into ``scores [B, Hg, Tr, Tc]``."""
+    batch, heads, rows, cols = scores.shape
+    hidden = gate_q.shape[3]
+    _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
+        gate_q, gate_k, scores, kv_start, num_queries, num_keys, num_keys - num_queries, rows, cols,
+        HIDDEN=hidden, BLOCK=block_size, ROWS=ROWS, COLS=columns, DEPTH=min(depth, padded_head(hidden)),
+        num_warps=warps, num_stages=2 if hidden <= 128 else 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads_in", "blocks", "offset"])
+def _project_kernel(
+    p_pooled, p_weight, p_inv_freq, p_kv_start, p_out, heads_in, blocks, offset, scale,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program = some blocks of a gate head; the two halves of a vector apart, so that turning a pair needs no exchange."""
+    h, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(0)
+    t = tile * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, PAIRS)
+    half: tl.constexpr = HIDDEN // 2
+    p_row = p_pooled + ((b.to(tl.int64) * heads_in + h * heads_in // heads) * blocks + t[:, None]) * WIDTH
+    p_first = p_weight + (h.to(tl.int64) * HIDDEN + pair[:, None]) * (PARTS * WIDTH)
+    first = tl.zeros([ROWS, PAIRS], tl.float32)
+    second = tl.zeros([ROWS, PAIRS], tl.float32)
+    for part in tl.range(0, PARTS):  # type: ignore[misc]
+        for start in tl.range(0, WIDTH, CHUNK):  # type: ignore[misc]
+            w = start + tl.arange(0, CHUNK)[None, :]
+            real = (pair < half)[:, None] & (w < WIDTH)
+            x = tl.load(p_row + w, mask=(t < blocks)[:, None] & (w < WIDTH), other=0.0)
+            first = tl.dot(x, tl.trans(tl.load(p_first + w, mask=real, other=0.0)), first, input_precision="tf32x3")
+            weight = tl.load(p_first + half * PARTS * WIDTH + w, mask=real, other=0.0)
+            second = tl.dot(x, tl.trans(weight), second, input_precision="tf32x3")
+        p_row += blocks.to(tl.int64) * WIDTH  # the next head
+        p_first += WIDTH
+    if p_inv_freq is not None:
+        _, _, _, _, delta = sequence_span(p_kv_start, b, 0, 0, offset)
+        angle = (t * BLOCK + delta).to(tl.float32)[:, None] * tl.load(p_inv_freq + pair, mask=pair < half, other=0.0)[None, :]
+        cos, sin = tl.cos(angle), tl.sin(angle)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    p_out += ((b.to(tl.int64) * heads + h) * blocks + t[:, None]) * HIDDEN + pair[None, :]
+    kept = (t < blocks)[:, None] & (pair < half)[None, :]
+    tl.store(p_out, first * scale, mask=kept)
+    tl.store(p_out + half, second * scale, mask=kept)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows"])
+def _map_kernel(
+    p_q, p_k, p_scores, p_kv_start, num_queries, num_keys, offset, rows, cols,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One program = some rows of a gate head, those that see most first."""
+    h, tile, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    head = b.to(tl.int64) * tl.num_programs(0) + h
+    r = tile * ROWS + tl.arange(0, ROWS)
+    seen = tl.minimum(keys, tl.minimum((r + 1) * BLOCK, queries) + delta)  # keys before the end of a row block
+    end = tl.where(r * BLOCK < queries, tl.cdiv(seen, BLOCK), 0)
+    last = tl.max(end, 0)
+
+    p_q += head * rows * HIDDEN
+    p_k += head * cols * HIDDEN
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, last, COLS):  # type: ignore[misc]
+        s = _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
+        l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
+        m = m_new
+    base = tl.where(m == float("-inf"), 0.0, m)
+    share = 1.0 / tl.where(l > 0, l, 1.0)
+
+    p_scores += (head * rows + r[:, None]) * cols
+    for start in tl.range(0, last, COLS):  # type: ignore[misc]
+        s = _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
+        c = start + tl.arange(0, COLS)[None, :]
+        tl.store(p_scores + c, tl.exp2(s - base[:, None]) * share[:, None], mask=(r < rows)[:, None] & (c < cols))
+    for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
+        c = start + tl.arange(0, COLS)[None, :]
+        tl.store(p_scores + c, tl.zeros([ROWS, COLS], tl.float32), mask=(r < rows)[:, None] & (c < cols))
+
+
+@triton.jit
+def _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr):
+    """Logits of the rows ``r`` and the columns from ``start`` on, -inf from each row's ``end`` on."""
+    c = start + tl.arange(0, COLS)
+    s = tl.zeros([r.shape[0], COLS], tl.float32)
+    for first in tl.static_range(0, HIDDEN, DEPTH):
+        d = first + tl.arange(0, DEPTH)[None, :]
+        q = tl.load(p_q + r[:, None] * HIDDEN + d, mask=(r < rows)[:, None] & (d < HIDDEN), other=0.0)
+        k = tl.load(p_k + c[:, None] * HIDDEN + d, mask=(c < cols)[:, None] & (d < HIDDEN), other=0.0)
+        s = tl.dot(q, tl.trans(k), s, input_precision="tf32x3")
+    return tl.where(c[None, :] < end[:, None], s, float("-inf"))

@@ -1,0 +1,138 @@
+"""gate_scores: from queries and keys before RoPE to probabilities over blocks, as SeerAttention's gate has them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference, testing
+from msattn.kernels.gate_scores import gate_scores
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, padding, poolings
+    "a gate a query head": (4, 2, 4, 70, 70, 16, 16, 16, None, ["avg"], ["max", "min"]),
+    "a gate a key head": (4, 2, 2, 70, 70, 40, 24, 16, None, ["avg", "max"], ["avg"]),
+    "some gates": (8, 1, 2, 40, 40, 16, 8, 16, None, ["min"], ["max", "min", "avg"]),
+    "padding": (2, 2, 2, 70, 70, 16, 16, 16, [0, 37, 69], ["avg"], ["max", "min"]),
+    "more keys": (2, 1, 2, 37, 90, 16, 16, 16, [0, 60], ["avg"], ["max", "min"]),
+    "more queries": (2, 1, 2, 90, 37, 16, 16, 16, None, ["avg"], ["max", "min"]),
+    "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, [0, 1000], ["avg"], ["avg"]),
+}
+
+
+def some(case: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Arguments with weights that make rows neither flat nor certain."""
+    heads, kv_heads, gates, queries, keys, size, hidden, block, padding, q_pool, k_pool = CASES[case]
+    q, k, _ = testing.random_qkv(1 if padding is None else len(padding), heads, kv_heads, queries, keys, size, dtype, device)
+    widths = heads // gates * len(q_pool) * size, len(k_pool) * size
+    weights = [torch.randn(gates, hidden, width).to(device) * (block**0.25 / width**0.5) for width in widths]
+    return {
+        "q": q, "k": k, "query_weight": weights[0], "key_weight": weights[1],
+        "inv_freq": (100.0 ** -(torch.arange(hidden // 2) / (hidden // 2))).to(device),
+        "q_pool": q_pool, "k_pool": k_pool, "block_size": block, "kv_start": testing.starts(padding, device),
+    }  # fmt: skip
+
+
+def doubled(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers in fp64; frequencies stay as they are."""
+    double = ("q", "k", "query_weight", "key_weight")
+    return {name: x.double() if name in double else x for name, x in arguments.items()}
+
+
+def plain(arguments: dict[str, Any], b: int) -> Tensor:
+    """Sequence ``b`` by the definition, block by block, from its first token on: ``[Hg, Tr, Tc]`` with rows and columns as
+    many as its blocks."""
+    a = doubled(arguments)
+    block, (gates, hidden, _) = a["block_size"], a["query_weight"].shape
+    start = 0 if a["kv_start"] is None else int(a["kv_start"][b])
+    k, offset = a["k"][b, :, start:], a["k"].shape[2] - a["q"].shape[2]
+    q, shift = a["q"][b, :, max(start - offset, 0) :], max(offset - start, 0)
+    ways = {"avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
+
+    def vector(weight: Tensor, tokens: list[Tensor], names: list[str], i: int, position: int) -> Tensor:
+        y = weight @ torch.cat([ways[name](t[i * block : (i + 1) * block]) for t in tokens for name in names])
+        if a["inv_freq"] is not None:
+            angle = (position * a["inv_freq"]).double()
+            y1, y2 = y.chunk(2)
+            y = torch.cat([y1 * angle.cos() - y2 * angle.sin(), y2 * angle.cos() + y1 * angle.sin()])
+        return y
+
+    rows, cols = (-(-x.shape[1] // block) for x in (q, k))
+    scores = torch.zeros(gates, rows, cols, dtype=torch.float64)
+    shared = q.shape[0] // gates
+    for h in range(gates):
+        keys = [vector(a["key_weight"][h], [k[h * len(k) // gates]], a["k_pool"], c, c * block) for c in range(cols)]
+        for r in range(rows):
+            ours = list(q[h * shared : (h + 1) * shared])
+            query = vector(a["query_weight"][h], ours, a["q_pool"], r, shift + r * block)
+            seen = (min(shift + (r + 1) * block, k.shape[1]) - 1) // block + 1
+            scores[h, r, :seen] = (torch.stack(keys[:seen]) @ query / hidden**0.5).softmax(0).cpu()
+    return scores
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
+def test_the_reference_is_the_definition(case: str, turned: bool, device: str) -> None:
+    arguments = some(case, device) | ({} if turned else {"inv_freq": None})
+    got = reference.gate_scores(**doubled(arguments))
+    for b in range(len(got)):
+        expected = plain(arguments, b)
+        padded = torch.zeros(got.shape[1:], dtype=torch.float64)
+        padded[:, : expected.shape[1], : expected.shape[2]] = expected
+        torch.testing.assert_close(got[b].cpu(), padded, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_with_fp64(case: str, backend: Backend, device: str, poisoned: None) -> None:
+    arguments = some(case, device)
+    got, exact = gate_scores(**arguments, backend=backend), reference.gate_scores(**doubled(arguments))
+    assert exact.amax(-1).min() < 0.9  # rows are not all certain
+    eager = reference.gate_scores(**arguments)
+    # Logits of up to some 30 round before they are exponents.
+    testing.assert_within_budget("scores", got, exact, eager, term=30.0)
+    assert torch.equal(got == 0, exact.float() == 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> None:
+    if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter gets bf16 wrong")
+    arguments = some("a gate a query head", device, dtype)
+    exact = reference.gate_scores(**doubled(arguments))
+    torch.testing.assert_close(gate_scores(**arguments, backend=backend).double(), exact, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    from msattn.kernels import gate_scores as module
+
+    a = some("padding", device)
+    given = [a[name] for name in ("q", "k", "query_weight", "key_weight", "inv_freq")]
+    torch.library.opcheck(module._operator, (*given, "avg", "max,min", 16, a["kv_start"], backend))
+    compiled = torch.compile(gate_scores, fullgraph=True)
+    torch.testing.assert_close(compiled(**a, backend=backend), gate_scores(**a, backend=backend), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        gate_scores(**a | {"key_weight": a["key_weight"].requires_grad_()}, backend=backend).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_pool": ["mean"]}, "q_pool="),
+        ({"k_pool": []}, "k_pool="),
+        ({"query_weight": torch.zeros(3, 16, 16)}, "query_weight.shape="),
+        ({"query_weight": torch.zeros(4, 15, 16)}, "query_weight.shape="),
+        ({"query_weight": torch.zeros(4, 16, 16, dtype=torch.float16)}, "query_weight is"),
+        ({"key_weight": torch.zeros(4, 32, 16).mT}, "key_weight is"),
+        ({"inv_freq": torch.zeros(16)}, "inv_freq is"),
+        ({"block_size": 20}, "block_size=20"),
+        ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gate_scores(**some("a gate a query head", "cpu") | change)
