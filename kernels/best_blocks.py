@@ -1,7 +1,7 @@
 """Which blocks to read: probabilities over the blocks that a row sees, and the best of them.
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
-    best_blocks(scores)[r, c]   = whether fewer than counts[r] visible blocks of row r come before c, or scores[r, c] >= threshold
+    best_blocks(scores)[r, c]   = whether fewer than counts[r] visible blocks of row r come before c, or it reaches a threshold
 
 A program owns a row. The best need no sort: a bisection over the bits of the scores finds the value that as many blocks reach
 as are wanted, or the largest that more do, of which the first are then taken. Prefix: p_ pointer.
@@ -152,7 +152,8 @@ def launch_best(
     mask = scores.new_empty(scores.shape, dtype=torch.bool)
     _best_blocks_kernel[(heads * rows * batch,)](
         scores, counts, visible.view(torch.uint8), always.view(torch.uint8), mask.view(torch.uint8),
-        *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always), heads, rows, cols, threshold,
+        *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always),
+        heads, rows, cols, threshold,
         COLS=width, num_warps=warps or _warps(width),
     )  # fmt: skip
     return mask

@@ -3,7 +3,7 @@
     gq_r, gk_c   = turn(W pool(block r or c), position of its first token)
     scores[r, c] = exp(gq_r . gk_c / sqrt(hidden)) / sum over the visible c' of exp(gq_r . gk_c' / sqrt(hidden))
 
-Five launches: each side is pooled (kernels/pool_blocks.py), then projected and turned; then a program owns some rows of one
+Five launches: each side is pooled (kernels/pooling.py), then projected and turned; then a program owns some rows of one
 head's map and goes over their visible columns twice, first for the sums. Logits are never stored. Products have the precision
 of fp32, as three products of TF32 parts each. Prefix: p_ pointer.
 """
@@ -11,7 +11,7 @@ of fp32, as three products of TF32 parts each. Prefix: p_ pointer.
 import torch
 from torch import Tensor
 
-from msattn.kernels import pool_blocks, reference
+from msattn.kernels import pooling, reference
 from msattn.kernels.block_checks import check_gate_scores
 from msattn.kernels.checks import first_query, resolve_backend, statistics_dtype
 from msattn.kernels.primitives import LOG2_E, padded_head, sequence_span, tl, triton
@@ -61,8 +61,8 @@ def gate_scores(
     Returns
     -------
     Tensor
-        fp32 (fp64) ``[B, Hg, ceil(N / block), ceil(M / block)]``: rows sum to 1; 0 outside of the visible blocks, and in rows that
-        see nothing.
+        fp32 (fp64) ``[B, Hg, ceil(N / block), ceil(M / block)]``: rows sum to 1; 0 outside of the visible blocks, and in rows
+        that see nothing.
 
     Raises
     ------
@@ -129,8 +129,8 @@ def launch(
     """Run the kernels."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     first = first_query(num_queries, num_keys, kv_start, q.device)
-    pooled_q = pool_blocks.launch(q, q_pool, block_size, first)
-    pooled_k = pool_blocks.launch(k, k_pool, block_size, kv_start)
+    pooled_q = pooling.launch(q, q_pool, block_size, first)
+    pooled_k = pooling.launch(k, k_pool, block_size, kv_start)
     scale = query_weight.shape[1] ** -0.5 * LOG2_E
     gate_q = launch_projection(pooled_q, query_weight, inv_freq, kv_start, num_keys - num_queries, block_size, scale)
     gate_k = launch_projection(pooled_k, key_weight, inv_freq, None, 0, block_size, 1.0)
@@ -203,7 +203,7 @@ def _project_kernel(
     p_first = p_weight + (h.to(tl.int64) * HIDDEN + pair[:, None]) * (PARTS * WIDTH)
     first = tl.zeros([ROWS, PAIRS], tl.float32)
     second = tl.zeros([ROWS, PAIRS], tl.float32)
-    for part in tl.range(0, PARTS):  # type: ignore[misc]
+    for _part in tl.range(0, PARTS):  # type: ignore[misc]
         for start in tl.range(0, WIDTH, CHUNK):  # type: ignore[misc]
             w = start + tl.arange(0, CHUNK)[None, :]
             real = (pair < half)[:, None] & (w < WIDTH)

@@ -110,7 +110,7 @@ def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels import pool_blocks as op
+    from msattn.kernels import pooling as op
 
     for poolings, block_size, start in ((["avg"], 64, None), (["max", "min"], 16, None), (["min", "avg", "max"], 128, [8, 0])):
         x = torch.zeros(2, 200, 3, head_size, dtype=dtype).transpose(1, 2)
