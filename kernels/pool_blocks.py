@@ -1,6 +1,8 @@
 """What the tokens of each block pool to: means, largest and smallest values (the inputs of SeerAttention's gate, section 3.1).
 
-pooled[t] = (reduce over the tokens i of block t of x_i), for each of several ways to reduce, side by side
+    pooled[t] = (reduce over the tokens i of block t of x_i), for each of several ways to reduce, side by side
+
+The kernel is kernels/pooling.py's, which gate_scores runs too.
 """
 
 import torch

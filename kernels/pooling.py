@@ -4,7 +4,6 @@ A program owns one block of one head and reads it once, whatever the number of w
 together: in a projection's output their rows are neighbours in memory too. Prefix: p_ pointer.
 """
 
-import torch
 from torch import Tensor
 
 from msattn.kernels.block_checks import POOLINGS
