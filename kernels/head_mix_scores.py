@@ -5,8 +5,8 @@
     unmix          dS_g = scale * sum over h of W[h, g] dA_h               and dW[h, g] = sum over all pairs of dA_h S_g
 
 A program of the last two reads, for one query, a stretch of keys of all heads, ``[heads, BN]``, and multiplies it with the
-weight on tensor cores: they move memory, and little else. Matrices are ``[B, H, rows, M]``. They hold 0 where a query does not
-see a key, so that nothing has to be masked again. Prefix: p_ pointer.
+weight on tensor cores: they move memory, and little else. Matrices are ``[B, H, rows, M]``. Gradients hold 0 where a query does
+not see a key, so that nothing has to be masked again. Prefix: p_ pointer.
 """
 
 import math
@@ -20,7 +20,6 @@ from msattn.kernels.primitives import capability, load_tile, padded_head, precis
 from msattn.kernels.score_products import Rows
 
 MOST_HEADS = 128  # whose weight, and the gradient of it, a program can hold
-ROWS = 32  # that a program takes one after the other
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,7 +28,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def write_scores(q: Tensor, k: Tensor, scores: Tensor, rows: Rows, scale: float) -> None:
-    """Fill ``scores [B, H, rows, M]``; tiles that no query sees stay as they are."""
+    """Fill ``scores [B, H, rows, M]`` as far as :func:`mix` and :func:`unmix` read it."""
     batch, kv_heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tuned.pick("head_mix_scores", cols, q.dtype, capability(q.device))
@@ -37,7 +36,8 @@ def write_scores(q: Tensor, k: Tensor, scores: Tensor, rows: Rows, scale: float)
     _score_kernel[grid](
         tile_view(q, tile.rows), tile_view(k, tile.keys), scores, rows.kv_start, *scores.stride()[:3],
         q.shape[1] // kv_heads, q.shape[2], num_keys, rows.begin, rows.end, rows.offset, scale,
-        COLS=cols, BM=tile.rows, BN=tile.keys, CAUSAL=rows.causal, PRECISION=precision(q.dtype),
+        COLS=cols, BM=tile.rows, BN=tile.keys, BEYOND=unmix_stretch(q.shape[1]).keys,
+        CAUSAL=rows.causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -53,12 +53,13 @@ def _to_stored(s, dtype: tl.constexpr):
 def _score_kernel(
     q_desc, k_desc, p_scores, p_kv_start, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset, scale,
-    COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BEYOND: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Programs: (row and key tile, key/value head, sequence)."""
     key_tiles = tl.cdiv(num_keys, BN)
     i0, j0 = begin + tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
-    if CAUSAL and j0 > tl.minimum(i0 + BM, end) - 1 + offset:
+    if CAUSAL and j0 >= tl.minimum(i0 + BM, end) + offset + BEYOND:
         return
     kv_head, b = tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
@@ -80,33 +81,36 @@ class Stretch(NamedTuple):
 
     heads: int
     keys: int
+    rows: int  # that it takes one after the other
     warps: int
 
     def grid(self, scores: Tensor) -> tuple[int, int, int]:
         """Programs: (stretch of keys, rows, sequence)."""
-        batch, _, rows, num_keys = scores.shape
-        return triton.cdiv(num_keys, self.keys), triton.cdiv(rows, ROWS), batch
+        batch, _, num_rows, num_keys = scores.shape
+        return triton.cdiv(num_keys, self.keys), triton.cdiv(num_rows, self.rows), batch
 
 
 def mix_stretch(num_heads: int) -> Stretch:
-    """What :func:`mix` reads at a time: 16 KiB of 16 bits."""
+    """What :func:`mix` reads at a time: 8 KiB of 16 bits, or 16 KiB beside a large weight."""
     heads = padded_head(num_heads)
-    return Stretch(heads, min(256, 8192 // heads), 8)
+    return Stretch(heads, min(256, 4096 // heads), 32, 4) if heads < 64 else Stretch(heads, 8192 // heads, 32, 8)
 
 
 def unmix_stretch(num_heads: int) -> Stretch:
     """What :func:`unmix` reads at a time, twice, beside the gradient of the weight."""
     heads = padded_head(num_heads)
-    return Stretch(heads, max(64, 2048 // heads), 4 if heads < 64 else 8)
+    return Stretch(heads, 128, 64, 4) if heads < 64 else Stretch(heads, 64, 64, 8)
 
 
 def mix(scores: Tensor, weight: Tensor, mixed: Tensor, rows: Rows) -> None:
     """Fill ``mixed``, which may be ``scores``."""
-    heads, keys, warps = stretch = mix_stretch(scores.shape[1])
+    stretch = mix_stretch(scores.shape[1])
+    heads, keys = stretch.heads, stretch.keys
     _mix_kernel[stretch.grid(scores)](
         tile_view(scores, 1, keys, heads), weight, mixed, *mixed.stride()[:3],
         scores.shape[1], scores.shape[3], rows.begin, rows.end, rows.offset,
-        HEADS=heads, ROWS=ROWS, BN=keys, CAUSAL=rows.causal, PRECISION=precision(mixed.dtype), num_warps=warps, num_stages=4,
+        HEADS=heads, ROWS=stretch.rows, BN=keys, CAUSAL=rows.causal, PRECISION=precision(mixed.dtype),
+        num_warps=stretch.warps, num_stages=4,
     )  # fmt: skip
 
 
@@ -133,12 +137,14 @@ def _mix_kernel(
 def unmix(scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Rows, scale: float) -> Tensor:
     """Turn gradients of mixed scores into those of unscaled products, in place; the gradient of the weight, ``[H, H]`` fp32."""
     num_heads = scores.shape[1]
-    heads, keys, warps = stretch = unmix_stretch(num_heads)
+    stretch = unmix_stretch(num_heads)
+    heads, keys = stretch.heads, stretch.keys
     dweight = scores.new_empty((math.prod(stretch.grid(scores)), num_heads, num_heads), dtype=torch.float32)
     _unmix_kernel[stretch.grid(scores)](
         tile_view(scores, 1, keys, heads), tile_view(dmixed, 1, keys, heads), weight, dmixed, dweight,
         *dmixed.stride()[:3], num_heads, scores.shape[3], rows.begin, rows.end, rows.offset, scale,
-        HEADS=heads, ROWS=ROWS, BN=keys, CAUSAL=rows.causal, PRECISION=precision(dmixed.dtype), num_warps=warps, num_stages=3,
+        HEADS=heads, ROWS=stretch.rows, BN=keys, CAUSAL=rows.causal, PRECISION=precision(dmixed.dtype),
+        num_warps=stretch.warps, num_stages=3,
     )  # fmt: skip
     return dweight.sum(0)
 

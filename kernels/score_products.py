@@ -38,27 +38,37 @@ def row_chunks(
 ) -> Iterator[tuple[Rows, Tensor]]:
     """As many rows at a time, ``least`` or more, as :data:`SCRATCH` allows, with scratches ``[matrices, B, H, rows, M]``.
 
-    They start as zeros: what no query of a tile sees is never written, and stays unwritten, because later rows see more keys.
+    They start as anything. Who fills one leaves 0 in the :func:`reach` keys after those that a query sees, for products read
+    whole tiles; what lies beyond is read by nobody.
     """
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     columns = -(-num_keys // 16) * 16  # a row starts at a multiple of 16 bytes
     size = min(num_queries, max(least, SCRATCH // (batch * heads * columns) // 128 * 128))
-    scratch = q.new_zeros((matrices, batch, heads, size, columns), dtype=dtype)
+    scratch = q.new_empty((matrices, batch, heads, size, columns), dtype=dtype)
     offset = query_offset(num_queries, num_keys, causal)
     for begin in range(0, num_queries, size):
         end = min(begin + size, num_queries)
         yield Rows(begin, end, offset, causal, kv_start), scratch[..., : end - begin, :num_keys]
 
 
+def reach(x: Tensor) -> int:
+    """How many keys after the last that a query sees a product with ``x`` may read: a tile's rows, and its keys."""
+    tile = _tile(x)
+    return tile.rows + tile.keys
+
+
+def _tile(x: Tensor) -> tuned.Tile:
+    return tuned.pick("score_products", padded_head(x.shape[3]), x.dtype, capability(x.device))
+
+
 def add_right(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
     """Add ``matrix^T x`` to fp32 ``out [B, Z * terms, M, D]``, summed over the heads of ``matrix`` that belong to one of Z."""
     batch, total, num_keys, head = out.shape
-    cols = padded_head(head)
-    tile = tuned.pick("score_products", cols, x.dtype, capability(x.device))
+    tile = _tile(x)
     _right_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
         tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
         terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end, rows.offset,
-        HEAD=head, COLS=cols, BM=tile.keys, BN=tile.rows,
+        HEAD=head, COLS=padded_head(head), BM=tile.keys, BN=tile.rows,
         PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(x.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -93,13 +103,12 @@ def _right_kernel(
 def add_left(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
     """Add ``matrix y`` to fp32 ``out [B, H, N, D]``; ``y [B, Z * terms, M, D]``, where Z divides H."""
     batch, heads, num_queries, head = out.shape
-    cols, num_keys = padded_head(head), y.shape[2]
-    tile = tuned.pick("score_products", cols, y.dtype, capability(y.device))
+    tile, num_keys = _tile(y), y.shape[2]
     first = max(rows.begin - (terms - 1), 0)
     _left_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
         tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,
         terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end, rows.offset,
-        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys,
+        HEAD=head, COLS=padded_head(head), BM=tile.rows, BN=tile.keys,
         PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(y.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from msattn.kernels.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.score_products import Rows, add_tile
+from msattn.kernels.score_products import Rows, add_tile, reach
 
 LOGITS_TO_BASE_2 = tl.constexpr(LOG2_E)
 
@@ -82,6 +82,8 @@ def attend_stored_backward(
 ) -> Tensor:
     """The gradient, in place of the scores: it is returned as a view of them. Adds to fp32 ``dv [B, Hkv, M, D]``.
 
+    It is 0 in the :func:`~msattn.kernels.score_products.reach` keys after those that a query sees.
+
     ``lse`` and ``row_term``, which is ``rowsum(dO * O)`` less the gradient of the LSE, are contiguous ``[B, H, N]``.
     """
     batch, kv_heads, num_keys, head = v.shape
@@ -91,7 +93,7 @@ def attend_stored_backward(
         tile_view(scores, tile.rows, tile.keys), tile_view(dout, tile.rows), tile_view(v, tile.keys),
         lse, row_term, dscores, dv, rows.kv_start, *scores.stride()[:3],
         dout.shape[1] // kv_heads, dout.shape[2], num_keys, rows.begin, rows.end, rows.offset,
-        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys,
+        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, BEYOND=reach(v),
         PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -102,17 +104,17 @@ def attend_stored_backward(
 def _gradient_kernel(
     s_desc, do_desc, v_desc, p_lse, p_row_term, p_dscores, p_dv, p_kv_start, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BEYOND: tl.constexpr,
     PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j0, kv_head, b = tl.program_id(0) * BN, tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     j = j0 + tl.arange(0, BN)
     p_dscores += b.to(tl.int64) * stride_b
-    first = tl.maximum(first_query - begin, 0)
+    first = first_query
     if CAUSAL:
-        first = tl.maximum(first, j0 - offset - begin)
-    first = first // BM * BM
+        first = tl.maximum(first, j0 - offset)
+    first = tl.maximum(first - begin - BEYOND, 0) // BM * BM  # rows that do not see the keys yet, too: they become 0
     tiles = tl.cdiv(tl.maximum(end - begin - first, 0), BM)
     v = load_tile(v_desc, b, kv_head, j0, BN, COLS)
     if PADDED:

@@ -9,6 +9,10 @@ keys:
 The forward pass is FlashAttention with an inner loop over terms: ``(T + 1) / 2`` times the work of dense attention, all of it
 on tensor cores. Scores less than w keys before the query (or at it) may be given instead, ``band [B, H, N, w]``.
 
+A tile of scores takes T tiles of queries and T of keys, and what they read from the L2 cache is what takes the time. Where the
+queries of all terms fit in shared memory beside the keys, a program reads them once and keeps them; the loop over terms is then
+unrolled, and keys of the next tile are on their way while this one is multiplied.
+
 Prefixes: p_ pointer. Programs: (row tile, head, sequence).
 """
 
@@ -34,6 +38,9 @@ from msattn.kernels.primitives import (
     triton,
 )
 
+RESIDENT_BYTES = 384  # of a query in all terms, up to which they fit beside the keys (and, backward, what is written)
+L2_BYTES = 2**25  # of keys that are read again and again
+
 
 class Scores(NamedTuple):
     """What scores are made of (layouts: top of the file); ``band`` is fp32, ``[B, H, N, w]``."""
@@ -47,6 +54,17 @@ class Scores(NamedTuple):
     def width(self) -> int:
         """Keys before a query, itself included, whose scores come from the band."""
         return 0 if self.band is None else self.band.shape[3]
+
+    @property
+    def resident(self) -> int:
+        """Terms whose queries stay in shared memory: all or none."""
+        size = self.terms * tuned.head_bytes(padded_head(self.x.shape[3]), self.x.dtype)
+        return self.terms if size <= RESIDENT_BYTES else 0
+
+    def tile(self, kernel: str) -> tuned.Tile:
+        """The tile for one of the two kernels, by what it keeps."""
+        kind = f"{kernel}_resident" if self.resident else kernel
+        return tuned.pick(kind, padded_head(self.x.shape[3]), self.x.dtype, capability(self.x.device))
 
 
 def kv_slices(kv_heads: int, elements: int) -> list[slice]:
@@ -69,15 +87,16 @@ def attend(
     batch, heads, num_queries, head = out.shape
     kv_heads, num_keys = v.shape[1:3]
     cols = padded_head(head)
-    tile = tile or tuned.pick("summed_attention", cols, v.dtype, capability(v.device))
+    tile = tile or scores.tile("summed_attention")
     row_blocks = triton.cdiv(num_queries, tile.rows)
+    together = max(1, L2_BYTES // ((scores.terms + 1) * num_keys * head * v.itemsize))
     _attend_kernel[(batch * heads * row_blocks,)](
         tile_view(scores.x, tile.rows), tile_view(scores.y, tile.keys), tile_view(v, tile.keys),
         out, lse, scores.band, kv_start, *out.stride()[:3], heads_apart(lse),
-        heads // kv_heads, kv_heads, scores.terms, num_queries, num_keys, row_blocks,
+        heads // kv_heads, heads, batch * heads, together, scores.terms, num_queries, num_keys, row_blocks,
         query_offset(num_queries, num_keys, causal), scores.width, scale * LOG2_E,
-        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, PADDED=not causal and kv_start is not None,
-        CAUSAL=causal, PRECISION=precision(v.dtype),
+        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, RESIDENT=scores.resident,
+        PADDED=not causal and kv_start is not None, CAUSAL=causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -87,20 +106,45 @@ def heads_apart(x: Tensor) -> int:
     return x.stride(0) // x.stride(1)
 
 
+@triton.jit
+def _load_queries(
+    x_desc, b, h, row, first_query, COLS: tl.constexpr, BM: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Tile of queries; ``PADDED``: those of the padding count as 0."""
+    x = load_tile(x_desc, b, h, row, BM, COLS)
+    if PADDED:
+        x = tl.where((row + tl.arange(0, BM) >= first_query)[:, None], x, 0.0)
+    return x
+
+
+@triton.jit
+def resident_queries(
+    x_desc, b, h, row, first_query, RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Tiles of the queries of all terms, from the given row of the last term on."""
+    xs = ()
+    for term in tl.static_range(RESIDENT):  # type: ignore[misc]
+        xs = xs + (_load_queries(x_desc, b, h, row + term - (RESIDENT - 1), first_query, COLS, BM, PADDED),)  # noqa: RUF005
+    return xs
+
+
 @triton.jit(do_not_specialize=["terms"])
 def sum_products(
-    x_desc, y_desc, b, h, row, key, first_query, terms,
-    COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    xs, x_desc, y_desc, b, h, row, key, first_query, terms,
+    RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores ``[BM, BN]`` of the rows and keys from the given ones on; ``PADDED``: queries of the padding count as 0."""
+    """Scores ``[BM, BN]`` of the rows and keys from the given ones on; ``xs``: :func:`resident_queries`, if any are."""
     s = tl.zeros([BM, BN], tl.float32)
-    for term in tl.range(0, terms):  # type: ignore[misc]
-        x_row = row + term - (terms - 1)
-        x = load_tile(x_desc, b, h, x_row, BM, COLS)
-        y = load_tile(y_desc, b, h * terms + term, key, BN, COLS)
-        if PADDED:
-            x = tl.where((x_row + tl.arange(0, BM) >= first_query)[:, None], x, 0.0)
-        s = tl.dot(x, tl.trans(y), s, input_precision=PRECISION)
+    if RESIDENT > 0:
+        for term in tl.static_range(RESIDENT):  # type: ignore[misc]
+            y = load_tile(y_desc, b, h * RESIDENT + term, key, BN, COLS)
+            s = tl.dot(xs[term], tl.trans(y), s, input_precision=PRECISION)
+    else:
+        for term in tl.range(0, terms):  # type: ignore[misc]
+            x = _load_queries(x_desc, b, h, row + term - (terms - 1), first_query, COLS, BM, PADDED)
+            y = load_tile(y_desc, b, h * terms + term, key, BN, COLS)
+            s = tl.dot(x, tl.trans(y), s, input_precision=PRECISION)
     return s
 
 
@@ -120,21 +164,23 @@ def mask_and_band(s, p_band, row, exists, t, u, num_keys, delta, width, CAUSAL: 
 
 @triton.jit(
     do_not_specialize=[
-        "lse_heads", "group", "kv_heads", "terms", "row_blocks", "width"
+        "lse_heads", "group", "heads", "all_heads", "together", "terms", "row_blocks", "width"
     ]
 )  # fmt: skip
 def _attend_kernel(
     x_desc, y_desc, v_desc, p_out, p_lse, p_band, p_kv_start,
     stride_b, stride_h, stride_n, lse_heads,
-    group, kv_heads, terms, num_queries, num_keys, row_blocks, offset, width, scale2,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    group, heads, all_heads, together, terms, num_queries, num_keys, row_blocks, offset, width, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RESIDENT: tl.constexpr,
     PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A head's programs come together, to meet its keys in the L2 cache; long rows come first.
+    # As many heads go together as the L2 cache holds keys of; their long rows come first, so that programs end together.
     pid = tl.program_id(0)
-    r = row_blocks - 1 - pid % row_blocks
-    h = pid // row_blocks % (kv_heads * group)
-    b = pid // (row_blocks * kv_heads * group)
+    first_head = pid // (together * row_blocks) * together
+    pid -= first_head * row_blocks
+    together = tl.minimum(together, all_heads - first_head)
+    r = row_blocks - 1 - pid // together
+    h, b = (first_head + pid % together) % heads, (first_head + pid % together) // heads
     first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
@@ -144,15 +190,17 @@ def _attend_kernel(
         full = tl.minimum(keys, tl.maximum(t0 + delta + 1 - width, 0)) // BN
     tiles = tl.where(t0 < queries, tl.cdiv(last, BN), 0)
     if p_band is not None:
-        p_band += (b * kv_heads * group + h).to(tl.int64) * num_queries * width
+        p_band += (b * heads + h).to(tl.int64) * num_queries * width
 
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
+    row = first_query + t0
+    xs = resident_queries(x_desc, b, h, row, first_query, RESIDENT, COLS, BM, PADDED)
     for n in tl.range(0, tiles):  # type: ignore[misc]
         u0 = n * BN
-        s = sum_products(x_desc, y_desc, b, h, first_query + t0, first_key + u0, first_query, terms,
-                          COLS, BM, BN, PADDED, PRECISION)  # fmt: skip
+        s = sum_products(xs, x_desc, y_desc, b, h, row, first_key + u0, first_query, terms,
+                         RESIDENT, COLS, BM, BN, PADDED, PRECISION)  # fmt: skip
         if n >= full:
             s = mask_and_band(s, p_band, first_query + t, t < queries, t, u0 + tl.arange(0, BN), keys, delta, width, CAUSAL)
         v = load_tile(v_desc, b, h // group, first_key + u0, BN, COLS)

@@ -126,7 +126,7 @@ def test_full_length() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """Heads one after the other and rows a few at a time, as when the scratch is too small for all."""
     q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(2, (2, 2), HALF, device)), torch.randn_like(q)

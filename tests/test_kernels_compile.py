@@ -154,8 +154,14 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_attention as op
 
-    for taps, causal, kv_start in (((6, 11), True, None), ((3, 3), False, torch.tensor([8], dtype=torch.int32))):
-        _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, causal)
+    start = torch.tensor([8], dtype=torch.int32)
+    for taps, head, kv_start in (
+        ((6, 11), head_size, None),
+        ((3, 3), head_size, start),
+        ((1, 3), head_size, None),
+        ((3, 3), 64, None),
+    ):
+        _with_gradient(op, torch.ones(4, *taps), dtype, head, sm, kv_start, kv_start is None)
 
 
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:

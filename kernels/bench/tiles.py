@@ -77,6 +77,8 @@ TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses 
     "multiscale_attention_dkv": GRADIENT,
     "summed_attention": LONG_ROWS,
     "summed_attention_scores": LONG_ROWS,
+    "summed_attention_resident": LONG_ROWS,
+    "summed_attention_scores_resident": LONG_ROWS,
     "score_products": LONG_ROWS,
     "head_mix_scores": LONG_ROWS,
     "stored_attention": LONG_ROWS,
@@ -115,7 +117,7 @@ FORWARD = {
     "maxpool_attention": ["maxpool_attention"],
     "block_sparse_attention": ["block_sparse_attention"],
     "multiscale_attention": ["multiscale_attention"],
-    "conv_attention": ["summed_attention"],
+    "conv_attention": ["summed_attention", "summed_attention_resident"],
     "head_mix_attention": ["head_mix_scores", "stored_attention"],
     "bucket_decode": ["bucket_decode"],
     "flash_decode": ["flash_decode"],
@@ -125,7 +127,7 @@ FORWARD = {
 BACKWARD = {
     "block_sparse_attention": ["block_sparse_attention_dq", "block_sparse_attention_dkv"],
     "multiscale_attention": ["multiscale_attention_dq", "multiscale_attention_dkv"],
-    "conv_attention": ["summed_attention_scores", "score_products"],
+    "conv_attention": ["summed_attention_scores", "summed_attention_scores_resident", "score_products"],
     "head_mix_attention": ["head_mix_scores", "stored_attention_backward", "score_products"],
 }
 
