@@ -142,13 +142,11 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import probe_buckets as op
 
     for classifiers, num_buckets in ((2, 1024), (4, 10)):
-        shapes = (
-            (classifiers, head_size, 100),
-            (classifiers, 1, 100),
-            (classifiers, 100, num_buckets),
-            (classifiers, 1, num_buckets),
-        )
-        op.launch(torch.zeros(2, 4, 1, head_size, dtype=dtype), *(torch.zeros(x, dtype=dtype) for x in shapes), 2, 5)
+        weight_in = torch.zeros(classifiers, head_size, 100, dtype=dtype)
+        weight_out = torch.zeros(classifiers, 100, num_buckets, dtype=dtype)
+        bias_in, bias_out = (torch.zeros(classifiers, 1, size, dtype=dtype) for size in (100, num_buckets))
+        q = torch.zeros(2, 4, 1, head_size, dtype=dtype)
+        op.launch(q, weight_in, bias_in, weight_out, bias_out, 2, 5)
 
 
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
