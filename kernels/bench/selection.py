@@ -22,17 +22,21 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[Case]:
     query_weight, key_weight = (
         torch.randn((heads, size, ways * size), generator=generator, device=shape.device) * size**-0.5 for ways in (1, 2)
     )
-    inv_freq = 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size)
-    options_ = {"q_pool": ["avg"], "k_pool": ["max", "min"], "block_size": eager.BLOCK}
+    own = {
+        "inv_freq": 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size),
+        "q_pool": ["avg"],
+        "k_pool": ["max", "min"],
+        "block_size": eager.BLOCK,
+    }
     scored = shape.batch * heads * blocks
     work = Work(
         2 * size * scored * (3 * size + blocks / 2),
         (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks,
     )
-    layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight, inv_freq)]
-    plain = partial(reference.gate_scores, **options_)
+    layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
+    plain = partial(reference.gate_scores, **own)
     beside = [peers.eager(plain, layers, work, 3 * scored * blocks, setting="gate")]
-    yield Case(partial(op.gate_scores, **options_), plain, plain, layers, work, beside, "gate")
+    yield Case(partial(op.gate_scores, **own), plain, plain, layers, work, beside, "gate")
 
 
 def pool_blocks(shape: Shape, options: Options) -> Iterator[Case]:
