@@ -132,6 +132,24 @@ def test_what_is_wrong_at_the_timed_size_alone_is_refused(backward: bool, row: i
         full_size.error_at_size(replace(case, call=wrong), backward)
 
 
+def test_a_gradient_that_is_wrong_where_it_is_small_is_refused() -> None:
+    """Keys from 384 to 640 are seen by the last window alone: their gradients are far smaller than the first keys'."""
+
+    def wrong(q: Tensor, k: Tensor, *others: Tensor) -> Any:
+        k = k.clone()
+        k.register_hook(lambda gradient: gradient * ((place < 384) | (place >= 640)))
+        return block_sparse_attention.block_sparse_attention(q, k, *others)
+
+    place = torch.arange(700)[:, None]
+    shape, options = replace(SMALL, length=700, dtype=torch.bfloat16), replace(OPTIONS, sparsities=[0.0], backward=True)
+    (case, *_) = bench.OPERATIONS["block_sparse_attention"].cases(shape, options)
+    error = full_size.error_at_size(case, True)
+    assert error is not None
+    assert error < 0.03
+    with pytest.raises(cases.Disagreement, match=r"off by 1\.0e\+00 of a row's size"):
+        full_size.error_at_size(replace(case, call=wrong), True)
+
+
 def test_ratios_are_to_the_peer_of_the_same_setting() -> None:
     rows = list(bench.measure("flash_decode", SMALL, replace(OPTIONS, peers=("flash",))))
     for row in (row for row in rows if row.variant == "msattn"):

@@ -286,7 +286,7 @@ def _table(rows: "Sequence[Row]", width: int) -> "Table":
         if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
             columns.pop(name, None)
     title = (
-        f"{_title(rows[0])}\nshare: of what this machine was measured to do; error: over the largest value; x: times faster"
+        f"{_title(rows[0])}\nshare: of what this machine was measured to do; error: of a row, over its size; x: times faster"
         if rows
         else ""
     )

@@ -74,7 +74,7 @@ class Row:
     batch, length, queries, q_heads, kv_heads, head_size, dtype : size of the problem; ``length`` counts keys.
     sparsity : share of the visible keys that is not read, as realised.
     ms, q1, q3 : median and quartiles of the time of one run.
-    error : largest error against fp64 at this size, over the largest value; None where it is not checked.
+    error : largest error of a row against fp64 at this size, over a row's size; None where it is not checked.
     memory_gb : device memory that one run takes at its peak beyond its inputs, results included; None on a CPU.
     tflops, tb_s : the operation's :class:`Work` over the time.
     share : the larger of the shares of this machine's measured ceilings; ``bound`` says of which.
