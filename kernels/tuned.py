@@ -10,7 +10,6 @@ import re
 import sys
 import warnings
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -198,7 +197,9 @@ def own_path(gpu: str) -> Path:
 
 def own_key(gpu: str) -> dict[str, str | int]:
     """What a file of tiles must have been made with to be read."""
-    return {"format": FORMAT, "gpu": gpu, "triton": version("triton")}
+    from triton import __version__  # not its package's, which has other names too
+
+    return {"format": FORMAT, "gpu": gpu, "triton": __version__}
 
 
 def read_own(gpu: str) -> dict[tuple[str, int], Tile]:

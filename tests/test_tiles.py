@@ -103,6 +103,18 @@ def test_a_damaged_file_and_a_folder_that_cannot_be_written(monkeypatch: pytest.
         tiles.keep(GPU, 256, {"a"}, {})
 
 
+def test_a_write_that_fails_leaves_the_old_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*paths: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tiles.keep(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
+    monkeypatch.setattr(tiles.os, "replace", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        tiles.keep(GPU, 256, {"a"}, {"a": (OTHER, 1.1)})
+    assert tuned.read_own(GPU) == {("a", 256): FAST}
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
 def test_break_even(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "BREAK_EVEN", {90: {0.5: 9000, 0.9: 3000}})
     device = torch.device("cuda")

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 
 from msattn.kernels import tuned
 from msattn.kernels.tuned import Tile
@@ -48,16 +48,17 @@ def keep(
     UserError : it cannot be written.
     """
     path = tuned.own_path(gpu)
-    rows = [row for row in _rows(gpu, path) if not (row["kernel"] in tried and row["head_bytes"] == head_bytes)]
-    rows += [
+    new = [
         asdict(Tuned(kernel, head_bytes, *tile, faster=round(gain, 3), commit=commit)) for kernel, (tile, gain) in found.items()
     ]
-    document = json.dumps({**tuned.own_key(gpu), "tiles": rows}, indent=1) + "\n"
     try:
+        rows = [row for row in _rows(gpu, path) if not (row["kernel"] in tried and row["head_bytes"] == head_bytes)]
+        document = json.dumps({**tuned.own_key(gpu), "tiles": rows + new}, indent=1) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=".tiles-", delete=False) as partial:
-            partial.write(document)
-        os.replace(partial.name, path)
+        with TemporaryDirectory(dir=path.parent, prefix=".tiles-") as scratch:
+            beside = Path(scratch, path.name)
+            beside.write_text(document, encoding="utf-8")
+            os.replace(beside, path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); MSATTN_CACHE names another folder") from error
     return path
