@@ -308,6 +308,15 @@ def test_a_sweep_goes_on_after_a_tile_that_fails(monkeypatch: pytest.MonkeyPatch
     assert failed[0].note == "absent: out of resource: shared memory"
 
 
+def test_a_sweep_stops_where_the_shipped_tiles_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disagree(case: cases.Case, backward: bool) -> None:
+        raise cases.Disagreement("wrong")
+
+    monkeypatch.setattr("msattn.kernels.bench.run.check", disagree)
+    with pytest.raises(cases.Disagreement, match="wrong"):
+        list(bench.sweep("block_sparse_attention", SMALL, replace(OPTIONS, sparsities=[0.5])))
+
+
 def test_the_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> None:
     code, out, err = msattn(*TINY, "bench.peers=[flash,cudnn,eager]")
     assert (code, err) == (0, "")

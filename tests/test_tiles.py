@@ -176,6 +176,21 @@ def test_the_command_keeps_what_is_faster(swept: Callable[..., Path], capsys: py
     assert "nvidia-h200.json" in shown.replace("\n", "")
 
 
+def test_nothing_is_kept_where_the_shipped_tiles_have_no_time(
+    swept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sweep(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.Row]:
+        for row in whole(operation, shape, options):
+            yield replace(row, ms=None, note="absent: out of memory") if row.variant == "shipped" else row
+
+    tiles.keep(GPU, 256, set(), {"block_sparse_attention_dq": (OTHER, 1.1)})
+    whole = bench.sweep
+    monkeypatch.setattr(bench, "sweep", sweep)
+    with pytest.raises(UserError, match="no tile is kept; the shipped ones at 96 keys, absent: out of memory"):
+        swept("op=block_sparse_attention", "bench.direction=backward", "bench.dtype=bfloat16")
+    assert tuned.read_own(GPU) == {("block_sparse_attention_dq", 256): OTHER}, "what was tuned before stays"
+
+
 def test_what_cannot_be_tuned(swept: Callable[..., Path]) -> None:
     for overrides, says in (
         (["op=flash_decode", "bench.dtype=bfloat16"], "chooses its tiles by shape"),

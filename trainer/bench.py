@@ -36,7 +36,8 @@ COLORS = {  # Okabe and Ito's, which stay apart for colour-blind eyes
     "block_sparse": "#8C564B",
     "product": "#333333",
 }
-OURS = ("msattn", "shipped")  # drawn stronger
+SHIPPED = "shipped"  # what a sweep calls the package's own tiles
+OURS = ("msattn", SHIPPED)  # drawn stronger
 MARKERS = "os^vDPX*<>"
 
 
@@ -55,7 +56,7 @@ def bench(cfg: BenchRunConfig) -> Path:
     ------
     UserError
         No GPU for ``device=cuda``, a sweep without a GPU or over an operation without tiles to try, tuning of one that chooses
-        tiles by shape, or a folder that cannot be written.
+        tiles by shape or whose shipped tiles could not be timed, or a folder that cannot be written.
     CheckFailed
         If the operation disagrees with its reference, at a small size or at one that was timed: then there are no results.
     """
@@ -113,12 +114,20 @@ def _check_sweep(cfg: BenchRunConfig, shape: "Shape", options: "Options") -> Non
 def _keep(
     rows: "Sequence[Row]", operation: str, shape: "Shape", options: "Options", commit: str | None, console: "Console"
 ) -> None:
-    """Keep the tiles that were clearly faster, and say which."""
+    """Keep the tiles that were clearly faster, and say which.
+
+    Raises
+    ------
+    UserError : the shipped tiles have no time at a length, so that there is nothing to be faster than.
+    """
     from msattn.kernels import bench as kernels
     from msattn.kernels import tuned
     from msattn.kernels.primitives import padded_head
     from msattn.trainer import tiles
 
+    for row in rows:
+        if row.variant == SHIPPED and row.ms is None:
+            raise UserError(f"bench.tune=true: no tile is kept; the shipped ones at {row.length:,} keys, {row.note}")
     found = kernels.fastest(operation, options.backward, rows)
     tried = {kernel for kernel, _ in kernels.to_try(operation, options.backward)}
     size = tuned.head_bytes(padded_head(shape.head_size), shape.dtype)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from msattn.kernels.bench import decode, prefill, selection, targets
-from msattn.kernels.bench.cases import Case, Function, Options, Peer, check, runner
+from msattn.kernels.bench.cases import Case, Disagreement, Function, Options, Peer, check, runner
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.full_size import error_at_size
 from msattn.kernels.bench.rows import Row, Shape, Work, rated
@@ -86,6 +86,11 @@ def sweep(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
     ------
     Row
         A tile that does not fit, or whose result is wrong, has no time, and a note that says why.
+
+    Raises
+    ------
+    Disagreement
+        If the operation with its shipped tiles is not what its reference says.
     """
     for length in options.lengths:
         bench = _Bench(operation, replace(shape, length=length), options.backward)
@@ -99,6 +104,8 @@ def sweep(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
                     for case in OPERATIONS[operation].cases(bench.shape, options):
                         yield replace(bench.own(case, name), compile_s=max(taken, default=None))
                 except Exception as error:
+                    if choice is None and isinstance(error, Disagreement):
+                        raise
                     yield replace(bench.row(name, "", 0.0), note=f"absent: {_reason(error)}")
 
 
