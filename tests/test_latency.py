@@ -167,6 +167,8 @@ def test_mistakes(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     with pytest.raises(UserError, match="seq_len=512"):
         evaluate(replace(cfg, eval=replace(cfg.eval, latency=LatencyConfig(lengths=[512]))))
+    with pytest.raises(UserError, match=f"probes=5: accepted are 0 to {BUCKETS}"):
+        evaluate(replace(cfg, probes=5))
     for lengths in ([], [0]):
         with pytest.raises(UserError, match=r"eval\.latency\.lengths"):
             LatencyConfig(lengths=lengths)

@@ -89,6 +89,9 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None
         "latency": sections.latency.lengths,
     }
     probes = {"recall": sections.recall.probes, "needle": sections.needle.probes, "decoding": [cfg.probes]}
+    buckets = cfg.model.suits.num_buckets
+    if "decoding" in sections.tasks and not found.routing and cfg.probes > buckets:
+        raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.suits.num_buckets)")
     for task in sections.tasks:
         for length in lengths.get(task, []):  # decoding fills its caches without a prompt
             check_length(loaded.model.config, length)
