@@ -304,9 +304,10 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     if isinstance(select, Selection):
         return 0
     cfg = select or SelectConfig()
+    if isinstance(cfg.dense_below, int):
+        return cfg.dense_below
     measured = cfg.scores == "gate" and cfg.policy in ("topk", "calibrated")
-    auto = break_even(cfg.sparsity, device) if measured else 0
-    return cfg.dense_below if isinstance(cfg.dense_below, int) else auto
+    return break_even(cfg.sparsity, device) if measured else 0
 
 
 def _check_numbers(

@@ -25,8 +25,9 @@ class SelectConfig:
         (``multiscale``); what is left is skipped.
     sink_blocks : first blocks that are always read.
     dense_below : prompts shorter than so many tokens are read densely, which is faster there, and counted in
-        ``stats()["dense_by_choice"]``. ``auto``: what was measured on GPUs for gates at ``sparsity``
-        (:func:`msattn.kernels.tuned.break_even`); 0, never, on a CPU, for other scores and for policies without a sparsity.
+        ``stats()["dense_by_choice"]``; a batch is as long as its longest prompt. ``auto``: what was measured on GPUs for gates
+        at ``sparsity`` (:func:`msattn.kernels.tuned.break_even`); 0, never, on a CPU, for other scores and for policies
+        without a sparsity.
         What ``msattn eval`` measures is always sparse.
     block_size : tokens a block for scores other than the gate's own.
     seed : of ``random``.
