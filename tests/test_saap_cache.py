@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.kernels.testing import dense_attention as masked_attention
-from msattn.trainer.saap.cache import BucketLayer, decode, install
+from msattn.trainer.saap.cache import BucketLayer, GrowingLayer, decode, install
 from msattn.trainer.saap.index import route
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.tap import LayerInputs, dense_attention, tap
@@ -124,14 +124,20 @@ def test_any_schedule_keeps_each_key_once(
         check(layer, expected, kv_start, recent)
 
 
-def test_tokens_do_not_copy_the_cache() -> None:
-    layer = BucketLayer(BUCKETS)
-    step(layer, torch.zeros(1, 2, 100, 1), None)
+@pytest.mark.parametrize("layer", [BucketLayer(BUCKETS), GrowingLayer()])
+def test_tokens_do_not_copy_the_cache(layer: GrowingLayer) -> None:
+    def add(new: Tensor) -> None:
+        step(layer, new, None) if isinstance(layer, BucketLayer) else layer.update(new, new)
+
+    add(torch.zeros(1, 2, 100, 1))
     assert layer.keys is not None
     address = layer.keys.data_ptr()
     for _ in range(200):
-        step(layer, torch.ones(1, 2, 1, 1), None)
+        add(torch.ones(1, 2, 1, 1))
+    layer.crop(-1)
+    add(torch.full((1, 2, 1, 1), 2.0))
     assert layer.keys.data_ptr() == address
+    assert layer.keys.flatten(2)[0, 0].tolist() == [0.0] * 100 + [1.0] * 199 + [2.0]
 
 
 def test_keys_without_buckets_are_refused() -> None:
@@ -255,7 +261,7 @@ def test_install() -> None:
     router = random_partition()
     cache = DynamicCache()
     install(cache, router, num_layers=LAYERS, dense_layers=(0, 2))
-    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicLayer", "BucketLayer", "DynamicLayer"]
+    assert [type(layer).__name__ for layer in cache.layers] == ["GrowingLayer", "BucketLayer", "GrowingLayer"]
     cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     with pytest.raises(ValueError, match="cache holds 3 tokens"):
         install(cache, router, num_layers=LAYERS)

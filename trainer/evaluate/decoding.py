@@ -1,7 +1,7 @@
 """Tokens a second in decoding, dense beside routed, after caches that are filled with random keys instead of a prompt.
 
 So a cache may be longer than the model has positions for, and no prompt has to be read: time hangs on how many keys are read.
-Dense decoding appends to a cache with room to grow, which is faster than transformers' own: that copies all keys each time.
+Every layer has room to grow, dense ones too, which is faster than transformers' own cache: that copies all keys each time.
 """
 
 from collections.abc import Callable

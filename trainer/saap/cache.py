@@ -30,10 +30,32 @@ if TYPE_CHECKING:
 ROOM = 256  # smallest number of free positions a grown buffer has
 
 
-class BucketLayer(DynamicLayer):
-    """One layer's keys, values and buckets, for inference.
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values, for inference: views of buffers with room to grow.
 
-    Keys and values are views of buffers with room to grow: a token costs its own bytes, not a copy of the cache.
+    A token costs its own bytes, not a copy of the cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key_room: Tensor | None = None
+        self.value_room: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.keys = self.values = self.key_room = self.value_room = None
+        self.is_initialized = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends ``[B, Hkv, N, D]`` and returns all keys (after RoPE) and values ``[B, Hkv, M, D]``."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.key_room = _append(self.keys, self.key_room, key_states)
+        self.values, self.value_room = _append(self.values, self.value_room, value_states)
+        return self.keys, self.values
+
+
+class BucketLayer(GrowingLayer):
+    """One layer's keys, values and buckets, for inference.
 
     Parameters
     ----------
@@ -63,11 +85,10 @@ class BucketLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.keys = self.values = self.buckets = None
-        self.key_room = self.value_room = self.bucket_room = None
+        super().reset()
+        self.buckets = self.bucket_room = None
         self.lists: BucketIndex | None = None
         self.indexed = 0
-        self.is_initialized = False
 
     @property
     def index(self) -> BucketIndex:
@@ -75,13 +96,6 @@ class BucketLayer(DynamicLayer):
         if self.lists is None:
             raise RuntimeError("index: no key has a bucket yet; call assign(router, x) after the cache's update")
         return self.lists
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends ``[B, Hkv, N, D]`` and returns all keys (after RoPE) and values ``[B, Hkv, M, D]``."""
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        self.keys, self.key_room = _append(self.keys, self.key_room, key_states)
-        self.values, self.value_room = _append(self.values, self.value_room, value_states)
-        return self.keys, self.values
 
     def assign(self, router: Router, x: "LayerInputs") -> None:
         """Gives the keys of the pass that has just updated this layer their buckets, and renews the lists when it is time.
@@ -180,6 +194,8 @@ def install(
 ) -> None:
     """Gives an empty ``DynamicCache`` a :class:`BucketLayer` for each routed layer that is not in ``dense_layers``.
 
+    The others become layers that grow in place as well.
+
     Raises
     ------
     ValueError : the cache holds tokens already, or layers that keep less than the full context.
@@ -193,7 +209,7 @@ def install(
         raise ValueError(f"cache has layers of type {', '.join(other)}: expected DynamicLayer, the full context")
     routed = set(router.layers) - set(dense_layers)
     for layer in range(num_layers):
-        fresh = BucketLayer(router.num_buckets, merge_every) if layer in routed else DynamicLayer()
+        fresh = BucketLayer(router.num_buckets, merge_every) if layer in routed else GrowingLayer()
         cache.layers[layer : layer + 1] = [fresh]
 
 
