@@ -45,3 +45,14 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def round_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ``msattn bench``, a machine of round figures, looked at once."""
+    from msattn.kernels.bench import run
+    from msattn.kernels.bench.rows import Rate
+    from msattn.kernels.bench.timing import time_ms
+
+    monkeypatch.setattr(run, "ceilings", lambda device, dtype: Rate(2.0, 0.5))
+    monkeypatch.setattr(run, "time_ms", lambda call, device, budget_s: time_ms(call, device, 5, 0.01))

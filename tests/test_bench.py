@@ -1,23 +1,19 @@
 """``msattn bench``: what is timed is right, rows add up, peers are peers; through the entry point, on a CPU."""
 
 import csv
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from msattn import cli
-from msattn.kernels import bench, block_sparse_attention, merge_states, tuned
-from msattn.kernels.bench import cases, decode, eager, full_size, peers, prefill, run, tiles
+from msattn.kernels import bench, block_sparse_attention, merge_states
+from msattn.kernels.bench import cases, decode, eager, peers, prefill, tiles
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import Rate, Work, rated
-from msattn.kernels.bench.timing import compile_seconds, time_ms
-from msattn.kernels.tuned import Tile
 from msattn.trainer import config
 from msattn.trainer.bench import figure
 
@@ -25,13 +21,7 @@ SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=tor
 OPTIONS = bench.Options(lengths=[130], queries=[1, 3])
 TINY = ["bench.lengths=[96,192]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "device=cpu"]
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of round figures, looked at once."""
-    monkeypatch.setattr(run, "ceilings", lambda device, dtype: Rate(2.0, 0.5))
-    monkeypatch.setattr(run, "time_ms", lambda call, device, budget_s: time_ms(call, device, 5, 0.01))
+pytestmark = pytest.mark.usefixtures("round_figures")
 
 
 @pytest.fixture
@@ -94,60 +84,6 @@ def test_every_operation_gives_rows(name: str) -> None:
     assert {"maxpool_attention": "flash", "bucket_mass": "product", "multiscale_attention": "block_sparse"}.get(
         name, "eager"
     ) in own[0].times
-
-
-CHECKED = [
-    *("maxpool_attention", "block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention"),
-    *("bucket_decode", "probe_buckets", "flash_decode", "conv_decode", "bucket_mass"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "backward"),
-    [(name, backward) for name in CHECKED for backward in (False, True) if name in config.DIFFERENTIABLE or not backward],
-)
-def test_errors_at_the_timed_size(name: str, backward: bool) -> None:
-    """Three windows of 128 rows in 700, of the second sequence: what the reference says of them is what it says of all."""
-    shape = replace(SMALL, length=700, batch=2)
-    for case in bench.OPERATIONS[name].cases(shape, replace(OPTIONS, backward=backward)):
-        error = full_size.error_at_size(case, backward)
-        assert error is not None
-        assert 0 <= error < 1e-5
-        if case.queries is None or case.queries > full_size.FEW:
-            assert len(list(full_size._spans(case.queries or 700))) == 3
-
-
-@pytest.mark.parametrize(("backward", "row"), [(False, 650), (True, 300)])
-def test_what_is_wrong_at_the_timed_size_alone_is_refused(backward: bool, row: int) -> None:
-    def wrong(q: Tensor, *others: Tensor) -> Any:
-        out, lse = block_sparse_attention.block_sparse_attention(q, *others)
-        worse = torch.zeros_like(out)
-        worse[-1, -1, row:] = 0.01
-        return out + worse * q[-1:, -1:].sum(), lse
-
-    (case, *_) = bench.OPERATIONS["block_sparse_attention"].cases(
-        replace(SMALL, length=700), replace(OPTIONS, backward=backward)
-    )
-    with pytest.raises(cases.Disagreement, match=r"first input \[2, 6, 700, 16\]: off by"):
-        full_size.error_at_size(replace(case, call=wrong), backward)
-
-
-def test_a_gradient_that_is_wrong_where_it_is_small_is_refused() -> None:
-    """Keys from 384 to 640 are seen by the last window alone: their gradients are far smaller than the first keys'."""
-
-    def wrong(q: Tensor, k: Tensor, *others: Tensor) -> Any:
-        k = k.clone()
-        k.register_hook(lambda gradient: gradient * ((place < 384) | (place >= 640)))
-        return block_sparse_attention.block_sparse_attention(q, k, *others)
-
-    place = torch.arange(700)[:, None]
-    shape, options = replace(SMALL, length=700, dtype=torch.bfloat16), replace(OPTIONS, sparsities=[0.0], backward=True)
-    (case, *_) = bench.OPERATIONS["block_sparse_attention"].cases(shape, options)
-    error = full_size.error_at_size(case, True)
-    assert error is not None
-    assert error < 0.03
-    with pytest.raises(cases.Disagreement, match=r"off by 1\.0e\+00 of a row's size"):
-        full_size.error_at_size(replace(case, call=wrong), True)
 
 
 def test_ratios_are_to_the_peer_of_the_same_setting() -> None:
@@ -228,93 +164,6 @@ def test_ceilings_are_measured_once() -> None:
     assert 1e-4 < found.tflops < 100
     assert 1e-4 < found.tb_s < 100
     assert ceilings("cpu", torch.float32) is found
-
-
-@pytest.mark.parametrize("kernel", tiles.TILES)
-def test_a_tile_replaces_the_shipped_one_for_a_while(kernel: str) -> None:
-    tile = Tile(16, 128, 2, 7)
-    place = tuned if kernel in tuned.FULL_PRECISION else importlib.import_module(f"msattn.kernels.{kernel}")
-    shipped = getattr(place, "pick" if place is tuned else "default_tile")
-    other = tuned.pick("maxpool_attention", 128, torch.float16, 90)
-    with tiles.launched_with(kernel, tile):
-        if place is tuned:
-            assert tuned.pick(kernel, 128, torch.float16, 90) == tile
-            assert kernel == "maxpool_attention" or tuned.pick("maxpool_attention", 128, torch.float16, 90) == other
-        else:
-            assert vars(place)["default_tile"](1, 2, 3) == tile
-    assert getattr(place, "pick" if place is tuned else "default_tile") is shipped
-
-
-def test_compilations_are_timed_as_triton_reports_them() -> None:
-    from triton import knobs
-
-    before = knobs.compilation.listener, knobs.compilation.always_compile
-    with compile_seconds() as taken:
-        assert knobs.compilation.always_compile
-        assert knobs.compilation.listener
-        times = knobs.CompileTimes(ir_initialization=0, lowering_stages=[("ttir", 2_000_000)], store_results=500_000)
-        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)  # pyright: ignore[reportArgumentType]
-    assert taken == [2.5]
-    assert (knobs.compilation.listener, knobs.compilation.always_compile) == before
-
-
-def test_a_sweep_uses_no_tile_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {("block_sparse_attention", 256): Tile(16, 16, 2, 1)}
-    monkeypatch.setattr(tuned, "own_tiles", lambda: own)
-    assert tuned.pick("block_sparse_attention", 128, torch.float16, 90) == Tile(16, 16, 2, 1)
-    seen: list[Tile] = []
-
-    def note(case: cases.Case, backward: bool) -> None:
-        seen.append(tuned.pick("block_sparse_attention", 128, torch.float16, 90))
-
-    monkeypatch.setattr("msattn.kernels.bench.run.check", note)
-    list(bench.sweep("block_sparse_attention", SMALL, replace(OPTIONS, sparsities=[0.5])))
-    assert seen[0] == tuned.TILES["block_sparse_attention", 256, 90]
-    assert Tile(16, 16, 2, 1) not in seen
-    assert tuned.own_tiles() is own
-
-
-def test_the_fastest_tile_is_clearly_faster_on_the_whole() -> None:
-    (first, second), other = tiles.TILES["nearest_centroid"][:2], tiles.TILES["bucket_sums"][0]
-    (blank,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
-
-    def rows(name: str, *times: float | None) -> list[bench.Row]:
-        return [replace(blank, variant=name, length=length, ms=ms) for length, ms in enumerate(times)]
-
-    shipped = rows("shipped", 4.0, 1.0)
-    tried = rows(tiles.variant("nearest_centroid", first), 2.0, 1.9) + rows(tiles.variant("nearest_centroid", second), 1, 1)
-    faster, gain = tiles.fastest("nearest_centroid", False, shipped + tried)["nearest_centroid"]
-    assert (faster, gain) == (second, pytest.approx(2.0))
-    for slow in ((4.0, 0.99), (1.0, None), (1.0,)):
-        assert tiles.fastest("nearest_centroid", False, shipped + rows(tiles.variant("bucket_sums", other), *slow)) == {}
-    assert tiles.fastest("nearest_centroid", False, []) == {}
-
-
-def test_a_sweep_goes_on_after_a_tile_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = tiles.to_try("block_sparse_attention", backward=True)
-    assert {kernel for kernel, _ in tried} == {"block_sparse_attention_dq", "block_sparse_attention_dkv"}
-    shipped = tuned.pick
-
-    def fail(case: cases.Case, backward: bool) -> None:
-        if tuned.pick is not shipped:
-            raise RuntimeError("out of resource: shared memory\nand more")
-
-    monkeypatch.setattr("msattn.kernels.bench.run.check", fail)
-    rows = list(bench.sweep("block_sparse_attention", SMALL, replace(OPTIONS, sparsities=[0.5], backward=True)))
-    assert {(row.variant, row.direction) for row in rows if row.ms} == {("shipped", "backward")}
-    failed = [row for row in rows if not row.ms]
-    assert len(failed) == len(tried)
-    assert failed[0].variant == "block_sparse_attention_dq 64-64-4-1-1"
-    assert failed[0].note == "absent: out of resource: shared memory"
-
-
-def test_a_sweep_stops_where_the_shipped_tiles_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def disagree(case: cases.Case, backward: bool) -> None:
-        raise cases.Disagreement("wrong")
-
-    monkeypatch.setattr("msattn.kernels.bench.run.check", disagree)
-    with pytest.raises(cases.Disagreement, match="wrong"):
-        list(bench.sweep("block_sparse_attention", SMALL, replace(OPTIONS, sparsities=[0.5])))
 
 
 def test_the_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> None:
@@ -454,12 +303,3 @@ def test_flex_on_a_gpu_reads_the_same_blocks() -> None:
     got = flex.prepare()(*flex.layers[0])
     assert torch.equal(eager.block_sparse_attention(*case.layers[0])[0].isfinite(), got.isfinite())
     torch.testing.assert_close(got, case.reference(*case.layers[0]).out, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["block_sparse_attention", "bucket_decode"])
-def test_sweeps_on_a_gpu(name: str) -> None:
-    shape = bench.Shape(1000, dtype=torch.bfloat16, device="cuda")
-    rows = list(bench.sweep(name, shape, bench.Options(lengths=[1000], sparsities=[0.8], queries=[1])))
-    assert rows[0].variant == "shipped"
-    assert sum(row.ms is not None for row in rows) > len(rows) / 2
