@@ -28,6 +28,7 @@ from msattn.kernels.checks import (
     check_layout,
     check_per_sequence,
     check_qkv,
+    query_offset,
     resolve_backend,
     resolve_scale,
 )
@@ -111,8 +112,7 @@ def launch(
     group = q.shape[1] // k.shape[1]
     for kv in kv_slices(k.shape[1], group * weight.shape[1] * k[:, 0].numel()):
         heads = slice(kv.start * group, kv.stop * group)
-        conv = Convolution(q[:, heads], k[:, kv], weight[heads].contiguous(), kv_start, causal)
-        scores = Scores(conv.q, prepare_keys(conv), conv.window, make_band(conv))
+        _, scores = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal)
         attend(scores, v[:, kv], out[:, heads], lse[:, heads], kv_start, causal, scale)
     return out, lse
 
@@ -139,8 +139,7 @@ def launch_backward(
     elements = max(weight.shape[1] * k[:, 0].numel(), batch * num_queries * k.shape[2])
     for kv in kv_slices(k.shape[1], group * elements):
         heads = slice(kv.start * group, kv.stop * group)
-        conv = Convolution(q[:, heads], k[:, kv], weight[heads].contiguous(), kv_start, causal)
-        scores = Scores(conv.q, prepare_keys(conv), conv.window, make_band(conv))
+        conv, scores = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal)
         statistics = lse[:, heads], row_term[:, heads]
         grads = attend_backward(scores, v[:, kv], dout[:, heads], *statistics, kv_start, causal, scale)
         dweight_part = weight_gradient(conv, grads.y).sum((0, 2))
@@ -152,6 +151,16 @@ def launch_backward(
         dv[:, kv] = grads.v
         dweight[heads] = dweight_part
     return dq, dk, dv, dweight
+
+
+def _prepare(q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool) -> tuple[Convolution, Scores]:
+    """Convolved scores of some heads, as a sum of products."""
+    if kv_start is not None and not causal:
+        # Queries of the padding enter scores, and count as 0. A kernel that zeroed them in its inner loop raced (Triton 3.6).
+        first = (kv_start - query_offset(q.shape[2], k.shape[2], causal))[:, None]
+        q = q.masked_fill((torch.arange(q.shape[2], device=q.device) < first)[:, None, :, None], 0.0)
+    conv = Convolution(q, k, weight.contiguous(), kv_start, causal)
+    return conv, Scores(conv.q, prepare_keys(conv), conv.window, make_band(conv))
 
 
 _operator, _backward_operator = mixing(

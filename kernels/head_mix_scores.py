@@ -84,10 +84,10 @@ class Stretch(NamedTuple):
     rows: int  # that it takes one after the other
     warps: int
 
-    def grid(self, scores: Tensor) -> tuple[int, int, int]:
-        """Programs: (stretch of keys, rows, sequence)."""
+    def grid(self, scores: Tensor) -> tuple[int, int]:
+        """Programs: (rows and stretch of keys, sequence)."""
         batch, _, num_rows, num_keys = scores.shape
-        return triton.cdiv(num_keys, self.keys), triton.cdiv(num_rows, self.rows), batch
+        return triton.cdiv(num_keys, self.keys) * triton.cdiv(num_rows, self.rows), batch
 
 
 def mix_stretch(num_heads: int) -> Stretch:
@@ -119,8 +119,8 @@ def _mix_kernel(
     s_desc, p_weight, p_mixed, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (stretch of keys, rows, sequence)."""
-    j0, first, last, b = _place(begin, end, offset, ROWS, BN, CAUSAL)
+    """Programs: (rows and stretch of keys, sequence)."""
+    j0, first, last, b = _place(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
     h, j = tl.arange(0, HEADS), j0 + tl.arange(0, BN)
     inside = (h < num_heads)[:, None] & (j < num_keys)[None, :]
     p_mixed += b.to(tl.int64) * stride_b + h.to(tl.int64)[:, None] * stride_h + j[None, :]
@@ -154,8 +154,8 @@ def _unmix_kernel(
     s_desc, da_desc, p_weight, p_da, p_dweight, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (stretch of keys, rows, sequence)."""
-    j0, first, last, b = _place(begin, end, offset, ROWS, BN, CAUSAL)
+    """Programs: (rows and stretch of keys, sequence)."""
+    j0, first, last, b = _place(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
     h, j = tl.arange(0, HEADS), j0 + tl.arange(0, BN)
     inside = (h < num_heads)[:, None] & (j < num_keys)[None, :]
     p_da += b.to(tl.int64) * stride_b + h.to(tl.int64)[:, None] * stride_h + j[None, :]
@@ -168,20 +168,21 @@ def _unmix_kernel(
         ds = tl.dot(transposed, da, input_precision=PRECISION) * scale
         tl.store(p_da + row.to(tl.int64) * stride_n, ds.to(p_da.dtype.element_ty), mask=inside)
         dweight = tl.dot(da, tl.trans(s.to(da.dtype)), dweight, input_precision=PRECISION)
-    program = (b * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    program = b * tl.num_programs(0) + tl.program_id(0)
     p_dweight += (program.to(tl.int64) * num_heads + h[:, None]) * num_heads + h[None, :]
     heads = (h < num_heads)[:, None] & (h < num_heads)[None, :]
     tl.store(p_dweight, dweight, mask=heads)
 
 
 @triton.jit
-def _place(begin, end, offset, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+def _place(num_keys, begin, end, offset, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """First key, first and last row (counted from ``begin``) that see it, and sequence of a program."""
-    j0, first = tl.program_id(0) * BN, tl.program_id(1) * ROWS
+    stretches = tl.cdiv(num_keys, BN)
+    j0, first = tl.program_id(0) % stretches * BN, tl.program_id(0) // stretches * ROWS
     last = tl.minimum(first + ROWS, end - begin)
     if CAUSAL:
         first = tl.maximum(first, j0 - offset - begin)
-    return j0, first, last, tl.program_id(2)
+    return j0, first, last, tl.program_id(1)
 
 
 @triton.jit

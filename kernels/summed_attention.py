@@ -7,7 +7,8 @@ keys:
     Y_t = keys prepared for head h and term t           ``y [B, H * T, M, D]``
 
 The forward pass is FlashAttention with an inner loop over terms: ``(T + 1) / 2`` times the work of dense attention, all of it
-on tensor cores. Scores less than w keys before the query (or at it) may be given instead, ``band [B, H, N, w]``.
+on tensor cores. Scores less than w keys before the query (or at it) may be given instead, ``band [B, H, N, w]``. Without a
+causal order every query enters scores, those of the padding too: X must be 0 there.
 
 A tile of scores takes T tiles of queries and T of keys, and what they read from the L2 cache is what takes the time. Where the
 queries of all terms fit in shared memory beside the keys, a program reads them once and keeps them; the loop over terms is then
@@ -95,8 +96,7 @@ def attend(
         out, lse, scores.band, kv_start, *out.stride()[:3], heads_apart(lse),
         heads // kv_heads, heads, batch * heads, together, scores.terms, num_queries, num_keys, row_blocks,
         query_offset(num_queries, num_keys, causal), scores.width, scale * LOG2_E,
-        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, RESIDENT=scores.resident,
-        PADDED=not causal and kv_start is not None, CAUSAL=causal, PRECISION=precision(v.dtype),
+        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, RESIDENT=scores.resident, CAUSAL=causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -107,32 +107,18 @@ def heads_apart(x: Tensor) -> int:
 
 
 @triton.jit
-def _load_queries(
-    x_desc, b, h, row, first_query, COLS: tl.constexpr, BM: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    """Tile of queries; ``PADDED``: those of the padding count as 0."""
-    x = load_tile(x_desc, b, h, row, BM, COLS)
-    if PADDED:
-        x = tl.where((row + tl.arange(0, BM) >= first_query)[:, None], x, 0.0)
-    return x
-
-
-@triton.jit
-def resident_queries(
-    x_desc, b, h, row, first_query, RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
+def resident_queries(x_desc, b, h, row, RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr):
     """Tiles of the queries of all terms, from the given row of the last term on."""
     xs = ()
     for term in tl.static_range(RESIDENT):  # type: ignore[misc]
-        xs = xs + (_load_queries(x_desc, b, h, row + term - (RESIDENT - 1), first_query, COLS, BM, PADDED),)  # noqa: RUF005
+        xs = xs + (load_tile(x_desc, b, h, row + term - (RESIDENT - 1), BM, COLS),)  # noqa: RUF005
     return xs
 
 
 @triton.jit(do_not_specialize=["terms"])
 def sum_products(
-    xs, x_desc, y_desc, b, h, row, key, first_query, terms,
-    RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    xs, x_desc, y_desc, b, h, row, key, terms,
+    RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores ``[BM, BN]`` of the rows and keys from the given ones on; ``xs``: :func:`resident_queries`, if any are."""
     s = tl.zeros([BM, BN], tl.float32)
@@ -142,7 +128,7 @@ def sum_products(
             s = tl.dot(xs[term], tl.trans(y), s, input_precision=PRECISION)
     else:
         for term in tl.range(0, terms):  # type: ignore[misc]
-            x = _load_queries(x_desc, b, h, row + term - (terms - 1), first_query, COLS, BM, PADDED)
+            x = load_tile(x_desc, b, h, row + term - (terms - 1), BM, COLS)
             y = load_tile(y_desc, b, h * terms + term, key, BN, COLS)
             s = tl.dot(x, tl.trans(y), s, input_precision=PRECISION)
     return s
@@ -172,7 +158,7 @@ def _attend_kernel(
     stride_b, stride_h, stride_n, lse_heads,
     group, heads, all_heads, together, terms, num_queries, num_keys, row_blocks, offset, width, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RESIDENT: tl.constexpr,
-    PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # As many heads go together as the L2 cache holds keys of; their long rows come first, so that programs end together.
     pid = tl.program_id(0)
@@ -196,11 +182,10 @@ def _attend_kernel(
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
     row = first_query + t0
-    xs = resident_queries(x_desc, b, h, row, first_query, RESIDENT, COLS, BM, PADDED)
+    xs = resident_queries(x_desc, b, h, row, RESIDENT, COLS, BM)
     for n in tl.range(0, tiles):  # type: ignore[misc]
         u0 = n * BN
-        s = sum_products(xs, x_desc, y_desc, b, h, row, first_key + u0, first_query, terms,
-                         RESIDENT, COLS, BM, BN, PADDED, PRECISION)  # fmt: skip
+        s = sum_products(xs, x_desc, y_desc, b, h, row, first_key + u0, terms, RESIDENT, COLS, BM, BN, PRECISION)
         if n >= full:
             s = mask_and_band(s, p_band, first_query + t, t < queries, t, u0 + tl.arange(0, BN), keys, delta, width, CAUSAL)
         v = load_tile(v_desc, b, h // group, first_key + u0, BN, COLS)

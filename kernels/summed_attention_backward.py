@@ -91,8 +91,7 @@ def _write_gradient(
         heads, heads // v.shape[1], scores.terms, spans, num_queries, num_keys, rows.begin, rows.end, rows.offset,
         scores.width, scale, scale * LOG2_E,
         COLS=padded_head(head), BM=tile.rows, BN=tile.keys, SPAN=tile.keys * TILES_AT_ONCE, BEYOND=reach(v),
-        RESIDENT=scores.resident, PADDED=not rows.causal and rows.kv_start is not None,
-        CAUSAL=rows.causal, PRECISION=precision(v.dtype),
+        RESIDENT=scores.resident, CAUSAL=rows.causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -107,7 +106,7 @@ def _gradient_kernel(
     stride_h, stride_n, stat_heads,
     heads, group, terms, spans, num_queries, num_keys, begin, end, offset, width, scale, scale2,
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, BEYOND: tl.constexpr,
-    RESIDENT: tl.constexpr, PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    RESIDENT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program = probabilities and score gradients of a tile of rows and a span of keys."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -129,12 +128,11 @@ def _gradient_kernel(
     lse2 = load_lse2(p_lse + stats, i, end)
     row_term = tl.load(p_row_term + stats + i, mask=exists, other=0.0)
     rows = tl.program_id(1).to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
-    xs = resident_queries(x_desc, b, h, i0, first_query, RESIDENT, COLS, BM, PADDED)
+    xs = resident_queries(x_desc, b, h, i0, RESIDENT, COLS, BM)
     do = load_tile(do_desc, b, h, i0, BM, COLS)
     for j0 in tl.range(start, last, BN):  # type: ignore[misc]
         j = j0 + tl.arange(0, BN)
-        s = sum_products(xs, x_desc, y_desc, b, h, i0, j0, first_query, terms,
-                         RESIDENT, COLS, BM, BN, PADDED, PRECISION)  # fmt: skip
+        s = sum_products(xs, x_desc, y_desc, b, h, i0, j0, terms, RESIDENT, COLS, BM, BN, PRECISION)
         some_unseen = (j0 + BN > full) | (j0 < first_key) | (i0 < first_query)
         if some_unseen:
             s = mask_and_band(s, p_band, i, exists, i, j, num_keys, offset, width, CAUSAL)

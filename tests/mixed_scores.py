@@ -21,15 +21,18 @@ Operation = Callable[..., Tensor]
 RESULTS = ("out", "dq", "dk", "dv", "dweight")
 
 
-def roundings(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor, mixed: float) -> dict[str, Rounding]:
-    """As of plain attention, but that a score is a sum of scores with weights of ``mixed`` in all, and rounds as much more."""
+def roundings(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor, mixed: float, pairs: int) -> dict[str, Rounding]:
+    """As of plain attention, but that a score is a sum of scores with weights of ``mixed`` in all, and rounds as much more.
+
+    A gradient of the weight adds up ``pairs`` of query and key one after another.
+    """
     scale, one = q.shape[3] ** -0.5, weight.new_ones(1)
     plain = dict(zip(("dq", "dk", "dv"), gradient_rounding(q, k, v, dout, scale), strict=True))
     largest_dscore, largest_score = largest_term(dout, v, one, 1.0), largest_term(q, k, one, scale)
     return {
         **{name: Rounding(mixed * rounding.term, rounding.count) for name, rounding in plain.items()},
         "out": Rounding(mixed * v.abs().max().item(), 1),
-        "dweight": Rounding(largest_dscore * largest_score, 1),
+        "dweight": Rounding(largest_dscore * largest_score, pairs),
     }
 
 
@@ -41,6 +44,7 @@ def assert_agrees(
     mixed: float,
     backend: Backend,
     device: str,
+    pairs: int = 1,
 ) -> None:
     """Output and gradients against ``definition`` in fp64; those of queries that see nothing are exactly 0."""
     inputs = [x.requires_grad_() for x in (*case.qkv(device), weight)]
@@ -50,7 +54,7 @@ def assert_agrees(
     seen = case.visible(device)
     wanted, eager = (definition(inputs, seen, dout, dtype) for dtype in (torch.float64, case.dtype))
     q, k, v, weight = (x.detach() for x in inputs)
-    rounding = roundings(q, k, v, weight, dout, mixed)
+    rounding = roundings(q, k, v, weight, dout, mixed, pairs)
     for name, x, x_exact, x_eager in zip(RESULTS, got, wanted, eager, strict=True):
         assert x.dtype == case.dtype
         within_budget = assert_sum_within_budget if name == "dweight" else assert_within_budget

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import head_mix_attention as module
-from msattn.kernels import reference, score_products
+from msattn.kernels import head_mix_scores, reference, score_products
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.kernels.testing import (
     Case,
@@ -53,7 +53,9 @@ def random_weight(heads: int, dtype: torch.dtype, device: str) -> Tensor:
 def check(case: Case, backend: Backend, device: str) -> None:
     weight = random_weight(case.q_heads, case.dtype, device)
     mixed = weight.abs().sum(0).max().item()
-    mixed_scores.assert_agrees(head_mix_attention, mixed_attention, case, weight, mixed, backend, device)
+    of_a_program = head_mix_scores.unmix_stretch(case.q_heads)
+    pairs = of_a_program.rows * of_a_program.keys
+    mixed_scores.assert_agrees(head_mix_attention, mixed_attention, case, weight, mixed, backend, device, pairs)
 
 
 CASES = [

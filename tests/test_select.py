@@ -328,9 +328,9 @@ def test_layers_of_one_shape_share_their_candidates():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70)])
-def test_a_count_of_what_is_read(shape):
-    zooms = torch.tensor([0, 1, 2, 4, 8], dtype=torch.uint8)[torch.randint(0, 5, shape)]
-    eighths = torch.tensor([0, 8, 4, 0, 2, 0, 0, 0, 1])
+def test_a_count_of_what_is_read(shape, device):
+    zooms = torch.tensor([0, 1, 2, 4, 8], dtype=torch.uint8)[torch.randint(0, 5, shape)].to(device)
+    eighths = torch.tensor([0, 8, 4, 0, 2, 0, 0, 0, 1], device=device)
     for selected in (zooms, zooms == 4):
         expected = eighths[selected.long()].sum()
         assert blocks_read(selected) == expected

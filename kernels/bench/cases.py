@@ -70,6 +70,7 @@ class Case:
     peers : in the order in which they are timed.
     setting, sparsity, queries : as in a row; ``queries=None`` is as many as keys.
     graph : whether launches are left out of the time, by a CUDA graph.
+    term : size of the terms that cancel in a result, for what rounding may be (``kernels/testing.py``).
     window : what the check at full size takes for the reference; None: there is no such check beyond a few queries.
     context : rows before a window that its first rows depend on.
     """
@@ -84,6 +85,7 @@ class Case:
     sparsity: float = 0.0
     queries: int | None = None
     graph: bool = False
+    term: float = 1.0
     window: Window | None = None
     context: int = 0
 
@@ -134,7 +136,7 @@ def check(case: Case, backward: bool) -> None:
     for name, want in exact.items():
         count = layer[0].shape[2] * layer[1].shape[2] if name == SUMMED else 1
         try:
-            assert_within_budget(name, actual[name], want, eager[name], count=count)
+            assert_within_budget(name, actual[name], want, eager[name], term=case.term, count=count)
         except AssertionError as error:
             raise Disagreement(f"{case.setting}: {error}" if case.setting else str(error)) from error
 

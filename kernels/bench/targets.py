@@ -107,4 +107,5 @@ def nearest_centroid(shape: Shape, options: Options) -> Iterator[Case]:
     for call, exact, plain, layers, half in halves:
         setting = f"{half}, {num_buckets} buckets"
         beside = [product, peers.eager(plain, layers, work, rows * num_buckets, setting=setting)]
-        yield Case(call, exact, plain, layers, work._replace(bytes=work.bytes + 4 * rows), beside, setting)
+        moved = work._replace(bytes=work.bytes + 4 * rows)
+        yield Case(call, exact, plain, layers, moved, beside, setting, term=k.norm(dim=-1).max().item())
