@@ -57,6 +57,7 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import bucket_counts
     from msattn.kernels import bucket_decode as op
     from msattn.kernels.testing import bucket_index, random_buckets, random_qkv, starts
 
@@ -65,6 +66,7 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     for probes, recent, kv_start, kv_len in ((5, None, None, None), (100, starts([9, 3]), starts([8, 0]), starts([200, 7]))):
         chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
         op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, kv_start, kv_len)
+        bucket_counts.launch(offsets, order, chosen, 150, 16, 1, kv_start)
 
 
 def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.bucket_decode import bucket_decode
+from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.tuned import break_even
 from msattn.trainer import artifacts
@@ -53,9 +54,9 @@ class _Mean:
         self.total: Tensor | None = None
         self.count = 0
 
-    def add(self, value: Tensor) -> None:
-        value = value.detach()
-        self.total = value.double() if self.total is None else self.total + value.to(self.total.device)
+    def add(self, values: Tensor) -> None:
+        value = values.detach().mean(dtype=torch.float64)
+        self.total = value if self.total is None else self.total + value.to(self.total.device)
         self.count += 1
 
     def read(self) -> float | None:
@@ -132,6 +133,8 @@ class Sparse:
         else:
             self._dense_fallbacks += self.selection is not None  # a gate pools keys before RoPE, which no cache holds
         with self._timed("attention"):
+            if x.num_queries == 1 and not x.q.requires_grad:
+                return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
             return dense_attention(x)
 
     def _prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
@@ -154,7 +157,7 @@ class Sparse:
             out, lse = decode(x, visited, recent=self.recent, sink=self.sink)
         read = layer.keys_read(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
         padded = 0 if x.kv_start is None else x.kv_start[:, None]
-        self._selectivity.add((read / (x.num_keys - padded)).mean())
+        self._selectivity.add(read / (x.num_keys - padded))
         if self.measure_recall:
             dense = bucket_decode(
                 x.q, x.k, x.v, layer.index, visited, recent=x.num_keys, sink=0, scale=x.scale, kv_start=x.kv_start

@@ -299,7 +299,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _dense_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_start: Tensor | None) -> Tensor:
-    """One query a head: a group's queries become the rows of its key head, which SDPA serves with a padding mask too."""
+    """One query a head: a group's queries become the rows of its key head, which SDPA serves with a padding mask too.
+
+    But for 16 bits on a GPU without one: kernels there know what to do with a single query.
+    """
+    if q.is_cuda and q.dtype != torch.float32 and kv_start is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     if kv_start is None:
         return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from msattn.kernels.bucket_counts import keys_read
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.saap.index import Router, build_index
@@ -128,19 +129,10 @@ class BucketLayer(GrowingLayer):
         return max(recent, self.get_seq_length() - self.indexed)
 
     def keys_read(self, probes: Tensor, *, recent: int, sink: int, kv_start: Tensor | None = None) -> Tensor:
-        """How many keys :func:`decode` reads, int64 ``[B, Hkv]``; looks at the lists' ends and the dense window alone."""
+        """How many keys :func:`decode` reads, int64 ``[B, Hkv]``."""
         assert self.buckets is not None
-        offsets, num_keys, device = self.index.offsets, self.get_seq_length(), probes.device
-        visited = torch.zeros(*offsets.shape[:2], self.num_buckets, dtype=torch.bool, device=device)
-        visited.scatter_(2, probes.long(), True)
-        start = torch.zeros(len(offsets), 1, dtype=torch.int32, device=device) if kv_start is None else kv_start[:, None]
-        first = start + torch.arange(sink, device=device)
-        last = torch.arange(max(0, num_keys - self.window(recent)), num_keys, device=device).expand(len(start), -1)
-        exact = torch.cat([first < num_keys, last >= start + sink], dim=1)[:, None]  # [B, 1, sink + window]: read, counted once
-        position = torch.cat([first.clamp(max=num_keys - 1), last], dim=1)[:, None].expand(-1, offsets.shape[1], -1)
-        bucket = self.buckets.gather(2, position.long()).clamp(min=0).long()
-        listed_too = exact & (position < self.indexed) & visited.gather(2, bucket)
-        return (offsets.diff() * visited).sum(-1) + exact.sum(-1) - listed_too.sum(-1)
+        window = self.window(recent)
+        return keys_read(self.index, self.buckets, probes, indexed=self.indexed, recent=window, sink=sink, kv_start=kv_start)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last tokens, by the sign convention of the installed transformers."""
