@@ -111,7 +111,7 @@ def launch(
     if probes:
         _choose_kernel[(kv_heads, batch)](
             shares, weights[3], chosen, slabs, group, heads_each, num_buckets, probes,
-            BG=triton.next_power_of_2(group), BP=padded, PARTS=8, num_warps=max(4, min(16, padded // 64)),
+            BG=triton.next_power_of_2(group), BP=padded, num_warps=max(4, min(16, padded // 64)),
         )  # fmt: skip
     return chosen
 
@@ -154,8 +154,7 @@ def _share_kernel(
 
 @triton.jit(do_not_specialize=["slabs", "group", "heads_each", "probes"])
 def _choose_kernel(
-    shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes,
-    BG: tl.constexpr, BP: tl.constexpr, PARTS: tl.constexpr,
+    shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
     """The ``probes`` best buckets of one query group."""
     kv_head, batch = tl.program_id(0), tl.program_id(1)
@@ -175,14 +174,13 @@ def _choose_kernel(
     # `reached` scores, as many as wanted or more, are `low` or larger; fewer are `high` or larger.
     bits = tl.where(m_bucket, score.to(tl.int32, bitcast=True), -1)
     low, high = tl.min(tl.where(m_bucket, bits, 0x7FFFFFFF), 0), tl.max(bits, 0) + 1
-    reached, part = num_buckets, tl.arange(0, PARTS)
+    reached = num_buckets
     while (reached != probes) & (low + 1 < high):
-        width = tl.cdiv(high - low, PARTS)  # a pass costs its barriers, hardly its comparisons: eight edges, not one
-        count = tl.sum((bits[:, None] >= (low + part * width)[None, :]).to(tl.int32), 0)
-        enough = tl.sum((count >= probes).to(tl.int32), 0) - 1  # the last edge that as many reach
-        reached = tl.sum(tl.where(part == enough, count, 0), 0)
-        low += enough * width
-        high = tl.minimum(high, low + width)
+        middle = low + ((high - low) >> 1)
+        count = tl.sum((bits >= middle).to(tl.int32), 0)
+        low = tl.where(count >= probes, middle, low)
+        high = tl.where(count >= probes, high, middle)
+        reached = tl.where(count >= probes, count, reached)
     take = bits >= low
     if reached != probes:  # the last of them are equal: take the first
         last = (bits == low).to(tl.int32)
