@@ -128,8 +128,8 @@ def launch(
     batch, q_heads, window, head = q_window.shape
     kv_heads, num_keys = k.shape[1:3]
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
-    head_blocks, columns = triton.cdiv(group, 4), max(4, triton.next_power_of_2(taps))
-    full = q_window.dtype == torch.float32  # on CUDA cores
+    full = q_window.dtype == torch.float32  # on CUDA cores, where Triton 3.6 gets 8 columns wrong
+    head_blocks, columns = triton.cdiv(group, 4), max(16 if full else 4, triton.next_power_of_2(taps))
     stages = 1 if full else max(1, min(3, 512 // cols))  # two programs fit a multiprocessor
     slots = 2 * num_processors(q_window.device)
     splits = 1 + (splits or choose_splits(batch * kv_heads * head_blocks, slots, triton.cdiv(num_keys, 128)))

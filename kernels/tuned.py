@@ -154,7 +154,7 @@ FULL_PRECISION = {
 # compute capability -> sparsity -> tokens from which on a forward pass with gates is faster than the fastest dense one,
 # choosing blocks included; for a model of Llama-3.1-8B's shape (`msattn eval eval=latency` finds them).
 BREAK_EVEN: dict[int, dict[float, int]] = {
-    90: {0.5: 6058, 0.8: 5142, 0.9: 4528, 0.95: 4076},  # one H200, 2026-11-21
+    90: {0.5: 4082, 0.8: 4053, 0.9: 3963, 0.95: 3924},  # one H200, 2026-11-21
 }
 
 

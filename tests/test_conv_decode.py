@@ -117,6 +117,13 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
             check(Case(2, q_heads, kv_heads, num_keys, head_size, size, dtype, padding, filled, splits), "triton", "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_kernel_size(dtype: torch.dtype, poisoned: None) -> None:
+    for window, taps, num_keys in itertools.product([1, 4, 6], [2, 3, 5, 8, 9, 16, 17, 32], [23, 300]):
+        check(Case(2, 4, 2, num_keys, 64, (window, taps), dtype, (0, 9)), "triton", "cuda")
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     n=st.integers(1, 60),
@@ -126,13 +133,16 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
     free=st.integers(0, 9),
     backend=st.sampled_from(BACKENDS),
 )
-def test_is_the_last_row_of_conv_attention(n: int, window: int, taps: int, pad: int, free: int, backend: Backend) -> None:
-    q, k, v = random_qkv(1, 2, 1, n, head_size=16)
-    weight = torch.randn(2, window, taps) / (window * taps) ** 0.5
+def test_is_the_last_row_of_conv_attention(
+    device: str, n: int, window: int, taps: int, pad: int, free: int, backend: Backend
+) -> None:
+    q, k, v = random_qkv(1, 2, 1, n, head_size=16, device=device)
+    weight = torch.randn(2, window, taps, device=device) / (window * taps) ** 0.5
     want = reference.conv_attention(q, k, v, weight)[:, :, -1:]
     queries = torch.nn.functional.pad(q, (0, 0, max(window - n, 0), 0))[:, :, -window:]
     k, v = (torch.nn.functional.pad(x, (0, 0, pad, free), value=float("nan")) for x in (k, v))
-    got = conv_decode(queries, k, v, weight, kv_start=starts([pad]), kv_len=starts([pad + n]), backend=backend)
+    lengths: dict[str, Any] = {"kv_start": starts([pad], device), "kv_len": starts([pad + n], device)}
+    got = conv_decode(queries, k, v, weight, **lengths, backend=backend)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 

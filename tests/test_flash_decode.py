@@ -208,12 +208,12 @@ def test_padding_equals_unpadded(mod: str | None, backend: Backend, variant: Var
     backend=st.sampled_from(BACKENDS),
 )
 def test_splits_and_variant_change_nothing(
-    num_keys: int, num_queries: int, causal: bool, mod: str | None, splits: int, variant: Variant, backend: Backend
+    device: str, num_keys: int, num_queries: int, causal: bool, mod: str | None, splits: int, variant: Variant, backend: Backend
 ) -> None:
     case = Case(1, 2, 1, num_queries, num_keys, 16, causal=causal, mod=mod)
-    q, k, v = random_qkv(*case[:6])
-    whole = flash_decode(q, k, v, **case.options("cpu"), backend="torch")
-    parts = flash_decode(q, k, v, variant=variant, **case._replace(splits=splits).options("cpu"), backend=backend)
+    q, k, v = random_qkv(*case[:6], device=device)
+    whole = flash_decode(q, k, v, **case.options(device), backend="torch")
+    parts = flash_decode(q, k, v, variant=variant, **case._replace(splits=splits).options(device), backend=backend)
     torch.testing.assert_close(parts, whole)
 
 

@@ -141,9 +141,9 @@ def test_heads_may_be_renamed(n: int, more: int, causal: bool, seed: int) -> Non
 
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 40), cut=st.integers(0, 39), backend=st.sampled_from(BACKENDS))
-def test_chunks_of_a_prefill(n: int, cut: int, backend: Backend) -> None:
-    q, k, v = random_qkv(1, 2, 2, n, head_size=8)
-    weight, cut = random_weight(2, FULL, "cpu"), cut % n
+def test_chunks_of_a_prefill(device: str, n: int, cut: int, backend: Backend) -> None:
+    q, k, v = random_qkv(1, 2, 2, n, head_size=8, device=device)
+    weight, cut = random_weight(2, FULL, device), cut % n
     whole, chunk = (head_mix_attention(x, k, v, weight, backend=backend) for x in (q, q[:, :, cut:]))
     torch.testing.assert_close(chunk, whole[:, :, cut:])
 
@@ -204,11 +204,12 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
         head_mix_attention(q, k, v, **arguments)
 
 
-def test_refuses_more_heads_than_kernels_hold() -> None:
-    q, k, v = random_qkv(1, 129, 1, 3, head_size=8)
-    assert head_mix_attention(q, k, v, torch.eye(129), backend="torch").isfinite().all()
+def test_refuses_more_heads_than_kernels_hold(device: str) -> None:
+    q, k, v = random_qkv(1, 129, 1, 3, head_size=8, device=device)
+    weight = torch.eye(129, device=device)
+    assert head_mix_attention(q, k, v, weight, backend="torch").isfinite().all()
     with pytest.raises(ValueError, match=r"q.shape=\(1, 129, 3, 8\)"):
-        head_mix_attention(q, k, v, torch.eye(129), backend="triton")
+        head_mix_attention(q, k, v, weight, backend="triton")
 
 
 def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:

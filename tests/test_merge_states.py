@@ -51,11 +51,11 @@ def test_all_parts_empty(backend: Backend, device: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(parts=st.integers(2, 6), at=st.integers(1, 5), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
-def test_is_associative_and_commutative(parts: int, at: int, backend: Backend, seed: int) -> None:
+def test_is_associative_and_commutative(device: str, parts: int, at: int, backend: Backend, seed: int) -> None:
     at = min(at, parts - 1)
     generator = torch.Generator().manual_seed(seed)
-    outs = torch.randn(parts, 1, 2, 7, 16, generator=generator)
-    lses = torch.randn(parts, 1, 2, 7, generator=generator) * 10
+    outs = torch.randn(parts, 1, 2, 7, 16, generator=generator).to(device)
+    lses = torch.randn(parts, 1, 2, 7, generator=generator).to(device) * 10
     whole = merge_states(outs, lses, backend=backend)
     halves = [merge_states(outs[part], lses[part], backend=backend) for part in (slice(at), slice(at, None))]
     grouped = merge_states(*(torch.stack(x) for x in zip(*halves, strict=True)), backend=backend)

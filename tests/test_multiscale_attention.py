@@ -251,16 +251,16 @@ def test_equal_neighbours_lose_nothing(n: int, more: int, causal: bool, seed: in
 
 @settings(max_examples=8, deadline=None)
 @given(n=st.integers(1, 100), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
-def test_the_future_is_not_seen(n: int, more: int, backend: Backend, seed: int) -> None:
+def test_the_future_is_not_seen(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
     """Whatever the zooms, also above the diagonal, keys after a query change nothing of its result."""
     case = Case(1, 2, 1, n, n + more, 16, block_size=32)
-    q, k, v = case.qkv(seed=seed)
-    zoom = random_zoom(1, 2, case.blocks, seed=seed)
-    want = multiscale_attention(q, k, v, zoom, **case.options(), backend=backend)
+    q, k, v = case.qkv(device, seed=seed)
+    zoom = random_zoom(1, 2, case.blocks, device=device, seed=seed)
+    want = multiscale_attention(q, k, v, zoom, **case.options(device), backend=backend)
     query = seed % n
     k[:, :, query + more + 1 :] += 1
     v[:, :, query + more + 1 :] += 1
-    got = multiscale_attention(q, k, v, zoom, **case.options(), backend=backend)
+    got = multiscale_attention(q, k, v, zoom, **case.options(device), backend=backend)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x[:, :, : query + 1], y[:, :, : query + 1], rtol=0, atol=0)
 
