@@ -148,7 +148,7 @@ def _share_kernel(
         bias = tl.sum(tl.where((o_step == step)[:, None], biases, 0.0), 0)
         h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0)  # [BM, BF]
         share = tl.dot(h.to(q.dtype.element_ty), b_out, share, input_precision=PRECISION)
-    row = (slab * tl.cdiv(rows, heads_each) + batch) * tl.num_programs(1) * heads_each + head
+    row = (slab * tl.cdiv(rows, heads_each) + batch).to(tl.int64) * tl.num_programs(1) * heads_each + head
     tl.store(shares + row[:, None] * num_buckets + bucket[None, :], share, mask=m_row[:, None] & m_bucket[None, :])
 
 
@@ -157,7 +157,7 @@ def _choose_kernel(
     shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
     """The ``probes`` best buckets of one query group."""
-    kv_head, batch = tl.program_id(0), tl.program_id(1)
+    kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_heads = tl.num_programs(0) * group
     o_head, bucket = tl.arange(0, BG), tl.arange(0, BP)
     m_bucket = bucket < num_buckets

@@ -73,8 +73,6 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
                     beside[peer] = bench.peer(peer, case)
                     yield beside[peer]
             row = bench.own(case, "msattn")
-            if row.ms:
-                row = replace(row, error=error_at_size(case, options.backward))
             timed = {peer.name: beside[peer].ms for peer in case.peers if peer in beside}
             yield replace(row, times={name: ms / row.ms for name, ms in timed.items() if ms and row.ms})
 
@@ -122,12 +120,13 @@ class _Bench:
         }
 
     def own(self, case: Case, variant: str) -> Row:
-        """The operation itself."""
+        """The operation itself, timed and then compared at this size; Disagreement if it is not what its reference says."""
         row = self.row(variant, case.setting, case.sparsity, case.queries)
         try:
-            return replace(row, **self._time(case.call, case.layers, case.work, case.graph))
+            timed = self._time(case.call, case.layers, case.work, case.graph)
         except torch.OutOfMemoryError:
             return replace(row, note="absent: out of memory")
+        return replace(row, **timed, error=error_at_size(case, self.backward))
 
     def peer(self, peer: Peer, case: Case) -> Row:
         """What stands beside it, or why it does not: a peer is others' code, which may raise anything."""
