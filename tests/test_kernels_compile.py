@@ -36,8 +36,8 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     tile = _tile("maxpool_attention", dtype, head_size, sm)
-    for block_size in _block_sizes(head_size):
-        op.launch(q, k, v, starts([8]) if block_size == 128 else None, block_size, True, 0.1, tile)
+    block_size = _block_size(head_size)
+    op.launch(q, k, v, starts([8]) if block_size == 128 else None, block_size, True, 0.1, tile)
 
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -48,12 +48,12 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     lse = torch.zeros(1, 4, 200)
     tile, *tiles = (_tile(f"block_sparse_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
-    for block_size in _block_sizes(head_size):
-        blocks = -(-200 // block_size)
-        mask = random_block_mask(1, 2, blocks, blocks, 0.5)
-        options = mask, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
-        op.launch(q, k, v, *options, tile)
-        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+    block_size = _block_size(head_size)
+    blocks = -(-200 // block_size)
+    mask = random_block_mask(1, 2, blocks, blocks, 0.5)
+    options = mask, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+    op.launch(q, k, v, *options, tile)
+    backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -92,13 +92,13 @@ def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     tile, *tiles = (_tile(f"multiscale_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
-    for block_size in _block_sizes(head_size):
-        blocks = -(-200 // block_size)
-        zoom = torch.ones(1, 2, blocks, blocks, dtype=torch.uint8)
-        options = zoom, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
-        lse = torch.zeros(1, 4, 200)
-        op.launch(q, k, v, *options, tile)
-        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+    block_size = _block_size(head_size)
+    blocks = -(-200 // block_size)
+    zoom = torch.ones(1, 2, blocks, blocks, dtype=torch.uint8)
+    options = zoom, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+    lse = torch.zeros(1, 4, 200)
+    op.launch(q, k, v, *options, tile)
+    backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
 
 
 def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -154,14 +154,13 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_attention as op
 
-    start = torch.tensor([8], dtype=torch.int32)
-    for taps, head, kv_start in (
-        ((6, 11), head_size, None),
-        ((3, 3), head_size, start),
-        ((1, 3), head_size, None),
-        ((3, 3), 64, None),
-    ):
-        _with_gradient(op, torch.ones(4, *taps), dtype, head, sm, kv_start, kv_start is None)
+    cases: list[tuple[tuple[int, int], torch.Tensor | None]] = [((3, 3), torch.tensor([8], dtype=torch.int32))]
+    if head_size != 80:  # which is 128 when padded, and has its tiles
+        cases += ((6, 11), None), ((1, 3), None)
+    for taps, kv_start in cases:
+        _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None)
+    if head_size == 128:
+        _with_gradient(op, torch.ones(4, 3, 3), dtype, 64, sm, None, True)
 
 
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -176,8 +175,8 @@ def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import head_mix_attention as op
 
-    for causal, kv_start in ((True, None), (True, torch.tensor([8], dtype=torch.int32))):
-        _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, causal)
+    kv_start = torch.tensor([8], dtype=torch.int32) if head_size in (80, 256) else None
+    _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, head_size != 80)
 
 
 def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool) -> None:
@@ -191,8 +190,9 @@ def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int,
     op.launch_backward(torch.zeros_like(out), torch.zeros_like(lse), *inputs, out, lse, kv_start, causal, 0.1)
 
 
-def _block_sizes(head_size: int) -> tuple[int, ...]:
-    return (16, 64, 128) if head_size == 128 else (64,)
+def _block_size(head_size: int) -> int:
+    """Below, at and above what a tile holds, each with one head size: tiles follow the head, and flags go by the block."""
+    return {80: 16, 256: 128}.get(head_size, 64)
 
 
 def _tile(operation: str, dtype: torch.dtype, head_size: int, sm: int):
