@@ -325,7 +325,8 @@ def assert_near(one: Path, other: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: Path) -> None:
     gate, runs = str(run_config(root).artifacts.gate), root / "outputs/small"
-    launch(tmp_path, root, 1, "one", "cpu", gate, "whole", "new")
+    cfg = run_config(root, "one", dtype="float32")
+    finetune(replace(cfg, train=replace(cfg.train, batch_size=4)))
     launch(tmp_path, root, 2, "two", "cpu", gate, "whole", "new")
     assert_near(runs / "one", runs / "two")
     assert not equal(weights(runs / "one/model"), weights(trained))
