@@ -21,10 +21,10 @@ demo: $(INSTALLED)  ## the whole line on the embedded model, a few minutes on tw
 	$(BIN)/msattn demo
 
 test: lint  ## everything that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-fast: $(INSTALLED)  ## without the slow tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 lint: $(INSTALLED)  ## ruff and pyright
 	$(BIN)/ruff check
