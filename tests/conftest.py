@@ -48,6 +48,18 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture
+def coarse(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, a tile costs the same whatever its size: they are larger there than those that ship."""
+    from msattn.kernels import multiscale_levels, tuned
+
+    if device == "cpu":
+        monkeypatch.setattr(multiscale_levels, "POOLED_AT_ONCE", 2**15)
+        for kernel in ("block_sparse_attention", "multiscale_attention"):
+            for part in ("", "_dq", "_dkv"):
+                monkeypatch.setitem(tuned.FULL_PRECISION, f"{kernel}{part}", tuned.Tile(64, 64, 4, 1))
+
+
+@pytest.fixture
 def round_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """For ``msattn bench``, a machine of round figures, looked at once."""
     from msattn.kernels.bench import run

@@ -168,7 +168,7 @@ def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.testing import random_qkv, starts
 
     usual, least, widest = (1, (6, 11)), (2, (1, 1)), (4, (3, 32))
-    for kv_heads, taps in {128: (usual,), 80: (least,), 64: (widest,), 256: (usual, widest)}[head_size]:
+    for kv_heads, taps in {128: (usual,), 80: (least,), 64: (usual, widest), 256: (usual, widest)}[head_size]:
         q, k, v = random_qkv(2, 4, kv_heads, taps[0], 200, head_size, dtype)
         op.launch(q, k, v, torch.ones(4, *taps), starts([8, 0]), starts([200, 7]), 0.1, None)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import multiscale_attention as module
-from msattn.kernels import multiscale_levels, reference, tuned
+from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.checks import ZOOMS, query_offset
 from msattn.kernels.multiscale_attention import multiscale_attention
@@ -132,15 +132,6 @@ def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradient
     unread = (tokens == 0).unflatten(1, (case.kv_heads, -1)).all(dim=3).all(dim=2)
     assert (actual.dk[unread] == 0).all()
     assert (actual.dv[unread] == 0).all()
-
-
-@pytest.fixture
-def coarse(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, a tile costs the same whatever its size: they are larger there than those that ship."""
-    if device == "cpu":
-        monkeypatch.setattr(multiscale_levels, "POOLED_AT_ONCE", 2**15)
-        for part in ("", "_dq", "_dkv"):
-            monkeypatch.setitem(tuned.FULL_PRECISION, f"multiscale_attention{part}", tuned.Tile(64, 64, 4, 1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
