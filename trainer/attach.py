@@ -133,7 +133,7 @@ class Sparse:
         else:
             self._dense_fallbacks += self.selection is not None  # a gate pools keys before RoPE, which no cache holds
         with self._timed("attention"):
-            if x.num_queries == 1 and not x.q.requires_grad:
+            if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
                 return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
             return dense_attention(x)
 
