@@ -25,11 +25,14 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.checks import check_conv_decode, key_taps_before, resolve_backend, resolve_scale
-from msattn.kernels.primitives import LOG2_E, num_processors, padded_head, precision, tl, triton
+from msattn.kernels.primitives import LOG2_E, num_processors, padded_head, tl, triton
 from msattn.kernels.splits import SPLITS_AT_ONCE, choose_splits, merge_kernel
 from msattn.kernels.types import Backend
 
 WALKS = 32  # 4 warps of 8 rows: the product then holds a walk's taps for a head in one thread
+# Of fp32: three products on tensor cores make up one, right to some 21 bits. In full fp32, on CUDA cores, Triton 3.6 gets 8 and
+# 32 columns of taps wrong.
+PRECISION = "tf32x3"
 
 
 def conv_decode(
@@ -128,9 +131,8 @@ def launch(
     batch, q_heads, window, head = q_window.shape
     kv_heads, num_keys = k.shape[1:3]
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
-    full = q_window.dtype == torch.float32  # on CUDA cores, where Triton 3.6 gets 8 columns wrong
-    head_blocks, columns = triton.cdiv(group, 4), max(16 if full else 4, triton.next_power_of_2(taps))
-    stages = 1 if full else max(1, min(3, 512 // cols))  # two programs fit a multiprocessor
+    head_blocks = triton.cdiv(group, 4)
+    stages = max(1, min(3, 1024 // (cols * k.element_size())))  # two programs fit a multiprocessor
     slots = 2 * num_processors(q_window.device)
     splits = 1 + (splits or choose_splits(batch * kv_heads * head_blocks, slots, triton.cdiv(num_keys, 128)))
 
@@ -140,8 +142,8 @@ def launch(
         q_window, k, v, weight.contiguous(), kv_start, kv_len, part_max, part_sum, part_out,
         *q_window.stride(), *k.stride(), *v.stride(),
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
-        HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)), BC=columns, BW=WALKS, BD=cols,
-        PRECISION=precision(q_window.dtype), num_warps=8 if full else 4, num_stages=stages,
+        HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
+        BC=max(4, triton.next_power_of_2(taps)), BW=WALKS, BD=cols, PRECISION=PRECISION, num_warps=4, num_stages=stages,
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)

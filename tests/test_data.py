@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -280,12 +279,8 @@ def test_num_bytes_counts_what_follows_the_first_token(tmp_path: Path, tokenizer
         ("latin1.txt", b"caf\xe9", r"data\.path=.*latin1\.txt: not UTF-8 at byte 3"),
         ("latin1.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xe9", mtime=0), r"data\.path=.*latin1\.txt\.gz: not UTF-8 at byte 6"),
         ("latin1.jsonl", b'{"text": "caf\xe9"}', r"data\.path=.*latin1\.jsonl: not UTF-8 at byte 13"),
-        (
-            "cut.txt.gz",
-            gzip.compress(np.random.default_rng(0).bytes(5000))[:-900],
-            r"data\.path=.*cut\.txt\.gz: .*[Tt]runcated",
-        ),
-        ("cut.txt.zst", zstd(np.random.default_rng(0).bytes(5000))[:-900], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
+        ("cut.txt.gz", gzip.compress(bytes(range(256)), mtime=0)[:-90], r"data\.path=.*cut\.txt\.gz: .*[Tt]runcated"),
+        ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
         ("cut.parquet", b"PAR1" + bytes(40), r"data\.path=.*cut\.parquet: .*[Pp]arquet"),
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl: line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(there are: body\)"),
