@@ -20,6 +20,8 @@ from msattn.kernels.checks import check_bucket_decode, resolve_backend, resolve_
 from msattn.kernels.primitives import (
     LN_2,
     LOG2_E,
+    admit_next,
+    in_a_row,
     num_processors,
     padded_head,
     precision,
@@ -27,6 +29,7 @@ from msattn.kernels.primitives import (
     softmax_step,
     tl,
     triton,
+    wait_for_previous,
 )
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
@@ -173,12 +176,13 @@ def launch(
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
         BL=max(16, min(ROUND, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **in_a_row(q.device),
     )  # fmt: skip
     out = q.new_empty((batch, q_heads, 1, head))
     lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
     _merge_kernel[(q_heads, batch)](
         part_out, part_lse, out, lse, splits, HEAD=head, BS=triton.next_power_of_2(splits), BD=cols,
+        **in_a_row(q.device),
     )  # fmt: skip
     return out, lse
 
@@ -201,9 +205,11 @@ def _split_kernel(
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
     group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     """A query group's attention to a split's share of its keys: ``part_out [B, Hq, S, D]``, base-2 ``part_lse [B, Hq, S]``."""
+    wait_for_previous(IN_A_ROW)
+    admit_next(IN_A_ROW)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     row = batch * kv_heads + kv_head
@@ -244,15 +250,15 @@ def _split_kernel(
             position = n + tl.arange(0, BN)
             inside = (position[:, None] >= list_begin[None, :]) & (position[:, None] < list_end[None, :])  # [BN, BL]
             listed = position + tl.sum(tl.where(inside, (begin - list_begin)[None, :], 0), 1)
-            in_window = position < window
-            m_listed = (position < stop) & ~in_window & (listed >= 0) & (listed < num_listed)
-            member = tl.load(order + listed, mask=m_listed, other=-1)
-            member_live = (member >= sink_end) & (member < recent_begin)  # a key of the dense window has been counted there
             window_key = tl.where(position < num_sink, start + position, recent_begin + position - num_sink)
-            key = tl.where(in_window, window_key, member).to(tl.int64)
-            live = tl.where(in_window, position < stop, member_live)
-
+            window_key = tl.where(position < tl.minimum(window, stop), window_key, -1)
+            m_listed = (position >= window) & (position < stop) & (listed >= 0) & (listed < num_listed)
+            member = tl.load(order + listed, mask=m_listed, other=-1)
+            # Of the listed keys, those of the dense window have been counted there.
+            key = tl.where((member >= sink_end) & (member < recent_begin), member, window_key)
+            live = key >= 0
             m_tile = live[:, None] & m_d[None, :]
+            key = key.to(tl.int64)
             b_k = tl.load(k + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
             b_v = tl.load(v + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
@@ -282,8 +288,12 @@ def _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL: tl.cons
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(part_out, part_lse, out, lse, num_splits, HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+def _merge_kernel(
+    part_out, part_lse, out, lse, num_splits, HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, IN_A_ROW: tl.constexpr
+):  # fmt: skip
     """Merge the splits of one query head: ``out [B, Hq, 1, D]``, natural-log ``lse [B, Hq, 1]``."""
+    wait_for_previous(IN_A_ROW)
+    admit_next(IN_A_ROW)
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     o_split, o_d = tl.arange(0, BS), tl.arange(0, BD)
     m_split, m_d = o_split < num_splits, o_d < HEAD

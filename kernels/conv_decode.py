@@ -25,7 +25,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.checks import check_conv_decode, key_taps_before, resolve_backend, resolve_scale
-from msattn.kernels.primitives import LOG2_E, num_processors, padded_head, tl, triton
+from msattn.kernels.primitives import LOG2_E, admit_next, in_a_row, num_processors, padded_head, tl, triton, wait_for_previous
 from msattn.kernels.splits import SPLITS_AT_ONCE, choose_splits, merge_kernel
 from msattn.kernels.types import Backend
 
@@ -144,12 +144,14 @@ def launch(
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
         HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
         BC=max(4, triton.next_power_of_2(taps)), BW=WALKS, BD=cols, PRECISION=PRECISION, num_warps=4, num_stages=stages,
+        **in_a_row(q_window.device),
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
     merge_kernel[(batch * q_heads,)](
         part_max, part_sum, part_out, out, lse, splits,
         HEAD=head, BS=2 * SPLITS_AT_ONCE, BD=cols, REBASE=True,
+        **in_a_row(q_window.device),
     )  # fmt: skip
     return out
 
@@ -161,9 +163,11 @@ def _split_kernel(
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, head_blocks, num_keys, before, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     """Four heads' attention to one split of the keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
+    wait_for_previous(IN_A_ROW)
+    admit_next(IN_A_ROW)
     split, head_block = tl.program_id(0) // head_blocks, tl.program_id(0) % head_blocks
     num_splits = tl.num_programs(0) // head_blocks
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

@@ -23,7 +23,18 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.checks import check_flash_decode, resolve_backend, resolve_scale, statistics_dtype
-from msattn.kernels.primitives import LOG2_E, num_processors, padded_head, precision, softmax_step, tl, triton
+from msattn.kernels.primitives import (
+    LOG2_E,
+    admit_next,
+    in_a_row,
+    num_processors,
+    padded_head,
+    precision,
+    softmax_step,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from msattn.kernels.score_mod import built_in
 from msattn.kernels.splits import SPLITS_AT_ONCE, choose_splits, merge_kernel
 from msattn.kernels.tuned import Tile
@@ -192,11 +203,13 @@ def launch(
             STEP=step, MOD=score_mod.kernel if score_mod else None, CAUSAL=causal,
             HEAD=head, BM=tile.rows, BN=tile.keys, BD=cols, BS=SPLITS_AT_ONCE, PRECISION=precision(q.dtype),
             num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # as many bytes under way without V
+            **in_a_row(q.device),
         )  # fmt: skip
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     merge_kernel[(lse.numel(),)](
         part_max, part_sum, part_out, out, lse, splits, HEAD=head, BS=SPLITS_AT_ONCE, BD=cols, REBASE=variant == "partial",
+        **in_a_row(q.device),
     )  # fmt: skip
     return out, lse
 
@@ -218,8 +231,12 @@ def _split_kernel(
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
     STEP: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+    IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for a block of rows: its maxima ("max"), sums that start from all ("sum"), or both ("partial")."""
+    wait_for_previous(IN_A_ROW)
+    if STEP != "max":  # whose next one would fill some processors before others
+        admit_next(IN_A_ROW)
     split, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     num_splits = tl.num_programs(0) // row_blocks
     kv_head, batch = tl.program_id(1), tl.program_id(2)

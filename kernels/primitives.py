@@ -72,7 +72,27 @@ def capability(device: torch.device) -> int:
     return major * 10 + minor
 
 
+def in_a_row(device: torch.device) -> dict[str, bool]:
+    """Arguments of a kernel that gets ready while the one before it ends, where the GPU can: programmatic dependent launch."""
+    can = capability(device) >= 90
+    return {"IN_A_ROW": can, "launch_pdl": can}
+
+
 # --- on the device ---
+
+
+@triton.jit
+def wait_for_previous(IN_A_ROW: tl.constexpr):
+    """Until the results of the kernel before are there. Comes before anything that reads them, or writes."""
+    if IN_A_ROW:
+        tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
+
+
+@triton.jit
+def admit_next(IN_A_ROW: tl.constexpr):
+    """From here on the next kernel may come, to the room that is left, and wait. Comes after :func:`wait_for_previous`."""
+    if IN_A_ROW:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
 
 
 @triton.jit

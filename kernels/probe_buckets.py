@@ -19,10 +19,11 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.checks import check_probe_buckets, resolve_backend
-from msattn.kernels.primitives import LOG2_E, padded_head, precision, tl, triton
+from msattn.kernels.primitives import LOG2_E, admit_next, in_a_row, padded_head, precision, tl, triton, wait_for_previous
 from msattn.kernels.types import Backend
 
 LOG2_E_ = tl.constexpr(LOG2_E)
+SLAB_BYTES = 96 * 1024  # of shared memory, for slabs of logits that are on their way together
 
 
 def probe_buckets(
@@ -104,14 +105,16 @@ def launch(
         q, *weights[:3], shares, q.stride(0), q.stride(1), q.stride(3),
         heads_each, rows, hidden, num_buckets, blocks,
         HEAD=head, STEPS=2, BM=16, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
-        num_warps=8, num_stages=3,
+        num_warps=8, num_stages=3, **in_a_row(q.device),
     )  # fmt: skip
     chosen = q.new_empty((batch, kv_heads, probes), dtype=torch.int32)
-    group, padded = q_heads // kv_heads, triton.next_power_of_2(num_buckets)
+    group = q_heads // kv_heads
+    groups, padded = triton.next_power_of_2(group), triton.next_power_of_2(num_buckets)
     if probes:
         _choose_kernel[(kv_heads, batch)](
             shares, weights[3], chosen, slabs, group, heads_each, num_buckets, probes,
-            BG=triton.next_power_of_2(group), BP=padded, num_warps=max(4, min(16, padded // 64)),
+            BG=groups, BP=padded, STAGES=1 + min(7, SLAB_BYTES // (4 * padded * groups)),
+            num_warps=max(4, min(8, padded // 128)), **in_a_row(q.device),
         )  # fmt: skip
     return chosen
 
@@ -121,9 +124,11 @@ def _share_kernel(
     q, weight_in, bias_in, weight_out, shares, stride_qb, stride_qh, stride_qd,
     heads_each, rows, hidden, num_buckets, blocks,
     HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     """``shares [slabs, B, Hq, C]`` of the logits, without the bias."""
+    wait_for_previous(IN_A_ROW)
+    admit_next(IN_A_ROW)
     slab, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     m_row = row < rows
@@ -154,7 +159,8 @@ def _share_kernel(
 
 @triton.jit(do_not_specialize=["slabs", "group", "heads_each", "probes"])
 def _choose_kernel(
-    shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr
+    shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr,
+    STAGES: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     """The ``probes`` best buckets of one query group."""
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -165,7 +171,9 @@ def _choose_kernel(
     p_share = shares + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
     p_bias = bias_out + (kv_head * group + o_head) // heads_each * num_buckets
     logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
-    for slab in tl.range(0, slabs, loop_unroll_factor=8):  # type: ignore[misc]
+    wait_for_previous(IN_A_ROW)
+    admit_next(IN_A_ROW)
+    for slab in tl.range(0, slabs, num_stages=STAGES):  # type: ignore[misc]
         logit += tl.load(p_share + slab * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
     p = tl.exp2(logit - tl.max(logit, 1)[:, None])

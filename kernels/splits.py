@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from msattn.kernels.primitives import LN_2, tl, triton
+from msattn.kernels.primitives import LN_2, admit_next, tl, triton, wait_for_previous
 
 MAX_SPLITS = 512
 SPLITS_AT_ONCE = 32  # of a row, when they are merged
@@ -21,12 +21,14 @@ def choose_splits(blocks: int, slots: int, most: int) -> int:
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
     part_max, part_sum, part_out, out, lse, num_splits,
-    HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, REBASE: tl.constexpr,
+    HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, REBASE: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of one row, rebased to the largest maximum (base 2) unless they started from it.
 
     ``part_out [rows, S, D]`` are sums, not yet divided by ``part_sum [rows, S]``.
     """
+    wait_for_previous(IN_A_ROW)
+    admit_next(IN_A_ROW)
     row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     m = tl.full((), float("-inf"), tl.float32)

@@ -238,6 +238,8 @@ def _compile_only(sm: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    from msattn.kernels import primitives
+
     class Utils:
         def get_device_properties(self, device):
             return {"max_shared_mem": SHARED_MEMORY[sm]}
@@ -262,6 +264,7 @@ def _compile_only(sm: int) -> None:
             return lambda *args: None
 
     triton.runtime.driver.set_active(Driver())  # type: ignore[arg-type]
+    primitives.capability = lambda device: sm  # before other modules have it
 
 
 if __name__ == "__main__":
