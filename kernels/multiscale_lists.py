@@ -27,7 +27,7 @@ def row_lists(
     _row_lists_kernel[zoom.shape[2::-1]](
         zoom, lists, counts, kv_start, *zoom.stride(),
         num_queries, num_keys, col_blocks, query_offset(num_queries, num_keys, causal),
-        BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(col_blocks)), CAUSAL=causal, num_warps=1,
+        BLOCK=block_size, CHUNK=min(256, triton.next_power_of_2(col_blocks)), CAUSAL=causal, num_warps=1,
     )  # fmt: skip
     return lists, counts
 

@@ -114,7 +114,7 @@ def launch(
         _choose_kernel[(kv_heads, batch)](
             shares, weights[3], chosen, slabs, group, heads_each, num_buckets, probes,
             BG=groups, BP=padded, STAGES=1 + min(7, SLAB_BYTES // (4 * padded * groups)),
-            num_warps=max(4, min(8, padded // 128)), **in_a_row(q.device),
+            num_warps=4, **in_a_row(q.device),
         )  # fmt: skip
     return chosen
 

@@ -230,6 +230,7 @@ def test_a_constant_added_to_the_keys_changes_nothing(device: str, n: int, more:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
+    device = device if backend == "triton" else "cpu"  # on a GPU, PyTorch adds up in another order each time
     from msattn.kernels import block_sparse_attention as module
 
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, device=device)]

@@ -213,6 +213,7 @@ def test_nothing_left(backend: Backend, device: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
+    device = device if backend == "triton" else "cpu"  # on a GPU, PyTorch adds up in another order each time
     q, k, buckets = Case(1, 4, 2, 20, 70, 64).inputs(device)
     torch.library.opcheck(module._operator, (q, k, buckets, None, None, 10, True, 0.1, 3, backend))
     compiled = torch.compile(bucket_mass, fullgraph=True)
