@@ -65,6 +65,16 @@ def test_eager_and_reference_are_one_operation(name: str) -> None:
         cases.check(case, operation.backward)
 
 
+def test_keys_are_not_the_queries() -> None:
+    """Equal numbers would make each query see itself alone, however many heads share a key."""
+    shape = replace(SMALL, q_heads=2, length=40)
+    q, k, v = shape.qkv()
+    assert not torch.isclose(q, k).any()
+    (q, k, v), *_ = shape.cache(2, 40)
+    assert not torch.isclose(q, k).any()
+    assert not torch.isclose(k, v).any()
+
+
 @pytest.mark.parametrize("name", bench.OPERATIONS)
 def test_every_operation_gives_rows(name: str) -> None:
     rows = list(bench.measure(name, SMALL, replace(OPTIONS, peers=("flash", "eager", "product", "block_sparse"))))

@@ -29,22 +29,25 @@ class Shape:
         group = self.q_heads // self.kv_heads
         return dataclasses.replace(self, length=SMALL, batch=min(2, self.batch), q_heads=group * kv_heads, kv_heads=kv_heads)
 
-    def draw(self, heads: int, tokens: int, layers: int = 1) -> list[Tensor]:
-        """Normal ``[B, heads, tokens, D]`` for each layer, as transposed views, which is how projections give them."""
-        generator = torch.Generator(self.device).manual_seed(self.seed + heads + tokens)
+    def draw(self, heads: int, tokens: int, layers: int = 1, *, cached: bool = False) -> list[Tensor]:
+        """Normal ``[B, heads, tokens, D]`` for each layer, as transposed views, which is how projections give them.
+
+        Keys and values (``cached``) are not the queries' numbers, even where they are as many.
+        """
+        generator = torch.Generator(self.device).manual_seed(2 * (self.seed + heads + tokens) + cached)
         size = layers, self.batch, tokens, heads, self.head_size
         drawn = torch.randn(size, generator=generator, dtype=self.dtype, device=self.device)
         return list(drawn.transpose(2, 3))
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs of one layer: ``q [B, Hq, N, D]`` and ``k, v [B, Hkv, N, D]``."""
-        (q,), (k, v) = self.draw(self.q_heads, self.length), self.draw(self.kv_heads, self.length, 2)
+        (q,), (k, v) = self.draw(self.q_heads, self.length), self.draw(self.kv_heads, self.length, 2, cached=True)
         return q, k, v
 
     def cache(self, layers: int, num_queries: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
         """A few queries and a cache for each layer; the cache lies head by head, as transformers' does."""
         q = self.draw(self.q_heads, num_queries, layers)
-        kv = [x.contiguous() for x in self.draw(self.kv_heads, self.length, 2 * layers)]
+        kv = [x.contiguous() for x in self.draw(self.kv_heads, self.length, 2 * layers, cached=True)]
         return list(zip(q, kv[:layers], kv[layers:], strict=True))
 
 

@@ -16,7 +16,7 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[Case]:
     """A gate a query head as it is configured by default, beside the same in eager PyTorch."""
     from msattn.kernels import gate_scores as op
 
-    (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length)
+    (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length, cached=True)
     heads, size, blocks = shape.q_heads, shape.head_size, -(-shape.length // eager.BLOCK)
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
     query_weight, key_weight = (

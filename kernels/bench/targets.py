@@ -22,7 +22,7 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[Case]:
     from msattn.kernels import bucket_mass as op
 
     queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
-    (q,), (k,) = shape.draw(shape.q_heads, queries), shape.draw(shape.kv_heads, shape.length)
+    (q,), (k,) = shape.draw(shape.q_heads, queries), shape.draw(shape.kv_heads, shape.length, cached=True)
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
     size = shape.batch, shape.kv_heads, shape.length
     buckets = torch.randint(num_buckets, size, dtype=torch.int32, generator=generator, device=shape.device)
@@ -80,7 +80,7 @@ def nearest_centroid(shape: Shape, options: Options) -> Iterator[Case]:
     from msattn.kernels import nearest_centroid as op
 
     num_buckets = min(1024, max(1, shape.length // 32))
-    (k,) = shape.draw(shape.kv_heads, shape.length)
+    (k,) = shape.draw(shape.kv_heads, shape.length, cached=True)
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
     size = shape.kv_heads, num_buckets, shape.head_size
     centroids = normalize(torch.randn(size, generator=generator, device=shape.device), dim=-1)
