@@ -91,6 +91,7 @@ TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses 
         Tile(128, 128, 8, 3, 1),
         Tile(256, 64, 16, 4, 1),
         Tile(64, 64, 4, 3, 4),
+        Tile(64, 64, 4, 4, 3),  # registers for a product beside the exponentials of the tile before
         Tile(64, 128, 4, 2, 3),
         Tile(64, 128, 4, 3, 2),
     ],
