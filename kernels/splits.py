@@ -28,6 +28,7 @@ def merge_kernel(
     ``part_out [rows, S, D]`` are sums, not yet divided by ``part_sum [rows, S]``.
     """
     wait_for_previous(IN_A_ROW)
+    admit_next(IN_A_ROW)
     row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     m = tl.full((), float("-inf"), tl.float32)
@@ -53,4 +54,3 @@ def merge_kernel(
     l = tl.where(l > 0, l, 1.0)  # 0 where nothing was seen, and acc with it
     tl.store(out + row * HEAD + o_d, (acc / l).to(out.dtype.element_ty), mask=o_d < HEAD)
     tl.store(lse + row, (m + tl.log2(l)) * LN_2)
-    admit_next(IN_A_ROW)  # not before: beside many rows, the next kernel would find room on some processors only

@@ -73,7 +73,7 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("multiscale_attention_dkv", 128, 80): Tile(64, 64, 4, 2),
     ("multiscale_attention_dkv", 256, 80): Tile(64, 64, 8, 2),
     ("multiscale_attention_dkv", 512, 80): Tile(32, 64, 8, 1),
-    ("summed_attention", 128, 90): Tile(64, 128, 4, 3),
+    ("summed_attention", 128, 90): Tile(128, 128, 8, 3),
     ("summed_attention", 256, 90): Tile(128, 128, 8, 3),
     ("summed_attention", 512, 90): Tile(64, 64, 8, 2),
     ("summed_attention", 128, 80): Tile(128, 64, 4, 3),
