@@ -173,6 +173,7 @@ def _choose_kernel(
     logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
     wait_for_previous(IN_A_ROW)
     admit_next(IN_A_ROW)
+    # As asynchronous copies: loads that add to registers come one after the other, however far they are unrolled.
     for slab in tl.range(0, slabs, num_stages=STAGES):  # type: ignore[misc]
         logit += tl.load(p_share + slab * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
