@@ -1,4 +1,5 @@
-# Everything runs in $(VENV), which the first target that needs it makes; later calls go straight on.
+# Everything runs in $(VENV), which the first target that needs it makes; later calls go straight on. Python compiles what it
+# imports: pip would compile everything, which takes longer than the rest of the installation.
 PYTHON ?= python3
 VENV ?= .venv
 # Of gpu-test: some 12 GB of GPU memory each, and 60 GB for tests of offsets beyond 2**31 elements.
@@ -14,7 +15,7 @@ help:  ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
 	@touch $@
 
 demo: $(INSTALLED)  ## the whole line on the embedded model, a few minutes on two CPU cores
