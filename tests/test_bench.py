@@ -66,7 +66,7 @@ def test_eager_and_reference_are_one_operation(name: str) -> None:
 
 
 def test_keys_are_not_the_queries() -> None:
-    """Equal numbers would make each query see itself alone, however many heads share a key."""
+    """Equal numbers would make each query see itself alone."""
     shape = replace(SMALL, q_heads=2, length=40)
     q, k, v = shape.qkv()
     assert not torch.isclose(q, k).any()

@@ -4,8 +4,8 @@ The interpreter lets pass what a compiler refuses (short dots, ``break``, layout
 launcher runs here, in a process without the interpreter, on CPU tensors, with a driver that compiles and launches nothing.
 
 A new operation adds a function to LAUNCHES; it calls the launcher with small CPU tensors of the given dtype and head size.
-A head of 80 is padded to 128 and has its tiles: where compiling takes long, the one does what the other leaves out, and what
-is the same code for both GPUs is compiled for the newer one.
+A head of 80 is padded to 128 and has its tiles: where compiling takes long, the one does what the other leaves out. The older
+GPU leaves out heads of 80, and all but the first kernel of a convolution.
 """
 
 import os
