@@ -37,7 +37,7 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("maxpool_attention", 128, 80): Tile(128, 64, 8, 3),
     ("maxpool_attention", 256, 80): Tile(128, 64, 8, 2),
     ("maxpool_attention", 512, 80): Tile(128, 32, 8, 1),
-    ("block_sparse_attention", 128, 90): Tile(64, 64, 4, 2),
+    ("block_sparse_attention", 128, 90): Tile(64, 64, 4, 3),
     ("block_sparse_attention", 256, 90): Tile(64, 64, 4, 3),
     ("block_sparse_attention", 512, 90): Tile(64, 64, 4, 2),
     ("block_sparse_attention", 128, 80): Tile(64, 64, 4, 3),
