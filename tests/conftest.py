@@ -40,6 +40,12 @@ def device() -> str:
 
 
 @pytest.fixture
+def steady_device(device: str, backend: str) -> str:
+    """Where a backend gives the same bits each time: on a GPU, PyTorch adds up in another order each time."""
+    return device if backend == "triton" else "cpu"
+
+
+@pytest.fixture
 def poisoned() -> Iterator[None]:
     """Memory that nobody wrote holds NaN (or the largest integer)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -47,16 +53,17 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def coarse(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _coarse(device: str) -> Iterator[None]:
     """Interpreted, a tile costs the same whatever its size: they are larger there than those that ship."""
     from msattn.kernels import multiscale_levels, tuned
 
-    if device == "cpu":
-        monkeypatch.setattr(multiscale_levels, "POOLED_AT_ONCE", 2**15)
-        for kernel in ("block_sparse_attention", "multiscale_attention"):
-            for part in ("", "_dq", "_dkv"):
-                monkeypatch.setitem(tuned.FULL_PRECISION, f"{kernel}{part}", tuned.Tile(64, 64, 4, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(multiscale_levels, "POOLED_AT_ONCE", 2**15)
+            for operation, tile in tuned.FULL_PRECISION.items():
+                patch.setitem(tuned.FULL_PRECISION, operation, tuned.Tile(max(64, tile.rows), 64, 4, 1))
+        yield
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ SHORTER = {  # what each experiment sweeps over or reads, at a toy's length
     "lab_stretched": ["model.suits.seq_len=512"],
     "lab_yarn_gates": ["data.seq_len=512", "select.sparsity=0.5"],
     "lab_32k": ["model.suits.seq_len=512"],
-    "lab_rope": ["model.suits.seq_len=128"],
+    "lab_rope": ["model.suits.seq_len=128", "model.suits.gate_rope=false"],
     "lab_rope_lengths": ["model.suits.seq_len=512", "model.suits.gate_rope=false"],
     "lab_pooling": ["model.suits.seq_len=128", "model.suits.gate_q_pool=[avg,max,min]", "model.suits.gate_k_pool=[max]"],
     "lab_losses": ["model.suits.seq_len=128", "model.suits.gate_loss=kl"],
@@ -77,6 +77,7 @@ SHORTER = {  # what each experiment sweeps over or reads, at a toy's length
     "lab_classifiers": [
         "model.suits.seq_len=128",
         "model.suits.long_range=16",
+        "model.suits.qmodel_residual=true",
         "artifacts.kmeans=outputs/lab/buckets-4/kmeans",
     ],
 }

@@ -1,10 +1,7 @@
 """The finetune job: from a model and its gates to a folder that anyone can load, on a small random model."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ from msattn.trainer.finetune import finetune
 from msattn.trainer.seer.distill import train_gate
 from msattn.trainer.seer.gate import Gate
 from tests.factory import tiny_architecture
+from tests.jobs import Job, Launched
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -306,15 +304,6 @@ finetune(cfg)
 """
 
 
-def launch(folder: Path, root: Path, processes: int, *arguments: str) -> None:
-    (folder / "job.py").write_text(JOB)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    command = [sys.executable, *torchrun, str(folder / "job.py"), str(root), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def assert_near(one: Path, other: Path) -> None:
     """Two runs that add the same gradients in another order."""
     for kind in ("model", "gate"):
@@ -327,7 +316,7 @@ def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: 
     gate, runs = str(run_config(root).artifacts.gate), root / "outputs/small"
     cfg = run_config(root, "one", dtype="float32")
     finetune(replace(cfg, train=replace(cfg.train, batch_size=4)))
-    launch(tmp_path, root, 2, "two", "cpu", gate, "whole", "new")
+    Job(JOB, tmp_path, root, "two", "cpu", gate, "whole", "new", processes=2).succeeded()
     assert_near(runs / "one", runs / "two")
     assert not equal(weights(runs / "one/model"), weights(trained))
 
@@ -336,12 +325,12 @@ def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_shared_weights_learn_what_whole_ones_do(root: Path, tmp_path: Path) -> None:
     gate, runs = str(new_gates(root, "cuda", "float32")), root / "outputs/small"
-    launch(tmp_path, root, 1, "gpu-one", "cuda", gate, "whole", "new")
-    launch(tmp_path, root, 2, "gpu-two", "cuda", gate, "fsdp", "new")
+    Launched(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").succeeded()
+    Launched(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).succeeded()
     assert_near(runs / "gpu-one", runs / "gpu-two")
     shutil.copytree(runs / "gpu-two/runs", runs / "gpu-again/runs")
     shutil.rmtree(runs / "gpu-again/runs/finetune/checkpoints/checkpoint-4")
-    launch(tmp_path, root, 2, "gpu-again", "cuda", gate, "fsdp", "resume")
+    Launched(JOB, tmp_path, root, "gpu-again", "cuda", gate, "fsdp", "resume", processes=2).succeeded()
     assert equal(weights(runs / "gpu-again/model"), weights(runs / "gpu-two/model"))
 
 

@@ -1,12 +1,8 @@
 """Spherical k-means: the batched form against Faiss, routing by centroids, and the job on one process and on two."""
 
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from msattn.trainer import artifacts
-from msattn.trainer.config import KMeansConfig
+from msattn.trainer.compose import compose
+from msattn.trainer.config import FitKMeansConfig, KMeansConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.saap.clustering import (
     batched_kmeans,
@@ -24,8 +21,9 @@ from msattn.trainer.saap.clustering import (
     resolve_engine,
     split_empty,
 )
-from msattn.trainer.saap.kmeans import KMeans, collect_keys
+from msattn.trainer.saap.kmeans import KMeans, collect_keys, fit_kmeans
 from tests.factory import random_tokens, tiny_model
+from tests.jobs import Job
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -194,26 +192,19 @@ if sys.argv[-1] == "slowly":
     sys.argv.pop()
 kmeans.fit_kmeans(compose("fit-kmeans", sys.argv[1:]))
 """
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def command(folder: Path, processes: int, *arguments: str) -> list[str]:
-    """The job on the embedded model, in a process of its own or in several."""
-    script, text = folder / "job.py", folder / "text.txt"
-    script.write_text(JOB)
+def settings(folder: Path) -> list[str]:
+    """A job on the embedded model."""
+    text = folder / "text.txt"
     text.write_text(" ".join(f"word {i * i % 997}" for i in range(400)))
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    settings = ["device=cpu", "data=text", f"data.path={text}", "data.seq_len=96", "tracker=none", f"outputs={folder}/outputs"]
-    settings += [f"kmeans.{setting}" for setting in ("engine=batched", "num_buckets=8", "num_prompts=2", "iterations=3")]
-    return [sys.executable, *start, str(script), *settings, *arguments]
+    shared = ["device=cpu", "data=text", f"data.path={text}", "data.seq_len=96", "tracker=none", f"outputs={folder}/outputs"]
+    return shared + [f"kmeans.{each}" for each in ("engine=batched", "num_buckets=8", "num_prompts=2", "iterations=3")]
 
 
-def run(folder: Path, processes: int, *arguments: str) -> str:
-    """What the job prints; it is not interrupted."""
-    call = command(folder, processes, *arguments)
-    done = subprocess.run(call, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def start(folder: Path, *arguments: str) -> Job:
+    """It in two processes."""
+    return Job(JOB, folder, *settings(folder), *arguments, processes=2)
 
 
 def written(folder: Path) -> artifacts.Artifact:
@@ -224,13 +215,15 @@ def written(folder: Path) -> artifacts.Artifact:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
     """What one process makes that nothing interrupts."""
     folder = tmp_path_factory.mktemp("alone")
-    run(folder, 1)
+    cfg = compose("fit-kmeans", settings(folder))
+    assert isinstance(cfg, FitKMeansConfig)
+    fit_kmeans(cfg)
     return written(folder)
 
 
 @pytest.mark.slow
 def test_two_processes_make_what_one_makes(tmp_path: Path, alone: artifacts.Artifact) -> None:
-    assert run(tmp_path, 2).count("k-means of heads") == 1, "one process shows how far it is"
+    assert start(tmp_path).succeeded().count("k-means of heads") == 1, "one process shows how far it is"
     manifest = written(tmp_path).manifest
     assert manifest["content_hash"] == alone.manifest["content_hash"]
     assert manifest["details"] == alone.manifest["details"]
@@ -239,23 +232,16 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, alone: artifacts.Arti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_job_goes_on(tmp_path: Path, alone: artifacts.Artifact, processes: int) -> None:
+def test_a_killed_job_goes_on(tmp_path: Path, alone: artifacts.Artifact) -> None:
     """Killed with some layers done: those are whole and kept, and the job ends the same."""
     parts = tmp_path / "outputs/tiny/base/runs/kmeans/layers"
-    start = command(tmp_path, processes, "slowly")
-    running = psutil.Popen(start, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 100
-    while not list(parts.glob("*.safetensors")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    victims = [running, *running.children(recursive=True)]
-    for victim in victims:
-        victim.kill()
-    psutil.wait_procs(victims)
+    running = start(tmp_path, "slowly")
+    running.wait_for(lambda: list(parts.glob("*.safetensors")))
+    running.kill()
     assert not (tmp_path / "outputs/tiny/base/kmeans").exists()
     kept = {path.stem: load_file(path)["centroids"].clone() for path in parts.glob("*.safetensors")}
     assert kept
-    run(tmp_path, processes, "resume=true")
+    start(tmp_path, "resume=true").succeeded()
     assert written(tmp_path).manifest["content_hash"] == alone.manifest["content_hash"]
     centroids = alone.tensors["centroids"]
     assert all(torch.equal(part, centroids[int(name.removeprefix("layer_"))]) for name, part in kept.items())

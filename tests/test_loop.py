@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from msattn.trainer.loop import Summary, TrainingDiverged, fit, newest_checkpoin
 from msattn.trainer.peers import Vote
 from msattn.trainer.tracker import Tracker
 from msattn.trainer.watch import Watch
+from tests.jobs import Job
 
 TRAIN = TrainConfig(lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_every=3, save_every=4, weight_decay=0.1)
 
@@ -125,22 +123,21 @@ def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterr
 
 
 def test_kill_while_saving_falls_back_to_the_complete_checkpoint(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
-    script = f"""
+    script = """
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 import msattn.trainer.loop as loop
-from test_loop import Regression, run
+from tests.test_loop import Regression, run
 save = loop._Trainer._save_rng_state
 def die(self, folder):
     if self.state.global_step == 8:
         os.kill(os.getpid(), 9)
     save(self, folder)
 loop._Trainer._save_rng_state = die
-run(Regression(), Path({str(tmp_path)!r}))
+run(Regression(), Path(sys.argv[1]))
 """
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    killed = Job(script, tmp_path, tmp_path)
+    assert killed.ended() == -signal.SIGKILL, killed.err.read_text()
     checkpoints = tmp_path / "checkpoints"
     assert (checkpoints / "checkpoint-8" / "model.safetensors").exists()
     assert newest_checkpoint(checkpoints) == checkpoints / "checkpoint-4"

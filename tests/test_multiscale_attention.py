@@ -136,7 +136,7 @@ def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradient
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_agrees_with_fp64(number: int, backend: Backend, device: str, coarse: None, poisoned: None) -> None:
+def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: None) -> None:
     """Maps of one sequence or all, and of query heads, key/value heads or none, in turn; rows without a block among them."""
     case = CASES[number]
     heads = (case.q_heads, case.kv_heads, 1)[number % 3]

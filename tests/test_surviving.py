@@ -5,14 +5,13 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -28,10 +27,11 @@ from msattn.trainer.errors import Fault, Terminated, UserError, leave, say
 from msattn.trainer.loop import fit
 from msattn.trainer.peers import LAST_WORD, together
 from msattn.trainer.tracker import Tracker
+from tests.jobs import Job, Launched
 
-ROOT = Path(__file__).parents[1]
 TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
 ITEMS = 20
+Kind = TypeVar("Kind", bound=Job)
 GPUS = 4 if torch.cuda.device_count() >= 4 else 2
 
 
@@ -101,36 +101,27 @@ def job(folder: Path, resume: bool, device: str, pause: float) -> None:
     leave(0)
 
 
-def started(folder: Path, processes: int, *, resume: bool, device: str = "cpu", pause: float = 0.01) -> subprocess.Popen[str]:
-    """The same run in one process, or in several under ``torchrun``, which then is what is started."""
+JOB = """
+import sys
+from pathlib import Path
+from tests.test_surviving import job
+folder, resume, device, pause = sys.argv[1:]
+job(Path(folder), resume == "resume", device, float(pause))
+"""
+
+
+def started(kind: type[Kind], folder: Path, processes: int, *, resume: bool, device: str = "cpu", pause: float = 0.01) -> Kind:
+    """The same run in one process or in several."""
     folder.mkdir(exist_ok=True)
     for pid in folder.glob("pid-*"):
         pid.unlink()
-    script = folder / "job.py"
-    call = f"job(Path({str(folder)!r}), {resume}, {device!r}, {pause})"
-    script.write_text(f"from pathlib import Path\nfrom tests.test_surviving import job\n{call}\n")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(script)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    return kind(JOB, folder, folder, "resume" if resume else "new", device, pause, processes=processes)
 
 
-def wait_for(condition: Callable[[], bool], running: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert running.poll() is None, f"ended before its time: {running.communicate()[1]}"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def ended(running: subprocess.Popen[str], seconds: float = 60) -> tuple[int, list[str]]:
+def ended(running: Job) -> tuple[int, list[str]]:
     """Exit code and our own lines."""
-    _, error = running.communicate(timeout=seconds)
-    return running.returncode, [line for line in error.splitlines() if line.startswith("msattn: ")]
+    code = running.ended()
+    return code, [line for line in running.err.read_text().splitlines() if line.startswith("msattn: ")]
 
 
 def pids(folder: Path) -> list[int]:
@@ -162,7 +153,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of four processes."""
     folder = tmp_path_factory.mktemp("whole_of_four")
-    assert ended(started(folder, 4, resume=False, pause=0.0), 120) == (0, [])
+    assert ended(started(Job, folder, 4, resume=False, pause=0.0)) == (0, [])
     return folder
 
 
@@ -313,8 +304,8 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
 
 
 def test_a_lost_process_ends_the_others_with_one_line(tmp_path: Path) -> None:
-    running = started(tmp_path, 2, resume=False, pause=0.03)
-    wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints") is not None, running)
+    running = started(Launched, tmp_path, 2, resume=False, pause=0.03)
+    running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
     since = time.monotonic()
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
     code, lines = ended(running)
@@ -326,42 +317,36 @@ def test_a_lost_process_ends_the_others_with_one_line(tmp_path: Path) -> None:
 def test_sigkill_at_any_moment(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for attempt, moment in enumerate(("checkpoint-6", "checkpoint-12/model.safetensors", f"checkpoint-18/{MARKER}")):
-        running = started(folder, 1, resume=attempt > 0)
+        running = started(Job, folder, 1, resume=attempt > 0)
         place = folder / "checkpoints" / moment  # being saved, half saved, just saved
-        wait_for(place.exists, running)
+        running.wait_for(place.exists)
         running.kill()
         assert ended(running)[0] == -signal.SIGKILL
-    assert ended(started(folder, 1, resume=True)) == (0, [])
+    assert ended(started(Job, folder, 1, resume=True)) == (0, [])
     assert same(folder, whole)
 
 
 @pytest.mark.slow
 def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    moments = {
-        signal.SIGKILL: "checkpoint-6",
-        signal.SIGTERM: f"checkpoint-9/{MARKER}",
-        signal.SIGINT: f"checkpoint-15/{MARKER}",
-    }
-    for number, moment in moments.items():
-        running = started(folder, 4, resume=(folder / "checkpoints").exists())
-        wait_for((folder / "checkpoints" / moment).exists, running)
-        if number == signal.SIGKILL:
-            for pid in [running.pid, *pids(folder)]:
-                os.kill(pid, number)
-            assert ended(running)[0] == -signal.SIGKILL
-            for rank in range(4):
-                (folder / f"seen-{rank}").unlink()
-        else:
-            running.send_signal(number)
-            _, lines = ended(running)
-            last = newest_checkpoint(folder / "checkpoints")
-            assert last is not None
-            assert lines == [
-                f"msattn: interrupted: stopped after step {last.name.split('-')[1]} of 24, "
-                f"saved in {folder / 'checkpoints'}; resume=true goes on from there"
-            ]
-    assert ended(started(folder, 4, resume=True)) == (0, [])
+    killed = started(Job, folder, 4, resume=False)
+    killed.wait_for((folder / "checkpoints/checkpoint-6").exists)
+    killed.kill()
+    assert ended(killed)[0] == -signal.SIGKILL
+    for rank in range(4):
+        (folder / f"seen-{rank}").unlink()
+    for number, moment in ((signal.SIGTERM, f"checkpoint-9/{MARKER}"), (signal.SIGINT, f"checkpoint-15/{MARKER}")):
+        running = started(Launched, folder, 4, resume=True)
+        running.wait_for((folder / "checkpoints" / moment).exists)
+        running.process.send_signal(number)
+        _, lines = ended(running)
+        last = newest_checkpoint(folder / "checkpoints")
+        assert last is not None
+        assert lines == [
+            f"msattn: interrupted: stopped after step {last.name.split('-')[1]} of 24, "
+            f"saved in {folder / 'checkpoints'}; resume=true goes on from there"
+        ]
+    assert ended(started(Job, folder, 4, resume=True)) == (0, [])
     assert same(folder, whole_of_four)
     for rank in range(4):  # from checkpoint 3, which the kill left, on
         assert seen(folder, rank) == seen(whole_of_four, rank)[2 * 3 :]
@@ -373,7 +358,7 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
 def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of several processes, each with a GPU."""
     folder = tmp_path_factory.mktemp("whole_on_gpus")
-    assert ended(started(folder, GPUS, resume=False, device="cuda", pause=0.0), 120) == (0, [])
+    assert ended(started(Launched, folder, GPUS, resume=False, device="cuda", pause=0.0)) == (0, [])
     return folder
 
 
@@ -381,17 +366,17 @@ def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signals) -> None:
-    running = started(tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
-    wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints") is not None, running)
+    running = started(Launched, tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
+    running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
     since = time.monotonic()
     if number == signal.SIGKILL:
         os.kill(pids(tmp_path)[1], number)
     else:
-        running.send_signal(number)
+        running.process.send_signal(number)
     code, lines = ended(running)
     assert time.monotonic() - since < 45
     assert code == 1  # torchrun's own
     assert len(lines) == 1
     assert ("another process of this run ended" if number == signal.SIGKILL else "interrupted: stopped after step") in lines[0]
-    assert ended(started(tmp_path, GPUS, resume=True, device="cuda", pause=0.0), 120) == (0, [])
+    assert ended(started(Launched, tmp_path, GPUS, resume=True, device="cuda", pause=0.0)) == (0, [])
     assert same(tmp_path, whole_on_gpus)

@@ -1,11 +1,6 @@
 """The train-gate job: from text to an artifact, through kills and poisoned teachers, on a small random model."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +15,7 @@ from msattn.trainer.loop import TrainingDiverged, newest_checkpoint
 from msattn.trainer.seer.distill import train_gate
 from msattn.trainer.seer.gate import Gate
 from tests.factory import tiny_architecture
+from tests.jobs import Job
 
 JOB = """
 import sys
@@ -28,6 +24,7 @@ from tests.test_train_gate import run_config
 from msattn.trainer.seer.distill import train_gate
 train_gate(run_config(Path(sys.argv[1]), name="killed", steps=int(sys.argv[2])))
 """
+# Of the second process, pass ``poisoned`` gives a loss that is NaN (0: none does).
 SHARED = """
 import os, sys
 from pathlib import Path
@@ -136,16 +133,6 @@ def test_health_is_logged_a_layer(root):
     assert drawn[0].read_bytes() != drawn[1].read_bytes()
 
 
-def run_in_two_processes(root: Path, name: str, *, poisoned: int) -> subprocess.CompletedProcess[str]:
-    """``shared_config`` under torchrun; pass ``poisoned`` of the second process gives a loss that is NaN (0: none)."""
-    (root / "job.py").write_text(SHARED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(root / "job.py")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launch, str(root), name, str(poisoned)], env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
 def test_a_picture_that_cannot_be_written_is_left_out(root, capsys):
     cfg = run_config(root, "unseen", train=TrainConfig(lr=1e-3, steps=1))
     work_folder(cfg).mkdir(parents=True)
@@ -158,9 +145,7 @@ def test_a_picture_that_cannot_be_written_is_left_out(root, capsys):
 def test_two_processes_train_what_one_does(root):
     alone, shared = shared_config(root, "alone"), shared_config(root, "shared")
     train_gate(alone)
-    done = run_in_two_processes(root, "shared", poisoned=0)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = Job(SHARED, root, root, "shared", 0, processes=2).succeeded().splitlines()
     assert sum(line.startswith("step 3/4  loss") for line in lines) == 1
     assert sum("outputs/small/shared/gate" in line for line in lines) == 1
 
@@ -187,9 +172,9 @@ def test_two_processes_train_what_one_does(root):
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_in_one_process_stops_both(root):
-    done = run_in_two_processes(root, "torn", poisoned=3)  # two passes a step
-    assert done.returncode == 1
-    assert done.stderr.count("TrainingDiverged: the loss of layer 1 is not finite, seen at step 2") == 2
+    job = Job(SHARED, root, root, "torn", 3, processes=2)  # two passes a step
+    assert job.ended() == 1
+    assert job.err.read_text().count("TrainingDiverged: the loss of layer 1 is not finite, seen at step 2") == 2
     assert not (root / "outputs" / "small" / "torn" / "gate").exists()
 
 
@@ -220,13 +205,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(root):
     whole = train_gate(run_config(root, "whole", steps))
     killed = run_config(root, "killed", steps)
     checkpoints = work_folder(killed) / "checkpoints"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    job = subprocess.Popen([sys.executable, "-c", JOB, str(root), str(steps)], env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while newest_checkpoint(checkpoints) is None and job.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    job.send_signal(signal.SIGKILL)
-    assert job.wait() == -signal.SIGKILL
+    job = Job(JOB, root, root, steps)
+    job.wait_for(lambda: newest_checkpoint(checkpoints))
+    job.kill()
     last = newest_checkpoint(checkpoints)
     assert last is not None
     assert int(last.name.removeprefix("checkpoint-")) < steps

@@ -2,10 +2,7 @@
 
 import gc
 import json
-import os
 import shutil
-import sys
-import time
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -39,6 +36,7 @@ from msattn.trainer.saap.parts import FinishedParts
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 from tests.factory import random_tokens, tiny_architecture, tiny_model
+from tests.jobs import Job
 
 LENGTH, BUCKETS = 128, 8
 
@@ -171,39 +169,14 @@ train_qmodel(replace(cfg, resume=True, train=replace(cfg.train, save_every=int(s
 def test_two_processes_make_what_one_makes_and_go_on_when_killed(text: Path, trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "toy" / "base"
     shutil.copytree(trained / "toy" / "base" / "kmeans", folder / "kmeans")
-    (tmp_path / "job.py").write_text(JOB)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-
-    def start(save_every: int) -> psutil.Popen:
-        """Two processes, writing what they say to a file."""
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            str(tmp_path / "job.py"),
-        ]
-        with open(tmp_path / "log", "w") as log:
-            return psutil.Popen([*command, str(text), str(tmp_path), str(save_every)], env=environment, stdout=log, stderr=log)
-
-    def saved() -> list[Path]:
-        return list(folder.glob("runs/qmodel/layers_*/checkpoints/*/complete.json"))
-
-    running = start(save_every=1)
-    deadline = time.monotonic() + 60
-    while not saved() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    family = [running, *running.children(recursive=True)]
-    for process in family:
-        process.kill()
-    psutil.wait_procs(family)
-    assert saved(), (tmp_path / "log").read_text()[-3000:]
+    killed = Job(JOB, tmp_path, text, tmp_path, 1, processes=2)  # saves every step
+    killed.wait_for(lambda: list(folder.glob("runs/qmodel/layers_*/checkpoints/*/complete.json")))
+    killed.kill()
     assert not (folder / "qmodel").exists()
 
-    code, printed = start(save_every=10).wait(timeout=60), (tmp_path / "log").read_text()
-    assert code == 0, printed[-3000:]
-    assert "targets of" not in printed, "the cached pairs are all there"
+    job = Job(JOB, tmp_path, text, tmp_path, 10, processes=2)
+    printed = job.succeeded()
+    assert "targets of" not in printed + job.err.read_text(), "the cached pairs are all there"
     assert printed.count(f"{folder / 'qmodel'}  ") == 1
     assert [line for line in printed.splitlines() if line.startswith("layers ")] == ["layers 0: 2 classifiers train at once"]
     shared, alone = (artifacts.read(root / "toy" / "base" / "qmodel").manifest for root in (tmp_path, trained))

@@ -1,8 +1,5 @@
 """A model in training: gradients against plain autograd, with checkpointing, in slices, shared out by FSDP2."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from msattn.trainer.seer.select import Selection, attend
 from msattn.trainer.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.tuner import FineTuner, checkpoint_activations, language_loss
 from tests.factory import FAMILIES, random_tokens, tiny_model
+from tests.jobs import Job
 
 SELECT = SelectConfig(sparsity=0.5)
 IDS = random_tokens(2, 97, seed=1)
@@ -219,16 +217,4 @@ destroy_process_group()
 @pytest.mark.slow
 def test_shared_out_by_fsdp2(tmp_path: Path) -> None:
     """accelerate shards on GPUs alone; PyTorch does on CPUs too, layer by layer in the same way."""
-    (tmp_path / "shared.py").write_text(SHARED)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(tmp_path / "shared.py"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    Job(SHARED, tmp_path, processes=2).succeeded()
