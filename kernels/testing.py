@@ -106,14 +106,14 @@ NOT_CAUSAL = [(63, 63), (111, 300)]
 # Chosen by hand, so that most pairs of dtype, head size, group, lengths, order, padding and block meet in some row.
 CASES = [
     Case(1, 2, 1, 1, 1, 64),
-    Case(2, 4, 1, 63, 63, 80, torch.float16, True, (0, 40), 16),
+    Case(2, 4, 1, 63, 63, 80, torch.float16, True, (0, 40), 32),
     Case(1, 7, 1, 65, 65, 128, torch.float32, True, None, 64),
     Case(1, 1, 1, 111, 111, 64, torch.float16, False, None, 32),
     Case(2, 2, 2, 111, 300, 128, torch.float16, True, (70, 200), 64),
     Case(2, 7, 1, 65, 129, 80, torch.float32, False, (3, 129), 64),
     Case(1, 4, 4, 1, 130, 64, torch.float16, True, None, 128),
     Case(1, 8, 2, 200, 200, 64, torch.float32, True, (7,), 128),
-    Case(2, 4, 1, 130, 65, 128, torch.float32, True, (0, 30), 32),
+    Case(2, 4, 1, 130, 65, 128, torch.float32, True, (0, 30), 64),
     Case(1, 2, 2, 130, 65, 80, torch.float16, False, (20,), 16),
     Case(1, 1, 1, 257, 257, 256, torch.float16, True, None, 64),
     Case(1, 2, 1, 40, 90, 8, torch.float32, True, (60,), 16),

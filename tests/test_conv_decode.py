@@ -124,7 +124,7 @@ def test_any_kernel_size(dtype: torch.dtype, poisoned: None) -> None:
         check(Case(2, 4, 2, num_keys, 64, (window, taps), dtype, (0, 9)), "triton", "cuda")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(1, 60),
     window=st.integers(1, 6),

@@ -272,6 +272,7 @@ def test_refused_before_any_work(root: Path, changes: dict[str, Any], says: str)
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: the gates that choose"),
         ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk"),
         ({"select": SelectConfig(scores="quest")}, "select.scores=quest: finetune trains with gate"),
+        ({"select": SelectConfig(dense_below=4096)}, "select.dense_below=4096: auto or 0: finetune reads"),
         ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
         ({"data": DataConfig("stdlib", seq_len=1)}, "data.seq_len=1: 2 tokens or more"),
     ],

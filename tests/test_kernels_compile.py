@@ -5,7 +5,7 @@ launcher runs here, in a process without the interpreter, on CPU tensors, with a
 
 A new operation adds a function to LAUNCHES; it calls the launcher with small CPU tensors of the given dtype and head size.
 Compiling takes long: of what can be asked of an operation, each head size takes a share. The older GPU leaves out heads of 80,
-which have the tiles of 128, and all but the first kernel of a convolution.
+which have the tiles of 128, fp32, which has the same ones on both, and all but the first kernel of a convolution.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes a block may use, by compute capability
 HEADS = {
-    80: (("bfloat16", 128), ("float32", 64), ("bfloat16", 256)),
+    80: (("bfloat16", 128), ("bfloat16", 256)),
     90: (("bfloat16", 128), ("float16", 80), ("float32", 64), ("bfloat16", 256)),
 }
 Case = TypeVar("Case")

@@ -8,6 +8,7 @@ import glob
 import hashlib
 import io
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -283,14 +286,19 @@ def chunks(
 def encode(found: Iterator[Document], tokenizer: Any, *, at_least: int | None = None) -> np.ndarray:
     """Tokens of the documents, int32 [n], each document followed by the end-of-text token.
 
-    Stops once there are ``at_least`` tokens.
+    Stops once there are ``at_least`` tokens; shows on a terminal how far it is.
     """
     pieces: list[np.ndarray] = []
     total = 0
-    while batch := list(islice(found, _ENCODE_AT_ONCE)):
-        encoded = tokenizer([document.text for document in batch], add_special_tokens=False, verbose=False)["input_ids"]
-        pieces += [np.asarray([*ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
-        total += sum(len(ids) + 1 for ids in encoded)
-        if at_least is not None and total >= at_least:
-            break
+    console = Console(stderr=True)
+    shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    with Progress(console=console, transient=True, disable=not shown) as progress:
+        task = progress.add_task("tokens of text", total=at_least)
+        while batch := list(islice(found, _ENCODE_AT_ONCE)):
+            encoded = tokenizer([document.text for document in batch], add_special_tokens=False, verbose=False)["input_ids"]
+            pieces += [np.asarray([*ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
+            total += sum(len(ids) + 1 for ids in encoded)
+            progress.update(task, completed=total)
+            if at_least is not None and total >= at_least:
+                break
     return np.concatenate(pieces) if pieces else np.empty(0, np.int32)

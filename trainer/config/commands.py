@@ -176,6 +176,8 @@ class FinetuneConfig(RunConfig):
             require(gate is not None, "artifacts.gate", gate, "the gates that choose what is read; msattn train-gate first")
             require(self.select.policy == "topk", "select.policy", self.select.policy, "finetune trains with topk")
             require(self.select.scores == "gate", "select.scores", self.select.scores, "finetune trains with gate")
+            below = self.select.dense_below
+            require(below in ("auto", 0), "select.dense_below", below, "auto or 0: finetune reads every chunk sparsely")
             why = "only plain training (select.sparsity=0) is compiled"
             require(not self.train.compile, "train.compile", self.train.compile, why)
 
