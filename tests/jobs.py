@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -50,9 +51,13 @@ class Job:
         self._kill([rank.pid for rank in self._ranks if rank.exitcode is None and rank.pid])
 
     def _kill(self, pids: list[int]) -> None:
-        family = [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+        family: list[psutil.Process] = []
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+                family += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         for process in family:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         while self.poll() is None:
             time.sleep(0.005)
 

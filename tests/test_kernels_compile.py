@@ -236,7 +236,8 @@ LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
 @pytest.mark.parametrize("operation", LAUNCHES)
 def test_compiles(operation: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__, operation], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, __file__, operation]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert all(f"kernel sm_{sm}" in done.stdout for sm in HEADS)  # something was compiled
 
