@@ -28,7 +28,6 @@ from msattn.kernels.checks import (
     check_layout,
     check_per_sequence,
     check_qkv,
-    query_offset,
     resolve_backend,
     resolve_scale,
 )
@@ -155,10 +154,6 @@ def launch_backward(
 
 def _prepare(q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool) -> tuple[Convolution, Scores]:
     """Convolved scores of some heads, as a sum of products."""
-    if kv_start is not None and not causal:
-        # Queries of the padding enter scores, and count as 0. A kernel that zeroed them in its inner loop raced (Triton 3.6).
-        first = (kv_start - query_offset(q.shape[2], k.shape[2], causal))[:, None]
-        q = q.masked_fill((torch.arange(q.shape[2], device=q.device) < first)[:, None, :, None], 0.0)
     conv = Convolution(q, k, weight.contiguous(), kv_start, causal)
     return conv, Scores(conv.q, prepare_keys(conv), conv.window, make_band(conv))
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import statistics_dtype
+from msattn.kernels.checks import query_offset, statistics_dtype
 
 Operator = Any  # what torch.library.custom_op gives has no public name
 
@@ -89,6 +89,7 @@ def mixing(name: str, triton: Passes, torch_: Passes) -> tuple[Operator, Operato
     ) -> tuple[Tensor, Tensor]:
         if backend == "triton":
             with torch.cuda.device_of(q):
+                q, k, v = _without_padding(kv_start, causal, (q,), (k, v))
                 return triton.forward(q, k, v, weight, kv_start, causal, scale)
         return torch_.forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)
 
@@ -107,10 +108,11 @@ def mixing(name: str, triton: Passes, torch_: Passes) -> tuple[Operator, Operato
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = dout, dlse, q, k, v, weight, out, lse
         if backend == "triton":
             with torch.cuda.device_of(q):
-                return triton.backward(*given, kv_start, causal, scale)
+                q, dout, k, v = _without_padding(kv_start, causal, (q, dout), (k, v))
+                return triton.backward(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale)
+        given = dout, dlse, q, k, v, weight, out, lse
         return torch_.backward(*given, causal=causal, scale=scale, kv_start=kv_start)
 
     @backward_operator.register_fake
@@ -119,6 +121,25 @@ def mixing(name: str, triton: Passes, torch_: Passes) -> tuple[Operator, Operato
 
     _differentiate(operator, backward_operator)
     return operator, backward_operator
+
+
+def _without_padding(
+    kv_start: Tensor | None, causal: bool, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Zeros before each sequence, as 0 times what lies there may be NaN.
+
+    Once for all kernels: those that zeroed a factor in the loop over products raced (Triton 3.6).
+    """
+    if kv_start is None:
+        return *queries, *keys
+    offset = query_offset(queries[0].shape[2], keys[0].shape[2], causal)
+    return *(_zeroed(x, kv_start - offset) for x in queries), *(_zeroed(x, kv_start) for x in keys)
+
+
+def _zeroed(x: Tensor, first: Tensor) -> Tensor:
+    """``x [B, H, N, D]`` with 0 in rows before ``first [B]``, and its strides."""
+    before = torch.arange(x.shape[2], device=x.device) < first[:, None]
+    return x.clone().masked_fill_(before[:, None, :, None], 0)
 
 
 def _differentiate(operator: Operator, backward_operator: Operator) -> None:

@@ -7,7 +7,8 @@ gradients of some rows to a scratch, ``matrix [B, H, rows, M]``, and multiply th
     add_left    out_h += matrix_h Y_z                                        Y: rows of keys, ``out [B, H, N, D]``
 
 With terms, query i meets row ``i + t - (terms - 1)`` of X in term t; they are outputs of their own on the right, and a sum on
-the left. Sums have one owner and one order: the same bits each time. Prefix: p_ pointer. Programs: (tile, output, sequence).
+the left. X and Y are 0 before a sequence's start. Sums have one owner and one order: the same bits each time. Prefix: p_
+pointer. Programs: (tile, output, sequence).
 """
 
 from collections.abc import Iterator
@@ -69,7 +70,7 @@ def add_right(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1
         tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
         terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.keys, BN=tile.rows,
-        PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(x.dtype),
+        CAUSAL=rows.causal, PRECISION=precision(x.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -78,7 +79,7 @@ def add_right(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1
 def _right_kernel(
     matrix_desc, x_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, z, j0 = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BN
     _, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
@@ -92,10 +93,7 @@ def _right_kernel(
     for n in tl.range(0, group * tiles):  # type: ignore[misc]
         h, row = z // terms * group + n // tiles, first + n % tiles * BM
         matrix = tl.reshape(matrix_desc.load([b, h, row, j0]), [BM, BN])
-        x_row = begin + row + shift
-        x = load_tile(x_desc, b, h, x_row, BM, COLS)
-        if PADDED:  # 0 times NaN is NaN
-            x = tl.where((x_row + tl.arange(0, BM) >= first_query)[:, None], x, 0.0)
+        x = load_tile(x_desc, b, h, begin + row + shift, BM, COLS)
         acc = tl.dot(tl.trans(matrix), x, acc, input_precision=PRECISION)
     add_tile(p_out, acc, b * tl.num_programs(1) + z, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
 
@@ -109,7 +107,7 @@ def add_left(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1)
         tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,
         terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.rows, BN=tile.keys,
-        PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(y.dtype),
+        CAUSAL=rows.causal, PRECISION=precision(y.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -118,7 +116,7 @@ def add_left(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1)
 def _left_kernel(
     matrix_desc, y_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, first, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, i0 = tl.program_id(2), tl.program_id(1), first + tl.program_id(0) * BM
     first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
@@ -131,8 +129,6 @@ def _left_kernel(
         for j in tl.range(first_key // BN * BN, last, BN):  # type: ignore[misc]
             matrix = tl.reshape(matrix_desc.load([b, h, row - begin, j]), [BM, BN])
             y = load_tile(y_desc, b, h // group * terms + term, j, BN, COLS)
-            if PADDED:  # 0 times NaN is NaN
-                y = tl.where((j + tl.arange(0, BN) >= first_key)[:, None], y, 0.0)
             acc = tl.dot(matrix, y, acc, input_precision=PRECISION)
     add_tile(p_out, acc, b * tl.num_programs(1) + h, i0, first_query, end, num_queries, HEAD, BM, COLS)
 

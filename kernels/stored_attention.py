@@ -3,8 +3,9 @@
     out_h = softmax over keys j of A_h, times V_(h // group)
     dV_z += sum over heads h of group z of P_h^T dO_h        dA_h = P_h * (dO_h V^T - row term)
 
-Scores are scaled already: natural logits ``[B, H, rows, M]``. The gradient takes their place, in the dtype of V. A program
-of it owns a tile of keys and goes through the rows and heads that see it. Prefix: p_ pointer. Programs: (tile, head, sequence).
+Scores are scaled already: natural logits ``[B, H, rows, M]``; V and dO are 0 before a sequence's start. The gradient takes the
+place of scores, in the dtype of V. A program of it owns a tile of keys and goes through the rows and heads that see it. Prefix:
+p_ pointer. Programs: (tile, head, sequence).
 """
 
 from torch import Tensor
@@ -40,7 +41,7 @@ def attend_stored(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Row
         tile_view(scores, tile.rows, tile.keys), tile_view(v, tile.keys), out, lse, rows.kv_start, *out.stride()[:3],
         heads // v.shape[1], num_queries, num_keys, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys,
-        PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(v.dtype),
+        CAUSAL=rows.causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -50,7 +51,7 @@ def _attend_kernel(
     s_desc, v_desc, p_out, p_lse, p_kv_start, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, h, b = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
@@ -69,8 +70,6 @@ def _attend_kernel(
             s = mask_scores(s, i, j, num_keys, offset, CAUSAL)
             s = tl.where((j >= first_key)[None, :], s, float("-inf"))
         v = load_tile(v_desc, b, h // group, j0, BN, COLS)
-        if PADDED:  # 0 times NaN is NaN
-            v = tl.where((j >= first_key)[:, None], v, 0.0)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, LOGITS_TO_BASE_2, PRECISION)
     out, lse2 = softmax_end(m, l, acc, (i >= first_query) & (i < end))
     store_rows(p_out, p_lse, out, lse2, b, h, i, 0, tl.num_programs(1), num_queries,
@@ -117,8 +116,6 @@ def _gradient_kernel(
     first = tl.maximum(first - begin - BEYOND, 0) // BM * BM  # rows that do not see the keys yet, too: they become 0
     tiles = tl.cdiv(tl.maximum(end - begin - first, 0), BM)
     v = load_tile(v_desc, b, kv_head, j0, BN, COLS)
-    if PADDED:
-        v = tl.where((j >= first_key)[:, None], v, 0.0)
     dv = tl.zeros([BN, COLS], tl.float32)
     for n in tl.range(0, group * tiles):  # type: ignore[misc]
         h, row = kv_head * group + n // tiles, first + n % tiles * BM
@@ -131,9 +128,8 @@ def _gradient_kernel(
         p = tl.exp2(s * LOGITS_TO_BASE_2 - lse2[:, None])
         if CAUSAL and j0 + BN - 1 > begin + row + offset:
             p = tl.where(j[None, :] <= i[:, None] + offset, p, 0.0)
-        if PADDED:  # 0 times NaN is NaN
+        if PADDED:
             p = tl.where((j >= first_key)[None, :], p, 0.0)
-            do = tl.where((i >= first_query)[:, None], do, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = p * (dp - row_term[:, None])
         p_rows = p_dscores + h.to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
 ROOT = Path(__file__).parents[1]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 PATIENCE = 300  # seconds for what takes ten on a machine at rest: only what hangs may fail for its time
 
 sys.path.append(str(ROOT))  # forked processes take it over, and find tests there
@@ -23,7 +25,8 @@ _forks.set_forkserver_preload(["pytest", "msattn.trainer.finetune", "msattn.trai
 class Job:
     """``script`` with ``arguments``, started in ``folder``; its output and its errors go to files there.
 
-    Its processes, with ranks if there are several, come from one that has imported what takes seconds.
+    Its processes, with ranks if there are several, come from one that has imported what takes seconds. They see no GPU: a
+    library that counts some gives each rank one of them, also of a job that is to run on the CPU.
     """
 
     def __init__(self, script: str, folder: Path, *arguments: object, processes: int = 1) -> None:
@@ -36,7 +39,8 @@ class Job:
 
     def _start(self, call: list[str], processes: int) -> None:
         shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
-        each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)] if processes > 1 else [{}]
+        several = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        each = [NO_GPU | own for own in (several if processes > 1 else [{}])]
         self._ranks = [_forks.Process(target=_run, args=(call, own, str(self.out), str(self.err))) for own in each]
         for rank in self._ranks:
             rank.start()
@@ -90,12 +94,14 @@ class Job:
 class Launched(Job):
     """A job that Python runs, or ``torchrun`` if it takes several processes: what is known of it is the launcher's."""
 
+    hidden: ClassVar[dict[str, str]] = NO_GPU
+
     def _start(self, call: list[str], processes: int) -> None:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = psutil.Popen(
                 [sys.executable, *torchrun, *call],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **self.hidden, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdout=out,
                 stderr=err,
             )
@@ -105,6 +111,12 @@ class Launched(Job):
 
     def kill(self) -> None:
         self._kill([self.process.pid])
+
+
+class LaunchedOnGPUs(Launched):
+    """The same, with the machine's GPUs."""
+
+    hidden: ClassVar[dict[str, str]] = {}
 
 
 def _free_port() -> str:

@@ -31,7 +31,7 @@ from msattn.trainer.finetune import finetune
 from msattn.trainer.seer.distill import train_gate
 from msattn.trainer.seer.gate import Gate
 from tests.factory import tiny_architecture
-from tests.jobs import Job, Launched
+from tests.jobs import Job, LaunchedOnGPUs
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -326,12 +326,12 @@ def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_shared_weights_learn_what_whole_ones_do(root: Path, tmp_path: Path) -> None:
     gate, runs = str(new_gates(root, "cuda", "float32")), root / "outputs/small"
-    Launched(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").succeeded()
-    Launched(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).succeeded()
+    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").succeeded()
+    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).succeeded()
     assert_near(runs / "gpu-one", runs / "gpu-two")
     shutil.copytree(runs / "gpu-two/runs", runs / "gpu-again/runs")
     shutil.rmtree(runs / "gpu-again/runs/finetune/checkpoints/checkpoint-4")
-    Launched(JOB, tmp_path, root, "gpu-again", "cuda", gate, "fsdp", "resume", processes=2).succeeded()
+    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-again", "cuda", gate, "fsdp", "resume", processes=2).succeeded()
     assert equal(weights(runs / "gpu-again/model"), weights(runs / "gpu-two/model"))
 
 

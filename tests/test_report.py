@@ -89,9 +89,9 @@ def test_cost_sees_memory_and_time() -> None:
     with cost(torch.device("cpu")) as before:
         pass
     with cost(torch.device("cpu")) as spent:
-        torch.frombuffer(mmap.mmap(-1, 2**26), dtype=torch.uint8).fill_(1)  # an allocator may have as much left
+        torch.frombuffer(mmap.mmap(-1, 2**28), dtype=torch.uint8).fill_(1)  # an allocator may have as much left
     assert spent.seconds > 0
-    assert spent.peak_mb > before.peak_mb + 60
+    assert spent.peak_mb > before.peak_mb + 150
 
 
 def test_files(tmp_path: Path, rows: list[Row], about: report.Context) -> None:

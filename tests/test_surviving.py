@@ -27,7 +27,7 @@ from msattn.trainer.errors import Fault, Terminated, UserError, leave, say
 from msattn.trainer.loop import fit
 from msattn.trainer.peers import LAST_WORD, together
 from msattn.trainer.tracker import Tracker
-from tests.jobs import Job, Launched
+from tests.jobs import Job, Launched, LaunchedOnGPUs
 
 TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
 ITEMS = 20
@@ -358,7 +358,7 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
 def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of several processes, each with a GPU."""
     folder = tmp_path_factory.mktemp("whole_on_gpus")
-    assert ended(started(Launched, folder, GPUS, resume=False, device="cuda", pause=0.0)) == (0, [])
+    assert ended(started(LaunchedOnGPUs, folder, GPUS, resume=False, device="cuda", pause=0.0)) == (0, [])
     return folder
 
 
@@ -366,7 +366,7 @@ def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signals) -> None:
-    running = started(Launched, tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
+    running = started(LaunchedOnGPUs, tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
     running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
     since = time.monotonic()
     if number == signal.SIGKILL:
@@ -378,5 +378,5 @@ def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signal
     assert code == 1  # torchrun's own
     assert len(lines) == 1
     assert ("another process of this run ended" if number == signal.SIGKILL else "interrupted: stopped after step") in lines[0]
-    assert ended(started(Launched, tmp_path, GPUS, resume=True, device="cuda", pause=0.0)) == (0, [])
+    assert ended(started(LaunchedOnGPUs, tmp_path, GPUS, resume=True, device="cuda", pause=0.0)) == (0, [])
     assert same(tmp_path, whole_on_gpus)
