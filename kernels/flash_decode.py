@@ -13,6 +13,9 @@ reads the keys twice, half as much again, to save exp(m_s - m) for N * group row
 on top, D + 2 fp32 numbers a row and split. The largest of the maxima is found by each program of the second pass for itself:
 they are a few numbers, and a kernel more would cost more than reading them.
 
+Whole tiles are read by descriptor where keys and values lie in aligned rows: a few long requests come nearer to the memory's
+rate than many short ones. What is left of a split, and a cache in any other layout, is read by pointer.
+
 Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size, BS splits. Layouts: part_max, part_sum
 ``[B, Hkv, G * N, S]``, base 2 and not yet normalised; part_out ``[B, Hkv, G * N, S, D]``. Programs: (split, block of rows),
 key/value head, sequence; then a row.
@@ -22,15 +25,18 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.checks import check_flash_decode, resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.checks import check_flash_decode, has_aligned_rows, resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.primitives import (
     LOG2_E,
     admit_next,
+    capability,
     in_a_row,
+    load_tile,
     num_processors,
     padded_head,
     precision,
     softmax_step,
+    tile_view,
     tl,
     triton,
     wait_for_previous,
@@ -185,18 +191,20 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     group, cols = q_heads // kv_heads, padded_head(head)
     rows = group * num_queries
-    tile = tile or default_tile(rows, cols, q.element_size())
+    tile = tile or default_tile(rows, cols, q.element_size(), capability(q.device))
     row_blocks = triton.cdiv(rows, tile.rows)
     slots = tile.programs * num_processors(q.device)
     splits = splits or choose_splits(batch * kv_heads * row_blocks, slots, triton.cdiv(num_keys, tile.keys))
     window = None if score_mod is None else score_mod.window
     mod_arguments = () if score_mod is None else (*score_mod.tensors, *score_mod.numbers)
+    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))
+    views = [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
 
     part_out = q.new_empty((batch, kv_heads, rows, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     for step in ("max", "sum") if variant == "global" else ("partial",):
         _split_kernel[(splits * row_blocks, kv_heads, batch)](
-            q, k, v, part_max, part_sum, part_out, kv_start, kv_len, mod_arguments,
+            q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, mod_arguments,
             *q.stride(), *k.stride(), *v.stride(),
             group, num_queries, num_keys, row_blocks, num_keys + num_queries if window is None else window,
             scale, LOG2_E if score_mod else scale * LOG2_E,
@@ -214,18 +222,19 @@ def launch(
     return out, lse
 
 
-def default_tile(rows: int, cols: int, itemsize: int) -> Tile:
-    """Rows up to 128 read keys and values once. Tiles of keys are at most 16 KiB: two programs hold two or three of each."""
+def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
+    """Rows up to 128 read keys and values once; three tiles of each are in shared memory, of one program or of two."""
     if itemsize == 4:  # on CUDA cores
         return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
     rows = max(16, min(128, triton.next_power_of_2(rows)))
-    keys = max(16, min(64, 8192 // cols))
-    return Tile(rows=rows, keys=keys, warps=4 if rows < 128 else 8, stages=3, programs=2 if rows < 128 else 1)
+    programs = 1 if sm >= 90 or rows == 128 else 2
+    keys = max(16, min(64 if rows == 128 else 128, (16384 if sm >= 90 and rows < 128 else 8192) // cols))
+    return Tile(rows=rows, keys=keys, warps=4 if rows < 128 else 8, stages=3, programs=programs)
 
 
 @triton.jit(do_not_specialize=["group", "num_queries", "num_keys", "row_blocks", "window"])
 def _split_kernel(
-    q, k, v, part_max, part_sum, part_out, kv_start, kv_len, mod_arguments,
+    q, k, v, k_desc, v_desc, part_max, part_sum, part_out, kv_start, kv_len, mod_arguments,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
@@ -244,7 +253,7 @@ def _split_kernel(
     row = row_block * BM + tl.arange(0, BM)
     packed = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     head = kv_head * group + packed // num_queries
-    first, stop, start, offset = _share(kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL)
+    first, stop, start, offset = _share(kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL, BN)
     i = offset + packed % num_queries
 
     o_d = tl.arange(0, BD)
@@ -262,30 +271,32 @@ def _split_kernel(
         m = _row_max(part_max + (part - split), row < rows, num_splits, BM, BS)
     base = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf is NaN
 
-    for j0 in tl.range(first, stop, BN):
+    by_pointer = first
+    if k_desc is not None:
+        by_pointer += tl.maximum(stop - first, 0) // BN * BN
+        for j0 in tl.range(first, by_pointer, BN):
+            j = j0 + tl.arange(0, BN)
+            s = tl.dot(b_q, tl.trans(load_tile(k_desc, batch, kv_head, j0, BN, BD)), input_precision=PRECISION)
+            s = _modify(s, batch, head, i, j, start, num_keys, scale, mod_arguments, MOD, CAUSAL)
+            if STEP == "max":
+                m = tl.maximum(m, tl.max(s, 1) * scale2)
+            else:
+                b_v = load_tile(v_desc, batch, kv_head, j0, BN, BD)
+                m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
+    for j0 in tl.range(by_pointer, stop, BN):
         j = j0 + tl.arange(0, BN)
         live = j < stop
         m_tile = live[:, None] & m_d[None, :]
         key = j.to(tl.int64)[:, None]
         b_k = tl.load(k + key * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-        if MOD is not None:
-            i_given, j_given = tl.maximum(i, 0), tl.minimum(j, num_keys - 1)  # places that exist, also for what is masked
-            s = MOD(s * scale, batch, head[:, None], i_given[:, None], j_given[None, :], *mod_arguments)
-        seen = live[None, :] & (i >= start)[:, None]
-        if CAUSAL:
-            seen = seen & (j[None, :] <= i[:, None])
-        s = tl.where(seen, s, float("-inf"))
+        s = _modify(s, batch, head, i, j, start, num_keys, scale, mod_arguments, MOD, CAUSAL)
+        s = tl.where(live[None, :], s, float("-inf"))
         if STEP == "max":
             m = tl.maximum(m, tl.max(s, 1) * scale2)
         else:
             b_v = tl.load(v + key * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
-            if STEP == "partial":
-                m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
-            else:
-                p = tl.exp2(s * scale2 - base[:, None])
-                l += tl.sum(p, 1)
-                acc = tl.dot(p.to(b_v.dtype), b_v, acc, input_precision=PRECISION)
+            m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
     if STEP != "sum":
         tl.store(part_max + part, m, mask=row < rows)
@@ -295,15 +306,43 @@ def _split_kernel(
 
 
 @triton.jit
-def _share(kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr):
-    """A split's keys ``first <= j < stop``, an even share of what any query sees; the first real key; query 0's position."""
+def _modify(
+    s, batch, head, i, j, start, num_keys, scale, mod_arguments, MOD: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """Scores ``s [BM, BN]`` of queries i and keys j as the modification wants them, -inf where a query may not see a key."""
+    if MOD is not None:
+        i_given, j_given = tl.maximum(i, 0), tl.minimum(j, num_keys - 1)  # places that exist, also for what is masked
+        s = MOD(s * scale, batch, head[:, None], i_given[:, None], j_given[None, :], *mod_arguments)
+    seen = (i >= start)[:, None]
+    if CAUSAL:
+        seen = seen & (j[None, :] <= i[:, None])
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile's scores and values, added to sums relative to their own maximum or, for "sum", to the row's."""
+    if STEP == "partial":
+        m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+    else:
+        p = tl.exp2(s * scale2 - base[:, None])
+        l += tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return m, l, acc
+
+
+@triton.jit
+def _share(
+    kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """A split's keys ``first <= j < stop``, an even share, in tiles, of what is seen; first real key; query 0's position."""
     start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
     end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
     offset = end - num_queries
     if not CAUSAL:
         offset = tl.maximum(offset, 0)
     first = tl.maximum(start, offset + 1 - window)
-    share = tl.cdiv(tl.maximum(end - first, 0), num_splits)
+    share = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), num_splits), BN) * BN
     first += split * share
     return first, tl.minimum(first + share, end), start, offset
 
