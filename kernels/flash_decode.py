@@ -227,8 +227,9 @@ def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
     if itemsize == 4:  # on CUDA cores
         return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
     rows = max(16, min(128, triton.next_power_of_2(rows)))
-    programs = 1 if sm >= 90 or rows == 128 else 2
-    keys = max(16, min(64 if rows == 128 else 128, (16384 if sm >= 90 and rows < 128 else 8192) // cols))
+    tile_bytes = 32768 if sm >= 90 and rows < 128 else 16384
+    keys = max(16, min(128 if rows < 128 else 64, tile_bytes // (cols * itemsize)))
+    programs = 2 if rows < 128 and keys * cols * itemsize <= 16384 else 1
     return Tile(rows=rows, keys=keys, warps=4 if rows < 128 else 8, stages=3, programs=programs)
 
 
