@@ -166,6 +166,8 @@ def test_reference_at_length() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
     lengths = [(1, 1), (63, 63), (65, 65), (1, 333), (111, 300), (1100, 1100), (130, 65)]
+    if head_size == 256:  # beyond the usual sizes, and minutes of compilation in fp32
+        lengths = [(65, 65), (111, 300), (130, 65)]
     for case in full_product(head_size, dtype, lengths, block_size):
         check(case, random_zoom(1, case.q_heads, case.blocks, 0.5, "cuda"), "triton", "cuda")
 
