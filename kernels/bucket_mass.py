@@ -146,7 +146,7 @@ def launch(
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     rows, cols = q_heads // kv_heads * num_queries, padded_head(head)
-    tile = tile or default_tile(cols, q.dtype, rows)
+    tile = tile or default_tile(cols, q.dtype)
     granule = default_granule(num_keys // num_buckets, tile.keys)
     row_tiles = triton.cdiv(rows, tile.rows)
     most_tiles = triton.cdiv(most_granules(num_keys, num_buckets, granule) * granule, tile.keys)
@@ -184,12 +184,11 @@ def launch(
     return mass, lse, top_key
 
 
-def default_tile(cols: int, dtype: torch.dtype, rows: int) -> Tile:
-    """Short tiles leave registers for the next one's scores, and for two programs on a multiprocessor."""
+def default_tile(cols: int, dtype: torch.dtype) -> Tile:
+    """Short tiles leave room for several programs on a multiprocessor: while one multiplies, others take exponentials."""
     if dtype == torch.float32:
         return Tile(rows=64, keys=32, warps=8, stages=1, programs=2)
-    stages, programs = (4, 2) if cols <= 128 else (2, 1)
-    return Tile(64, 64, 4, stages, programs) if rows <= 64 else Tile(128, 64, 8, stages, programs)
+    return Tile(64, 64, 4, 3, 4) if cols <= 128 else Tile(64, 64, 4, 2, 2)
 
 
 def default_granule(keys_per_bucket: int, tile: int) -> int:

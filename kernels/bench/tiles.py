@@ -45,6 +45,7 @@ LONG_ROWS = [
     Tile(64, 128, 4, 3),
 ]
 MEMORY_BOUND = [
+    Tile(16, 128, 4, 3, 1),
     Tile(16, 64, 4, 3, 2),
     Tile(16, 64, 4, 5, 1),
     Tile(16, 64, 4, 5, 2),
@@ -86,11 +87,11 @@ TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses 
     "bucket_decode": MEMORY_BOUND,
     "flash_decode": MEMORY_BOUND,
     "bucket_mass": [
-        Tile(128, 64, 8, 3, 2),
+        Tile(128, 64, 8, 4, 2),
         Tile(128, 64, 8, 6, 2),
         Tile(128, 128, 8, 3, 1),
         Tile(256, 64, 16, 4, 1),
-        Tile(64, 64, 4, 3, 4),
+        Tile(64, 64, 4, 2, 4),
         Tile(64, 64, 4, 4, 3),  # registers for a product beside the exponentials of the tile before
         Tile(64, 128, 4, 2, 3),
         Tile(64, 128, 4, 3, 2),
