@@ -119,10 +119,12 @@ def normalise_kernel(
         b_carried = tl.load(carried + kv_row * num_lanes + o_lane, mask=o_lane < num_lanes, other=-1)
         if tl.max(((b_carried >= first_bucket) & (b_carried < first_bucket + BC)).to(tl.int32), 0) > 0:
             for r in tl.range(lane, tl.minimum(lane + BL, num_lanes)):
-                goes_on = (bucket == tl.load(carried + kv_row * num_lanes + r))[:, None]
-                p_lane = sums + (num_buckets + r).to(tl.int64) * rows
-                b_sum = tl.load(p_lane, mask=goes_on & m_row[None, :], other=-(1 << 30))
-                b_mass += tl.where(goes_on, narrow(b_sum, whole[None, :]), 0.0)
+                b_bucket = tl.load(carried + kv_row * num_lanes + r)
+                if (b_bucket >= first_bucket) & (b_bucket < first_bucket + BC):
+                    goes_on = (bucket == b_bucket)[:, None]
+                    p_lane = sums + (num_buckets + r).to(tl.int64) * rows
+                    b_sum = tl.load(p_lane, mask=goes_on & m_row[None, :], other=-(1 << 30))
+                    b_mass += tl.where(goes_on, narrow(b_sum, whole[None, :]), 0.0)
     b_mass *= tl.exp2(whole - base)[None, :]
     p_mass = mass + (kv_row * rows + row[:, None]) * num_buckets + bucket[None, :]
     tl.store(p_mass, tl.trans(b_mass), mask=m_row[:, None] & m_bucket[None, :])

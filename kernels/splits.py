@@ -10,12 +10,11 @@ SPLITS_AT_ONCE = 32  # of a row, when they are merged
 
 
 @lru_cache
-def choose_splits(blocks: int, slots: int, most: int) -> int:
-    """The fewest splits, of ``blocks`` programs each, that keep the GPU's slots within 5 % as busy as any number does."""
+def choose_splits(blocks: int, slots: int, most: int, enough: float = 0.95) -> int:
+    """The fewest splits, of ``blocks`` programs each, that keep the GPU's slots nearly as busy as any number does."""
     waves = [blocks * splits / slots for splits in range(1, min(most, MAX_SPLITS) + 1)]
     busy = [x / math.ceil(x) for x in waves]
-    enough = 0.95 * max(busy)
-    return 1 + next(n for n, x in enumerate(busy) if x >= enough)
+    return 1 + next(n for n, x in enumerate(busy) if x >= enough * max(busy))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
