@@ -197,7 +197,7 @@ def launch(
     splits = splits or choose_splits(batch * kv_heads * row_blocks, slots, triton.cdiv(num_keys, tile.keys))
     window = None if score_mod is None else score_mod.window
     mod_arguments = () if score_mod is None else (*score_mod.tensors, *score_mod.numbers)
-    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))
+    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # no descriptor for expanded dimensions
     views = [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
 
     part_out = q.new_empty((batch, kv_heads, rows, splits, head), dtype=torch.float32)
@@ -223,12 +223,12 @@ def launch(
 
 
 def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
-    """Rows up to 128 read keys and values once; three tiles of each are in shared memory, of one program or of two."""
+    """Rows up to 128 read keys and values once. Three tiles of each are in shared memory: of 32 KiB where that has 227."""
     if itemsize == 4:  # on CUDA cores
         return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
     rows = max(16, min(128, triton.next_power_of_2(rows)))
-    tile_bytes = 32768 if sm >= 90 and rows < 128 else 16384
-    keys = max(16, min(128 if rows < 128 else 64, tile_bytes // (cols * itemsize)))
+    large = 90 <= sm < 120 and rows < 128
+    keys = max(16, min(128, 32768 // (cols * itemsize)) if large else min(64, 16384 // (cols * itemsize)))
     programs = 2 if rows < 128 and keys * cols * itemsize <= 16384 else 1
     return Tile(rows=rows, keys=keys, warps=4 if rows < 128 else 8, stages=3, programs=programs)
 
@@ -336,14 +336,16 @@ def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl
 def _share(
     kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """A split's keys ``first <= j < stop``, an even share, in tiles, of what is seen; first real key; query 0's position."""
+    """A split's keys ``first <= j < stop``, an even share of what is seen; first real key; query 0's position."""
     start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
     end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
     offset = end - num_queries
     if not CAUSAL:
         offset = tl.maximum(offset, 0)
     first = tl.maximum(start, offset + 1 - window)
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), num_splits), BN) * BN
+    share = tl.cdiv(tl.maximum(end - first, 0), num_splits)
+    if share >= 32 * BN:  # else a tile more for some than for others costs more than a tail for each
+        share = tl.cdiv(share, BN) * BN
     first += split * share
     return first, tl.minimum(first + share, end), start, offset
 

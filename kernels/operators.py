@@ -137,7 +137,7 @@ def _without_padding(
 
 
 def _zeroed(x: Tensor, first: Tensor) -> Tensor:
-    """``x [B, H, N, D]`` with 0 in rows before ``first [B]``, and its strides."""
+    """``x [B, H, N, D]`` with 0 in rows before ``first [B]``, laid out as ``empty_like(x)``, which the fakes promise."""
     before = torch.arange(x.shape[2], device=x.device) < first[:, None]
     return x.clone().masked_fill_(before[:, None, :, None], 0)
 

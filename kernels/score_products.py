@@ -7,8 +7,8 @@ gradients of some rows to a scratch, ``matrix [B, H, rows, M]``, and multiply th
     add_left    out_h += matrix_h Y_z                                        Y: rows of keys, ``out [B, H, N, D]``
 
 With terms, query i meets row ``i + t - (terms - 1)`` of X in term t; they are outputs of their own on the right, and a sum on
-the left. X and Y are 0 before a sequence's start. Sums have one owner and one order: the same bits each time. Prefix: p_
-pointer. Programs: (tile, output, sequence).
+the left. Before a sequence's start the matrix is 0, X and Y are finite. Sums have one owner and one order: the same bits each
+time. Prefix: p_ pointer. Programs: (tile, output, sequence).
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ many rows as fit a scratch are written out, in 16 bits for 16-bit inputs, and re
     dV += P^T dO        dX_t += dA Y_t        dY_t += dA^T X_t
 
 In all ``3 T + 2`` products of a tile, where dense attention has 5.
-Rows i and keys j are those of the tensors, padding included; what lies in it is masked.
+Rows i and keys j are those of the tensors, padding included, which holds zeros and is masked.
 
 Prefix: p_ pointer. Programs: (row tile and span of keys, head of a sequence).
 """

@@ -132,6 +132,7 @@ CASES = [
     Case(2, 20, 1, 9, 65, 8, HALF, True, "sliding_window", padding=(20, 60), filled=(64, 65)),
     Case(2, 2, 1, 5, 63, 80, FULL, False, None, padding=(2, 0), filled=(3, 0)),
     Case(2, 4, 1, 16, 12, 64, HALF, True, "alibi", filled=(12, 4)),
+    Case(1, 2, 1, 1, 4200, 16, HALF, splits=2),  # shares in whole tiles
 ]
 
 
