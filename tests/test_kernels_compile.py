@@ -4,8 +4,8 @@ The interpreter lets pass what a compiler refuses (short dots, ``break``, layout
 launcher runs here, in a process without the interpreter, on CPU tensors, with a driver that compiles and launches nothing.
 
 A new operation adds a function to LAUNCHES; it calls the launcher with small CPU tensors of the given dtype and head size.
-Compiling takes long: of what can be asked of an operation, each head size takes a share. The older GPU leaves out heads of 80,
-which have the tiles of 128, fp32, which has the same ones on both, and all but the first kernel of a convolution.
+Compiling takes long: of what can be asked of an operation, each head size takes a share. Heads of 80 are left out, which have
+the tiles of 128; for the older GPU fp32, too, whose tiles are the newer one's, and all but the first kernel of a convolution.
 """
 
 import os
@@ -20,10 +20,10 @@ import torch
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes a block may use, by compute capability
 HEADS = {
     80: (("bfloat16", 128), ("bfloat16", 256)),
-    90: (("bfloat16", 128), ("float16", 80), ("float32", 64), ("bfloat16", 256)),
+    90: (("float16", 128), ("float32", 64), ("bfloat16", 256)),
 }
 Case = TypeVar("Case")
-SIZES = (64, 80, 128, 256)
+SIZES = (64, 128, 256)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -164,7 +164,7 @@ def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_attention as op
 
     usual, fewer, one = ((6, 11), None), ((3, 3), torch.tensor([8], dtype=torch.int32)), ((1, 3), None)
-    kernels = {128: (usual, fewer, one), 80: (usual,)}.get(head_size, (fewer,))
+    kernels = {128: (usual, fewer, one)}.get(head_size, (fewer,))
     for taps, kv_start in kernels if sm == 90 else kernels[:1]:
         _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None)
     if head_size == 128:
@@ -176,7 +176,7 @@ def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.testing import random_qkv, starts
 
     usual, least, widest = (1, (6, 11)), (2, (1, 1)), (4, (3, 32))
-    kv_heads, taps = {64: usual, 80: least, 128: usual, 256: widest}[head_size]
+    kv_heads, taps = {64: least, 128: usual, 256: widest}[head_size]
     q, k, v = random_qkv(2, 4, kv_heads, taps[0], 200, head_size, dtype)
     op.launch(q, k, v, torch.ones(4, *taps), starts([8, 0]), starts([200, 7]), 0.1, None)
 
@@ -184,8 +184,8 @@ def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import head_mix_attention as op
 
-    kv_start = torch.tensor([8], dtype=torch.int32) if head_size in (80, 256) else None
-    _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, head_size != 80)
+    kv_start = torch.tensor([8], dtype=torch.int32) if head_size == 256 else None
+    _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, head_size != 64)
 
 
 def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool) -> None:
@@ -203,7 +203,7 @@ def _share(cases: Sequence[Case], head_size: int, sm: int) -> Case:
 
 def _block_size(head_size: int) -> int:
     """Below, at and above what a tile holds, each with one head size: tiles follow the head, and flags go by the block."""
-    return {80: 16, 256: 128}.get(head_size, 64)
+    return {64: 16, 256: 128}.get(head_size, 64)
 
 
 def _tile(operation: str, dtype: torch.dtype, head_size: int, sm: int):
