@@ -8,8 +8,8 @@ No program builds that list. Each lays out up to 64 probes at a time by the runn
 of the positions, and finds the bucket of a position by comparing it with those sums: the time follows the number of keys
 read, not the largest bucket. A second kernel merges the partial results of the splits.
 
-Tiles: BH query heads of a group (padded to the 16 that tensor cores want), BN keys, BD head size, BL probes, BS splits.
-Prefixes: p_ pointer. Programs: (split, key/value head, sequence), then (query head, sequence).
+Tiles: BH query heads of a group (padded to the 16 that tensor cores want), BN keys, BD head size, BL probes.
+Prefixes: p_ pointer. Programs: (split, key/value head, sequence); then those that merge.
 """
 
 import torch
@@ -18,19 +18,18 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.checks import check_bucket_decode, resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.primitives import (
-    LN_2,
     LOG2_E,
     admit_next,
     in_a_row,
     num_processors,
     padded_head,
     precision,
-    softmax_end,
     softmax_step,
     tl,
     triton,
     wait_for_previous,
 )
+from msattn.kernels.splits import merge_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
 
@@ -169,9 +168,9 @@ def launch(
         probes = _distinct(probes)
 
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
-    part_lse = q.new_empty((batch, q_heads, splits), dtype=torch.float32)
+    part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_kernel[(splits, kv_heads, batch)](
-        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_out, part_lse,
+        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_max, part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
@@ -180,10 +179,7 @@ def launch(
     )  # fmt: skip
     out = q.new_empty((batch, q_heads, 1, head))
     lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
-    _merge_kernel[(q_heads, batch)](
-        part_out, part_lse, out, lse, splits, HEAD=head, BS=triton.next_power_of_2(splits), BD=cols,
-        **in_a_row(q.device),
-    )  # fmt: skip
+    merge_splits(part_max, part_sum, part_out, out, lse)
     return out, lse
 
 
@@ -201,13 +197,13 @@ def _distinct(probes: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["group", "num_keys", "num_listed", "num_buckets", "num_probes", "recent", "sink"])
 def _split_kernel(
-    q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_out, part_lse,
+    q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_max, part_sum, part_out,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
     group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
     PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
-    """A query group's attention to a split's share of its keys: ``part_out [B, Hq, S, D]``, base-2 ``part_lse [B, Hq, S]``."""
+    """A group's attention to a split's share of its keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
     wait_for_previous(IN_A_ROW)
     admit_next(IN_A_ROW)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -265,10 +261,10 @@ def _split_kernel(
             s = tl.where(live[None, :], s, float("-inf"))
             m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
 
-    out, lse2 = softmax_end(m, l, acc, m_head)
     part = (batch * kv_heads * group + q_head) * num_splits + split  # [BH]
-    tl.store(part_lse + part, lse2, mask=m_head)
-    tl.store(part_out + part[:, None] * HEAD + o_d[None, :], out, mask=m_head[:, None] & m_d[None, :])
+    tl.store(part_max + part, m, mask=m_head)
+    tl.store(part_sum + part, l, mask=m_head)
+    tl.store(part_out + part[:, None] * HEAD + o_d[None, :], acc, mask=m_head[:, None] & m_d[None, :])
 
 
 @triton.jit
@@ -285,25 +281,3 @@ def _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL: tl.cons
     begin = tl.load(offsets + bucket, mask=live, other=0)
     end = tl.load(offsets + bucket + 1, mask=live, other=0)
     return begin, end - begin
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def _merge_kernel(
-    part_out, part_lse, out, lse, num_splits, HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, IN_A_ROW: tl.constexpr
-):  # fmt: skip
-    """Merge the splits of one query head: ``out [B, Hq, 1, D]``, natural-log ``lse [B, Hq, 1]``."""
-    wait_for_previous(IN_A_ROW)
-    admit_next(IN_A_ROW)
-    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    o_split, o_d = tl.arange(0, BS), tl.arange(0, BD)
-    m_split, m_d = o_split < num_splits, o_d < HEAD
-    b_lse = tl.load(part_lse + row * num_splits + o_split, mask=m_split, other=float("-inf"))
-    p_out = part_out + (row * num_splits + o_split[:, None]) * HEAD + o_d[None, :]
-    b_out = tl.load(p_out, mask=m_split[:, None] & m_d[None, :], other=0.0)  # [BS, BD]
-    largest = tl.max(b_lse, 0)
-    nothing = largest == float("-inf")
-    weight = tl.exp2(b_lse - tl.where(nothing, 0.0, largest))
-    total = tl.where(nothing, 1.0, tl.sum(weight, 0))
-    merged = tl.sum(weight[:, None] * b_out, 0) / total
-    tl.store(out + row * HEAD + o_d, merged.to(out.dtype.element_ty), mask=m_d)
-    tl.store(lse + row, (largest + tl.log2(total)) * LN_2)

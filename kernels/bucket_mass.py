@@ -151,7 +151,8 @@ def launch(
     row_tiles = triton.cdiv(rows, tile.rows)
     most_tiles = triton.cdiv(most_granules(num_keys, num_buckets, granule) * granule, tile.keys)
     slots = tile.programs * num_processors(q.device)
-    splits = choose_splits(row_tiles * kv_heads * batch, slots, most_tiles, enough=0.9)  # what splits leave is added up later
+    # What splits leave is added up later, so that few of them are better.
+    splits = choose_splits(row_tiles * kv_heads * batch, slots, most_tiles, enough=0.9, saturated=1.0)
     packed = pack_keys(k, buckets, num_buckets, granule, tile.keys, splits)
     if causal or min_distance is not None:
         q_pos, k_pos = _positions(q_pos, k_pos, num_queries, num_keys, q.device)

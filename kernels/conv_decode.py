@@ -26,7 +26,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.checks import check_conv_decode, key_taps_before, resolve_backend, resolve_scale
 from msattn.kernels.primitives import LOG2_E, admit_next, in_a_row, num_processors, padded_head, tl, triton, wait_for_previous
-from msattn.kernels.splits import SPLITS_AT_ONCE, choose_splits, merge_kernel
+from msattn.kernels.splits import choose_splits, merge_splits
 from msattn.kernels.types import Backend
 
 WALKS = 32  # 4 warps of 8 rows: the product then holds a walk's taps for a head in one thread
@@ -133,8 +133,9 @@ def launch(
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
     head_blocks = triton.cdiv(group, 4)
     stages = max(1, min(3, 1024 // (cols * k.element_size())))  # two programs fit a multiprocessor
-    slots = 2 * num_processors(q_window.device)
-    splits = 1 + (splits or choose_splits(batch * kv_heads * head_blocks, slots, triton.cdiv(num_keys, 128)))
+    blocks = batch * kv_heads * head_blocks
+    slots = max(1, 2 * num_processors(q_window.device) - blocks)  # beside the programs of split 0
+    splits = 1 + (splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), saturated=0.9))
 
     part_out = q_window.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
@@ -148,11 +149,7 @@ def launch(
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
-    merge_kernel[(batch * q_heads,)](
-        part_max, part_sum, part_out, out, lse, splits,
-        HEAD=head, BS=2 * SPLITS_AT_ONCE, BD=cols, REBASE=True,
-        **in_a_row(q_window.device),
-    )  # fmt: skip
+    merge_splits(part_max, part_sum, part_out, out, lse)
     return out
 
 

@@ -14,11 +14,11 @@ on top, D + 2 fp32 numbers a row and split. The largest of the maxima is found b
 they are a few numbers, and a kernel more would cost more than reading them.
 
 Whole tiles are read by descriptor where keys and values lie in aligned rows: a few long requests come nearer to the memory's
-rate than many short ones. What is left of a split, and a cache in any other layout, is read by pointer.
+rate than many short ones. What is left of the last split, and a cache in any other layout, is read by pointer.
 
-Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size, BS splits. Layouts: part_max, part_sum
-``[B, Hkv, G * N, S]``, base 2 and not yet normalised; part_out ``[B, Hkv, G * N, S, D]``. Programs: (split, block of rows),
-key/value head, sequence; then a row.
+Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts: part_max, part_sum ``[B, Hkv,
+G * N, S]``, base 2 and not yet normalised; part_out ``[B, Hkv, G * N, S, D]``; of one split, that is the result. Programs:
+(split, block of rows), key/value head, sequence; then those that merge.
 """
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.checks import check_flash_decode, has_aligned_rows, resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.primitives import (
+    LN_2,
     LOG2_E,
     admit_next,
     capability,
@@ -42,7 +43,7 @@ from msattn.kernels.primitives import (
     wait_for_previous,
 )
 from msattn.kernels.score_mod import built_in
-from msattn.kernels.splits import SPLITS_AT_ONCE, choose_splits, merge_kernel
+from msattn.kernels.splits import choose_splits, merge_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, ScoreMod, SparseAttention, Variant
 
@@ -200,25 +201,25 @@ def launch(
     aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # no descriptor for expanded dimensions
     views = [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
 
-    part_out = q.new_empty((batch, kv_heads, rows, splits, head), dtype=torch.float32)
-    part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    part_max = q.new_empty((batch, kv_heads, rows, splits), dtype=torch.float32)
+    part_sum, part_out = lse, out
+    if splits > 1:
+        part_sum, part_out = torch.empty_like(part_max), part_max.new_empty((*part_max.shape, head))
     for step in ("max", "sum") if variant == "global" else ("partial",):
         _split_kernel[(splits * row_blocks, kv_heads, batch)](
             q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, mod_arguments,
             *q.stride(), *k.stride(), *v.stride(),
             group, num_queries, num_keys, row_blocks, num_keys + num_queries if window is None else window,
             scale, LOG2_E if score_mod else scale * LOG2_E,
-            STEP=step, MOD=score_mod.kernel if score_mod else None, CAUSAL=causal,
-            HEAD=head, BM=tile.rows, BN=tile.keys, BD=cols, BS=SPLITS_AT_ONCE, PRECISION=precision(q.dtype),
+            STEP=step, WHOLE=splits == 1, MOD=score_mod.kernel if score_mod else None, CAUSAL=causal,
+            HEAD=head, BM=tile.rows, BN=tile.keys, BD=cols, PRECISION=precision(q.dtype),
             num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # as many bytes under way without V
             **in_a_row(q.device),
         )  # fmt: skip
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    merge_kernel[(lse.numel(),)](
-        part_max, part_sum, part_out, out, lse, splits, HEAD=head, BS=SPLITS_AT_ONCE, BD=cols, REBASE=variant == "partial",
-        **in_a_row(q.device),
-    )  # fmt: skip
+    if splits > 1:
+        merge_splits(part_max, part_sum, part_out, out, lse, rebase=variant == "partial")
     return out, lse
 
 
@@ -239,9 +240,8 @@ def _split_kernel(
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
-    STEP: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
-    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
-    IN_A_ROW: tl.constexpr,
+    STEP: tl.constexpr, WHOLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
+    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for a block of rows: its maxima ("max"), sums that start from all ("sum"), or both ("partial")."""
     wait_for_previous(IN_A_ROW)
@@ -269,7 +269,7 @@ def _split_kernel(
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
     if STEP == "sum":
-        m = _row_max(part_max + (part - split), row < rows, num_splits, BM, BS)
+        m = _row_max(part_max + (part - split), row < rows, num_splits, BM)
     base = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf is NaN
 
     by_pointer = first
@@ -302,8 +302,13 @@ def _split_kernel(
     if STEP != "sum":
         tl.store(part_max + part, m, mask=row < rows)
     if STEP != "max":
+        if WHOLE:
+            l = tl.where(l > 0, l, 1.0)  # 0 where nothing was seen, and acc with it
+            acc = acc / l[:, None]
+            l = (m + tl.log2(l)) * LN_2
         tl.store(part_sum + part, l, mask=row < rows)
-        tl.store(part_out + part[:, None] * HEAD + o_d[None, :], acc, mask=(row < rows)[:, None] & m_d[None, :])
+        p_out = part_out + part[:, None] * HEAD + o_d[None, :]
+        tl.store(p_out, acc.to(part_out.dtype.element_ty), mask=(row < rows)[:, None] & m_d[None, :])
 
 
 @triton.jit
@@ -336,26 +341,24 @@ def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl
 def _share(
     kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """A split's keys ``first <= j < stop``, an even share of what is seen; first real key; query 0's position."""
+    """A split's keys ``first <= j < stop``, an even share of tiles of what is seen; first real key; query 0's position."""
     start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
     end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
     offset = end - num_queries
     if not CAUSAL:
         offset = tl.maximum(offset, 0)
     first = tl.maximum(start, offset + 1 - window)
-    share = tl.cdiv(tl.maximum(end - first, 0), num_splits)
-    if share >= 32 * BN:  # else a tile more for some than for others costs more than a tail for each
-        share = tl.cdiv(share, BN) * BN
+    share = tl.cdiv(tl.maximum(end - first, 0), num_splits * BN) * BN
     first += split * share
     return first, tl.minimum(first + share, end), start, offset
 
 
 @triton.jit
-def _row_max(parts, exists, num_splits, BM: tl.constexpr, BS: tl.constexpr):
+def _row_max(parts, exists, num_splits, BM: tl.constexpr):
     """Largest of the splits' maxima, for each row ``parts [BM]`` of them."""
-    largest = tl.full([BM, BS], float("-inf"), tl.float32)
-    for first in tl.range(0, num_splits, BS):  # type: ignore[misc]
-        s = first + tl.arange(0, BS)[None, :]
+    largest = tl.full([BM, 32], float("-inf"), tl.float32)
+    for first in tl.range(0, num_splits, 32):  # type: ignore[misc]
+        s = first + tl.arange(0, 32)[None, :]
         m_s = exists[:, None] & (s < num_splits)
         largest = tl.maximum(largest, tl.load(parts[:, None] + s, mask=m_s, other=float("-inf")))
     return tl.max(largest, 1)

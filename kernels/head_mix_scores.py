@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import tuned
-from msattn.kernels.primitives import capability, load_tile, padded_head, precision, sequence_span, tile_view, tl, triton
+from msattn.kernels.primitives import capability, load_tile, padded_head, precision, tile_view, tl, triton
 from msattn.kernels.score_products import Rows
 
 MOST_HEADS = 128  # whose weight, and the gradient of it, a program can hold
@@ -34,8 +34,8 @@ def write_scores(q: Tensor, k: Tensor, scores: Tensor, rows: Rows, scale: float)
     tile = tuned.pick("head_mix_scores", cols, q.dtype, capability(q.device))
     grid = triton.cdiv(rows.end - rows.begin, tile.rows) * triton.cdiv(num_keys, tile.keys), kv_heads, batch
     _score_kernel[grid](
-        tile_view(q, tile.rows), tile_view(k, tile.keys), scores, rows.kv_start, *scores.stride()[:3],
-        q.shape[1] // kv_heads, q.shape[2], num_keys, rows.begin, rows.end, rows.offset, scale,
+        tile_view(q, tile.rows), tile_view(k, tile.keys), scores, *scores.stride()[:3],
+        q.shape[1] // kv_heads, num_keys, rows.begin, rows.end, rows.offset, scale,
         COLS=cols, BM=tile.rows, BN=tile.keys, BEYOND=unmix_stretch(q.shape[1]).keys,
         CAUSAL=rows.causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -51,8 +51,8 @@ def _to_stored(s, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
 def _score_kernel(
-    q_desc, k_desc, p_scores, p_kv_start, stride_b, stride_h, stride_n,
-    group, num_queries, num_keys, begin, end, offset, scale,
+    q_desc, k_desc, p_scores, stride_b, stride_h, stride_n,
+    group, num_keys, begin, end, offset, scale,
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BEYOND: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,6 @@ def _score_kernel(
     if CAUSAL and j0 >= tl.minimum(i0 + BM, end) + offset + BEYOND:
         return
     kv_head, b = tl.program_id(1), tl.program_id(2)
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
     inside = (i < end)[:, None] & (j < num_keys)[None, :]
     p_scores += b.to(tl.int64) * stride_b + (i - begin).to(tl.int64)[:, None] * stride_n + j[None, :]
@@ -71,8 +70,6 @@ def _score_kernel(
         h = kv_head * group + g
         q = load_tile(q_desc, b, h, i0, BM, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if p_kv_start is not None:
-            s = tl.where((i >= first_query)[:, None] & (j >= first_key)[None, :], s, 0.0)
         tl.store(p_scores + h.to(tl.int64) * stride_h, _to_stored(s, p_scores.dtype.element_ty), mask=inside)
 
 

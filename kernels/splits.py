@@ -3,33 +3,54 @@
 import math
 from functools import lru_cache
 
-from msattn.kernels.primitives import LN_2, admit_next, tl, triton, wait_for_previous
+from torch import Tensor
+
+from msattn.kernels.primitives import LN_2, admit_next, in_a_row, tl, triton, wait_for_previous
 
 MAX_SPLITS = 512
-SPLITS_AT_ONCE = 32  # of a row, when they are merged
+START = 2  # a program takes as long to start as for so many tiles
 
 
 @lru_cache
-def choose_splits(blocks: int, slots: int, most: int, enough: float = 0.95) -> int:
-    """The fewest splits, of ``blocks`` programs each, that keep the GPU's slots nearly as busy as any number does."""
-    waves = [blocks * splits / slots for splits in range(1, min(most, MAX_SPLITS) + 1)]
-    busy = [x / math.ceil(x) for x in waves]
-    return 1 + next(n for n, x in enumerate(busy) if x >= enough * max(busy))
+def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 0.95, saturated: float = 0.8) -> int:
+    """The fewest splits of ``tiles``, of ``blocks`` programs each, that take at most 1 / ``enough`` of the shortest time.
+
+    Programs come in waves, as many at once as the GPU has slots. Where the last wave leaves slots free, its programs are faster
+    for that, down to ``saturated`` of the slots: as many as draw all that the memory gives; 1 where it is not the limit.
+    """
+
+    def time(splits: int) -> float:
+        waves, left = divmod(blocks * splits, slots)
+        last = max(saturated, left / slots) if left else 0
+        return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last)
+
+    times = [time(splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)]
+    return 1 + next(n for n, x in enumerate(times) if x * enough <= min(times))
+
+
+def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tensor, lse: Tensor, rebase: bool = True) -> None:
+    """Add up the splits ``part_max, part_sum [..., S]``, ``part_out [..., S, D]`` of each row ``out [..., D]``, ``lse [...]``.
+
+    Maxima are of base 2, sums not divided yet; they are rebased to the largest maximum unless all started from that.
+    """
+    splits, head = part_out.shape[-2:]
+    # Up to 32 splits are one warp's, which waits for them once; of more, each part of the head has programs of its own.
+    at_once, cols, warps = (32, min(128, triton.next_power_of_2(head)), 1) if splits <= 32 else (128, 32, 4)
+    _merge_kernel[(lse.numel(), triton.cdiv(head, cols))](
+        part_max, part_sum, part_out, out, lse, splits, HEAD=head, BS=at_once, BD=cols, REBASE=rebase,
+        num_warps=warps, **in_a_row(out.device),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge_kernel(
+def _merge_kernel(
     part_max, part_sum, part_out, out, lse, num_splits,
     HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, REBASE: tl.constexpr, IN_A_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of one row, rebased to the largest maximum (base 2) unless they started from it.
-
-    ``part_out [rows, S, D]`` are sums, not yet divided by ``part_sum [rows, S]``.
-    """
     wait_for_previous(IN_A_ROW)
     admit_next(IN_A_ROW)
     row = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, BD)
+    o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m = tl.full((), float("-inf"), tl.float32)
     l = tl.zeros((), tl.float32)
     acc = tl.zeros([BD], tl.float32)
@@ -52,4 +73,4 @@ def merge_kernel(
         m = m_new
     l = tl.where(l > 0, l, 1.0)  # 0 where nothing was seen, and acc with it
     tl.store(out + row * HEAD + o_d, (acc / l).to(out.dtype.element_ty), mask=o_d < HEAD)
-    tl.store(lse + row, (m + tl.log2(l)) * LN_2)
+    tl.store(lse + row, (m + tl.log2(l)) * LN_2, mask=tl.program_id(1) == 0)

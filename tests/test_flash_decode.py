@@ -15,6 +15,7 @@ from msattn.kernels import reference
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.primitives import tl, triton
 from msattn.kernels.score_mod import alibi, sliding_window, softcap
+from msattn.kernels.splits import choose_splits
 from msattn.kernels.testing import assert_within_budget, dense_attention, query_offset, random_qkv, starts
 from msattn.kernels.types import Backend, ScoreMod, Variant
 
@@ -132,7 +133,7 @@ CASES = [
     Case(2, 20, 1, 9, 65, 8, HALF, True, "sliding_window", padding=(20, 60), filled=(64, 65)),
     Case(2, 2, 1, 5, 63, 80, FULL, False, None, padding=(2, 0), filled=(3, 0)),
     Case(2, 4, 1, 16, 12, 64, HALF, True, "alibi", filled=(12, 4)),
-    Case(1, 2, 1, 1, 4200, 16, HALF, splits=2),  # shares in whole tiles
+    Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more than are merged at a time
 ]
 
 
@@ -328,12 +329,20 @@ def test_modifications_refuse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "slots", "most", "splits"),
-    [(8, 264, 2672, 32), (1, 264, 10, 10), (264, 264, 100, 1), (320, 264, 128, 4), (1000, 264, 1, 1), (1, 1000, 9999, 487)],
+    ("blocks", "slots", "tiles", "splits"),
+    [
+        (8, 132, 1336, 13),  # four fifths of the slots read as fast as all
+        (40, 132, 64, 3),  # one wave nearly full, rather than several that are fuller
+        (72, 132, 512, 5),  # where one would leave half of the slots free, several
+        (1, 132, 65, 65),
+        (264, 264, 100, 1),
+        (1000, 264, 1, 1),
+        (1, 1000, 9999, 477),  # no more than 512
+    ],
 )
-def test_splits_fill_the_gpu(blocks: int, slots: int, most: int, splits: int) -> None:
-    """Few waves of programs, and the last of them nearly full; no more than the keys or the merge allow."""
-    assert module.choose_splits(blocks, slots, most) == splits
+def test_splits_fill_the_gpu(blocks: int, slots: int, tiles: int, splits: int) -> None:
+    """Few splits of few waves of programs that draw what the memory gives."""
+    assert choose_splits(blocks, slots, tiles) == splits
 
 
 @pytest.mark.gpu
