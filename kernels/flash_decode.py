@@ -245,7 +245,7 @@ def _split_kernel(
 ):  # fmt: skip
     """One split of the keys for a block of rows: its maxima ("max"), sums that start from all ("sum"), or both ("partial")."""
     wait_for_previous(IN_A_ROW)
-    if STEP != "max":  # whose next one would fill some processors before others
+    if STEP != "max" and not WHOLE:  # the merging kernel
         admit_next(IN_A_ROW)
     split, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     num_splits = tl.num_programs(0) // row_blocks
@@ -299,6 +299,8 @@ def _split_kernel(
             b_v = tl.load(v + key * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
+    if STEP == "max" or WHOLE:  # one like this, whose programs would else fill some processors before others
+        admit_next(IN_A_ROW)
     if STEP != "sum":
         tl.store(part_max + part, m, mask=row < rows)
     if STEP != "max":

@@ -8,11 +8,11 @@ from torch import Tensor
 from msattn.kernels.primitives import LN_2, admit_next, in_a_row, tl, triton, wait_for_previous
 
 MAX_SPLITS = 512
-START = 2  # a program takes as long to start as for so many tiles
+START = 2  # a program takes as long to start as for so many tiles; merging, as for one
 
 
 @lru_cache
-def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 0.95, saturated: float = 0.8) -> int:
+def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 1.0, saturated: float = 0.8) -> int:
     """The fewest splits of ``tiles``, of ``blocks`` programs each, that take at most 1 / ``enough`` of the shortest time.
 
     Programs come in waves, as many at once as the GPU has slots. Where the last wave leaves slots free, its programs are faster
@@ -22,7 +22,7 @@ def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 0.95, sat
     def time(splits: int) -> float:
         waves, left = divmod(blocks * splits, slots)
         last = max(saturated, left / slots) if left else 0
-        return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last)
+        return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last) + (splits > 1)
 
     times = [time(splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)]
     return 1 + next(n for n, x in enumerate(times) if x * enough <= min(times))

@@ -331,13 +331,14 @@ def test_modifications_refuse() -> None:
 @pytest.mark.parametrize(
     ("blocks", "slots", "tiles", "splits"),
     [
-        (8, 132, 1336, 13),  # four fifths of the slots read as fast as all
+        (8, 132, 256, 16),
+        (8, 132, 65, 13),  # 14 to 16 would leave five tiles to the longest, too
         (40, 132, 64, 3),  # one wave nearly full, rather than several that are fuller
-        (72, 132, 512, 5),  # where one would leave half of the slots free, several
+        (96, 132, 64, 1),  # four fifths of the slots read as fast as all
+        (72, 132, 512, 9),  # where one wave would leave half of the slots free, several
         (1, 132, 65, 65),
-        (264, 264, 100, 1),
         (1000, 264, 1, 1),
-        (1, 1000, 9999, 477),  # no more than 512
+        (1, 1000, 9999, 500),  # no more than 512
     ],
 )
 def test_splits_fill_the_gpu(blocks: int, slots: int, tiles: int, splits: int) -> None:
