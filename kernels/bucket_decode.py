@@ -118,7 +118,8 @@ def _operator(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
-        return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len)
+        with torch.cuda.device_of(q):
+            return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len)
     return reference.bucket_decode(
         q, k, v, BucketIndex(offsets, order), probes,
         recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, kv_start=kv_start, kv_len=kv_len,

@@ -110,7 +110,8 @@ def _operator(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
-        return launch(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, min_distance)
+        with torch.cuda.device_of(q):
+            return launch(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, min_distance)
     return reference.bucket_mass(
         q, k, buckets, num_buckets=num_buckets, causal=causal, scale=scale, min_distance=min_distance, q_pos=q_pos, k_pos=k_pos
     )  # fmt: skip

@@ -17,7 +17,7 @@ multiply shifted keys by the raw queries.
 
 Tiles: four heads of a group; BA queries, BC taps; BW walks, two keys of each, BN keys in all; BD head size. Four copies of the
 heads make up the 16 rows of output that a dot wants. Prefixes: b_ tile, p_ pointer, o_ offset, m_ mask. Programs: (split and
-head block, key/value head, sequence), split 0 being those results; then (query head of a sequence).
+head block, key/value head, sequence), split 0 being those results; then those that merge.
 """
 
 import torch

@@ -195,7 +195,8 @@ def launch(
     tile = tile or default_tile(rows, cols, q.element_size(), capability(q.device))
     row_blocks = triton.cdiv(rows, tile.rows)
     slots = tile.programs * num_processors(q.device)
-    splits = splits or choose_splits(batch * kv_heads * row_blocks, slots, triton.cdiv(num_keys, tile.keys))
+    tiles, enough = triton.cdiv(num_keys, tile.keys), 1.0 if row_blocks == 1 else 0.95  # many rows leave much to be merged
+    splits = min(splits or choose_splits(batch * kv_heads * row_blocks, slots, tiles, enough), tiles)
     window = None if score_mod is None else score_mod.window
     mod_arguments = () if score_mod is None else (*score_mod.tensors, *score_mod.numbers)
     aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # no descriptor for expanded dimensions
@@ -245,7 +246,7 @@ def _split_kernel(
 ):  # fmt: skip
     """One split of the keys for a block of rows: its maxima ("max"), sums that start from all ("sum"), or both ("partial")."""
     wait_for_previous(IN_A_ROW)
-    if STEP != "max" and not WHOLE:  # the merging kernel
+    if STEP != "max" and not WHOLE:  # what comes next is the merging kernel
         admit_next(IN_A_ROW)
     split, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     num_splits = tl.num_programs(0) // row_blocks
@@ -299,9 +300,9 @@ def _split_kernel(
             b_v = tl.load(v + key * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
-    if STEP == "max" or WHOLE:  # one like this, whose programs would else fill some processors before others
+    if STEP == "max" or WHOLE:  # were it let in earlier, its programs would fill some processors before others
         admit_next(IN_A_ROW)
-    if STEP != "sum":
+    if STEP == "max" or (STEP == "partial" and not WHOLE):
         tl.store(part_max + part, m, mask=row < rows)
     if STEP != "max":
         if WHOLE:

@@ -28,7 +28,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def write_scores(q: Tensor, k: Tensor, scores: Tensor, rows: Rows, scale: float) -> None:
-    """Fill ``scores [B, H, rows, M]`` as far as :func:`mix` and :func:`unmix` read it."""
+    """Fill ``scores [B, H, rows, M]`` as far as :func:`mix` and :func:`unmix` read it; padding of q and k is 0."""
     batch, kv_heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tuned.pick("head_mix_scores", cols, q.dtype, capability(q.device))

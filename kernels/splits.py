@@ -25,7 +25,8 @@ def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 1.0, satu
         return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last) + (splits > 1)
 
     times = [time(splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)]
-    return 1 + next(n for n, x in enumerate(times) if x * enough <= min(times))
+    longest = min(times) / enough
+    return 1 + next(n for n, x in enumerate(times) if x <= longest)
 
 
 def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tensor, lse: Tensor, rebase: bool = True) -> None:

@@ -50,6 +50,12 @@ class Job:
         codes = [rank.exitcode for rank in self._ranks]
         return None if None in codes else next((code for code in codes if code), 0)
 
+    def send_signal(self, number: int) -> None:
+        """To each of its processes."""
+        for rank in self._ranks:
+            if rank.pid:
+                os.kill(rank.pid, number)
+
     def kill(self) -> None:
         """All its processes, at once."""
         self._kill([rank.pid for rank in self._ranks if rank.exitcode is None and rank.pid])
@@ -108,6 +114,9 @@ class Launched(Job):
 
     def poll(self) -> int | None:
         return self.process.poll()
+
+    def send_signal(self, number: int) -> None:
+        self.process.send_signal(number)
 
     def kill(self) -> None:
         self._kill([self.process.pid])

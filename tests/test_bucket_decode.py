@@ -282,6 +282,12 @@ def test_reference_checks_values(change: dict, message: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu() -> None:
+    check(Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8), "triton", "cuda:1")
+
+
+@pytest.mark.gpu
 def test_cuda_graph() -> None:
     """A captured step follows probes, lengths, window and index that change in place."""
     case = Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8)

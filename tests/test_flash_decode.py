@@ -15,7 +15,6 @@ from msattn.kernels import reference
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.primitives import tl, triton
 from msattn.kernels.score_mod import alibi, sliding_window, softcap
-from msattn.kernels.splits import choose_splits
 from msattn.kernels.testing import assert_within_budget, dense_attention, query_offset, random_qkv, starts
 from msattn.kernels.types import Backend, ScoreMod, Variant
 
@@ -124,8 +123,8 @@ CASES = [
     Case(1, 1, 1, 1, 1, 64),
     Case(1, 4, 1, 1, 63, 80, HALF, True, "softcap"),
     Case(2, 7, 1, 5, 65, 128, FULL, True, "alibi", padding=(0, 30)),
-    Case(2, 4, 4, 2, 111, 64, HALF, False, "sliding_window", filled=(111, 40)),
-    Case(2, 8, 2, 16, 130, 128, HALF, True, None, padding=(7, 0), filled=(100, 130)),
+    Case(2, 4, 4, 2, 111, 64, HALF, False, "sliding_window", filled=(111, 40), splits=2),
+    Case(2, 8, 2, 16, 130, 128, HALF, True, None, padding=(7, 0), filled=(100, 130), splits=3),
     Case(1, 7, 7, 1, 111, 80, FULL, False, "bias"),
     Case(3, 4, 1, 3, 65, 64, FULL, True, "bias", padding=(65, 10, 3), filled=(65, 12, 6)),
     Case(1, 2, 1, 16, 63, 128, HALF, False, "alibi", splits=5),
@@ -133,7 +132,7 @@ CASES = [
     Case(2, 20, 1, 9, 65, 8, HALF, True, "sliding_window", padding=(20, 60), filled=(64, 65)),
     Case(2, 2, 1, 5, 63, 80, FULL, False, None, padding=(2, 0), filled=(3, 0)),
     Case(2, 4, 1, 16, 12, 64, HALF, True, "alibi", filled=(12, 4)),
-    Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more than are merged at a time
+    Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more than whose maxima are read at a time
 ]
 
 
@@ -326,24 +325,6 @@ def test_modifications_refuse() -> None:
     for slopes in (torch.zeros(4, dtype=HALF), torch.zeros(2, 2)):
         with pytest.raises(ValueError, match="slopes is"):
             alibi(slopes)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "slots", "tiles", "splits"),
-    [
-        (8, 132, 256, 16),
-        (8, 132, 65, 13),  # 14 to 16 would leave five tiles to the longest, too
-        (40, 132, 64, 3),  # one wave nearly full, rather than several that are fuller
-        (96, 132, 64, 1),  # four fifths of the slots read as fast as all
-        (72, 132, 512, 9),  # where one wave would leave half of the slots free, several
-        (1, 132, 65, 65),
-        (1000, 264, 1, 1),
-        (1, 1000, 9999, 500),  # no more than 512
-    ],
-)
-def test_splits_fill_the_gpu(blocks: int, slots: int, tiles: int, splits: int) -> None:
-    """Few splits of few waves of programs that draw what the memory gives."""
-    assert choose_splits(blocks, slots, tiles) == splits
 
 
 @pytest.mark.gpu

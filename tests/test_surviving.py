@@ -335,17 +335,20 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
     assert ended(killed)[0] == -signal.SIGKILL
     for rank in range(4):
         (folder / f"seen-{rank}").unlink()
-    for number, moment in ((signal.SIGTERM, f"checkpoint-9/{MARKER}"), (signal.SIGINT, f"checkpoint-15/{MARKER}")):
-        running = started(Launched, folder, 4, resume=True)
-        running.wait_for((folder / "checkpoints" / moment).exists)
-        running.process.send_signal(number)
+    # A cluster ends the launcher, whose processes speak as one; Ctrl-C in a terminal reaches every process.
+    stops = (Launched, signal.SIGTERM, "checkpoint-9", 1), (Job, signal.SIGINT, "checkpoint-15", 4)
+    for kind, number, moment, voices in stops:
+        running = started(kind, folder, 4, resume=True)
+        running.wait_for((folder / "checkpoints" / moment / MARKER).exists)
+        running.send_signal(number)
         _, lines = ended(running)
         last = newest_checkpoint(folder / "checkpoints")
         assert last is not None
-        assert lines == [
+        line = (
             f"msattn: interrupted: stopped after step {last.name.split('-')[1]} of 24, "
             f"saved in {folder / 'checkpoints'}; resume=true goes on from there"
-        ]
+        )
+        assert lines == [line] * voices
     assert ended(started(Job, folder, 4, resume=True)) == (0, [])
     assert same(folder, whole_of_four)
     for rank in range(4):  # from checkpoint 3, which the kill left, on
@@ -372,7 +375,7 @@ def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signal
     if number == signal.SIGKILL:
         os.kill(pids(tmp_path)[1], number)
     else:
-        running.process.send_signal(number)
+        running.send_signal(number)
     code, lines = ended(running)
     assert time.monotonic() - since < 45
     assert code == 1  # torchrun's own

@@ -44,7 +44,8 @@ def unwritable(path: Path, error: Exception, kept: str = "") -> UserError:
 def say(line: str) -> None:
     """Print ``msattn: line`` on stderr; of the processes that ``torchrun`` started, the first one that has it to say does."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _first_to_say(line):
-        print(f"msattn: {line}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"msattn: {line}\n")  # at once, so that lines of several processes stay apart
+        sys.stderr.flush()
 
 
 def leave(code: int) -> NoReturn:
