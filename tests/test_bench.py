@@ -18,7 +18,7 @@ from msattn.trainer import config
 from msattn.trainer.bench import figure
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
-OPTIONS = bench.Options(lengths=[130], queries=[1, 3])
+OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
 TINY = ["bench.lengths=[96,192]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "device=cpu"]
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("round_figures")

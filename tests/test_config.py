@@ -143,6 +143,8 @@ def test_the_demo_experiment_suits_every_command(command: str) -> None:
         ("bench", "bench.batch=0", "bench.batch=0: a positive number"),
         ("bench", "bench.sparsities=[1.0]", "each in [0, 1)"),
         ("bench", "bench.queries=[17]", "each from 1 to 16"),
+        ("bench", "bench.kernels=[3x33]", "of 1 to 32 queries and keys"),
+        ("bench", "bench.kernels=[3,x3]", "each as in 6x11"),
         ("bench", "bench.peers=[flahs]", "did you mean flash?"),
         ("bench", "bench.dtype=float64", "accepted are auto, float32"),
         ("bench", "bench.direction=backwards", "did you mean backward?"),

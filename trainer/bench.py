@@ -162,7 +162,8 @@ def _problem(cfg: BenchRunConfig) -> "tuple[Shape, Options]":
 def _options(asked: BenchConfig, lengths: Sequence[int]) -> "Options":
     from msattn.kernels.bench import Options
 
-    return Options(lengths, asked.sparsities, asked.queries, asked.direction == "backward", asked.peers)
+    kernels = [tuple(map(int, kernel.split("x"))) for kernel in asked.kernels]
+    return Options(lengths, asked.sparsities, asked.queries, kernels, asked.direction == "backward", asked.peers)
 
 
 def _torch_device(name: str) -> Any:

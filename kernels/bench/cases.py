@@ -30,6 +30,7 @@ class Options:
     lengths : numbers of keys.
     sparsities : shares of the visible keys that are not read, for operations that select.
     queries : numbers of queries, for ``flash_decode``.
+    kernels : queries and keys of a convolution, for ``conv_attention`` and ``conv_decode``; as in the paper by default.
     backward : time the backward pass alone, instead of the forward pass.
     peers : names of what may stand beside the operation.
     """
@@ -37,6 +38,7 @@ class Options:
     lengths: Sequence[int]
     sparsities: Sequence[float] = (0.9, 0.8, 0.5)
     queries: Sequence[int] = (1, 4, 16)
+    kernels: Sequence[Sequence[int]] = ((6, 11),)
     backward: bool = False
     peers: Sequence[str] = ("flash", "cudnn", "flex", "eager", "block_sparse", "product")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import Case, Layer, Options, Peer
-from msattn.kernels.bench.prefill import KERNEL, conv_weight
+from msattn.kernels.bench.prefill import conv_weight
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.testing import bucket_index
 
@@ -144,28 +144,28 @@ def _routed(shape: Shape, problem: _Buckets, beside: Sequence[Peer]) -> Case:
 
 
 def conv_decode(shape: Shape, options: Options) -> Iterator[Case]:
-    """One new query, and the scores of the five before it, under a convolution of 6 queries by 11 keys."""
+    """One new query, and the scores of those before it that a convolution reaches."""
     from msattn.kernels import conv_decode as op
 
-    c_q, c_k = KERNEL
-    layers: list[Layer] = [(*qkv, conv_weight(shape)) for qkv in shape.cache(LAYERS, c_q)]
-    dense = _work(shape, 1, shape.length)
-    scores = shape.batch * shape.q_heads * shape.length
-    window = (c_q - 1) * shape.batch * shape.q_heads * shape.head_size * shape.dtype.itemsize
-    flops = dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k)
-    cache = [(q[:, :, -1:].contiguous(), k, v) for q, k, v, _ in layers]
-    work = Work(flops, dense.bytes + window)
-    yield Case(
-        op.conv_decode,
-        reference.conv_decode,
-        eager.conv_decode,
-        layers,
-        work,
-        [*_dense(cache, dense), peers.eager(eager.conv_decode, layers, work, scores * c_q)],
-        f"{c_q} x {c_k}",
-        queries=1,
-        graph=True,
-    )
+    for c_q, c_k in options.kernels:
+        layers: list[Layer] = [(*qkv, conv_weight(shape, c_q, c_k)) for qkv in shape.cache(LAYERS, c_q)]
+        dense = _work(shape, 1, shape.length)
+        scores = shape.batch * shape.q_heads * shape.length
+        window = (c_q - 1) * shape.batch * shape.q_heads * shape.head_size * shape.dtype.itemsize
+        flops = dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k)
+        cache = [(q[:, :, -1:].contiguous(), k, v) for q, k, v, _ in layers]
+        work = Work(flops, dense.bytes + window)
+        yield Case(
+            op.conv_decode,
+            reference.conv_decode,
+            eager.conv_decode,
+            layers,
+            work,
+            [*_dense(cache, dense), peers.eager(eager.conv_decode, layers, work, scores * c_q)],
+            f"{c_q} x {c_k}",
+            queries=1,
+            graph=True,
+        )
 
 
 def _dense(layers: Sequence[Layer], work: Work, setting: str = "") -> list[Peer]:

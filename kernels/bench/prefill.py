@@ -17,7 +17,6 @@ from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.testing import random_block_mask
 
 BLOCK = eager.BLOCK
-KERNEL = 6, 11  # queries and keys of the convolution, as in the Multi-Token Attention paper
 
 
 def maxpool_attention(shape: Shape, options: Options) -> Iterator[Case]:
@@ -116,15 +115,16 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[Case]:
 
 
 def conv_attention(shape: Shape, options: Options) -> Iterator[Case]:
-    """A convolution of 6 queries by 11 keys over the scores; the backward pass makes them again and has two more of it."""
+    """A convolution of queries and keys over the scores; the backward pass makes them again and has two more of it."""
     from msattn.kernels import conv_attention as op
 
-    weight = conv_weight(shape)
-    a_score = 2 * weight[0].numel() * (3 if options.backward else 1)
-    yield _weighted(
-        shape, options, weight, a_score, op.conv_attention, reference.conv_attention, eager.conv_attention,
-        setting="{} x {}".format(*KERNEL), context=KERNEL[0] - 1,
-    )  # fmt: skip
+    for c_q, c_k in options.kernels:
+        weight = conv_weight(shape, c_q, c_k)
+        a_score = 2 * c_q * c_k * (3 if options.backward else 1)
+        yield _weighted(
+            shape, options, weight, a_score, op.conv_attention, reference.conv_attention, eager.conv_attention,
+            setting=f"{c_q} x {c_k}", context=c_q - 1,
+        )  # fmt: skip
 
 
 def head_mix_attention(shape: Shape, options: Options) -> Iterator[Case]:
@@ -141,9 +141,8 @@ def head_mix_attention(shape: Shape, options: Options) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def conv_weight(shape: Shape) -> Tensor:
+def conv_weight(shape: Shape, c_q: int, c_k: int) -> Tensor:
     """A random convolution ``[Hq, c_q, c_k]`` around plain attention."""
-    c_q, c_k = KERNEL
     weight = 0.1 * torch.randn((shape.q_heads, c_q, c_k), generator=_generator(shape), device=shape.device)
     weight[:, c_q - 1, (c_k - 1) // 2] += 1
     return weight.to(shape.dtype)

@@ -39,6 +39,7 @@ class BenchConfig:
     sparsities : shares of the visible keys that are not read, for operations that select, each in [0, 1).
     direction : ``forward``, or ``backward`` alone.
     queries : numbers of queries, 1 to 16, for ``flash_decode``.
+    kernels : queries and keys of a convolution, as in ``6x11``, each 1 to 32, for ``conv_attention`` and ``conv_decode``.
     peers : what stands beside the operation, where the operation and the machine have it.
     sweep : try the kernel's tiles instead of timing peers.
     tune : a sweep whose clearly faster tiles are kept for this user and GPU; kernels take them before the shipped ones.
@@ -52,12 +53,13 @@ class BenchConfig:
     sparsities: list[float] = field(default_factory=lambda: [0.9, 0.8, 0.5])
     direction: str = "forward"
     queries: list[int] = field(default_factory=lambda: [1, 4, 16])
+    kernels: list[str] = field(default_factory=lambda: ["6x11"])
     peers: list[str] = field(default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"])
     sweep: bool = False
     tune: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("lengths", "sparsities", "queries"):
+        for key in ("lengths", "sparsities", "queries", "kernels"):
             require(getattr(self, key) != [], f"bench.{key}", getattr(self, key), "one or more")
         for length in self.lengths or ():
             require(length > 0, "bench.lengths", self.lengths, "each a positive number of tokens")
@@ -65,6 +67,10 @@ class BenchConfig:
             require(0 <= sparsity < 1, "bench.sparsities", self.sparsities, "each in [0, 1)")
         for number in self.queries:
             require(1 <= number <= 16, "bench.queries", self.queries, "each from 1 to 16")
+        for kernel in self.kernels:
+            taps = [int(x) for x in kernel.split("x") if x.isdecimal()]
+            ok = kernel.count("x") == 1 and len(taps) == 2 and all(1 <= x <= 32 for x in taps)
+            require(ok, "bench.kernels", self.kernels, "each as in 6x11, of 1 to 32 queries and keys")
         heads = self.heads or [1, 1]
         ok = len(heads) == 2 and min(heads) > 0 and heads[0] % heads[1] == 0
         require(ok, "bench.heads", self.heads, "query heads and key/value heads, the first a multiple of the second")
