@@ -132,9 +132,9 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
     head_blocks = triton.cdiv(group, 4)
-    stages = max(1, min(3, 1024 // (cols * k.element_size())))  # two programs fit a multiprocessor
-    blocks, slots = batch * kv_heads * head_blocks, 2 * num_processors(q_window.device)
-    splits = 1 + (splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), enough=0.95, saturated=1.0))
+    stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
+    blocks, slots = batch * kv_heads * head_blocks, programs * num_processors(q_window.device)
+    splits = 1 + (splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), enough=0.97, saturated=0.9, first=4))
 
     part_out = q_window.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))

@@ -12,17 +12,19 @@ START = 2  # a program takes as long to start as for so many tiles; merging, as 
 
 
 @lru_cache
-def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 1.0, saturated: float = 0.8) -> int:
+def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 1.0, saturated: float = 0.8, first: int = 0) -> int:
     """The fewest splits of ``tiles``, of ``blocks`` programs each, that take at most 1 / ``enough`` of the shortest time.
 
     Programs come in waves, as many at once as the GPU has slots. Where the last wave leaves slots free, its programs are faster
     for that, down to ``saturated`` of the slots: as many as draw all that the memory gives; 1 where it is not the limit.
+    Another program of each block may come ``first``, for as long as so many tiles take; a wave without room beside it waits.
     """
 
     def time(splits: int) -> float:
         waves, left = divmod(blocks * splits, slots)
         last = max(saturated, left / slots) if left else 0
-        return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last) + (splits > 1)
+        delay = first if (left or slots) + blocks > slots else 0
+        return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last) + (splits > 1) + delay
 
     times = [time(splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)]
     longest = min(times) / enough

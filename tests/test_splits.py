@@ -26,6 +26,19 @@ def test_splits_fill_the_gpu(blocks: int, slots: int, tiles: int, splits: int) -
     assert choose_splits(blocks, slots, tiles) == splits
 
 
+@pytest.mark.parametrize(
+    ("blocks", "splits"),
+    [
+        (8, 32),  # 256 programs, and the first 8
+        (16, 13),  # 16 splits of four tiles would leave no room
+        (64, 3),
+    ],
+)
+def test_splits_leave_room_for_the_first(blocks: int, splits: int) -> None:
+    """Splits that are shorter, but wait for what comes first, take longer."""
+    assert choose_splits(blocks, 264, 64, first=4) == splits
+
+
 @pytest.mark.parametrize("rebase", [True, False])
 @pytest.mark.parametrize("head_size", [8, 80, 256])
 @pytest.mark.parametrize("splits", [2, 32, 33, 129, 300])
