@@ -132,7 +132,7 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
     head_blocks = triton.cdiv(group, 4)
-    # By the size of a head: a pipeline's stages, and how many programs fit a multiprocessor.
+    # By the size of a head: a pipeline's stages, and programs a multiprocessor (64: four fit, counting three chooses better).
     stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
     blocks, slots = batch * kv_heads * head_blocks, programs * num_processors(q_window.device)
     splits = 1 + (splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), enough=0.97, saturated=0.9, first=4))
