@@ -1,24 +1,75 @@
 """msattn: long-context language models that read only what matters.
 
-Public API, loaded on first use so that ``import msattn`` stays instant:
+Public API, loaded on first use so that ``import msattn`` stays instant and free of torch:
 
-- ``msattn.attach``: trained artifacts onto a running Hugging Face model, as a context manager.
-- ``msattn.load``: an artifact (gate, k-means, query classifier) from a folder or the Hub, checked.
-- ``msattn.__version__``.
+- ``msattn.attach``: puts trained artifacts onto a running Hugging Face model, as a context manager.
+- ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and checks it.
+- ``msattn.SelectConfig``: which blocks of a prompt are read.
+- ``msattn.UserError``: raised for every mistake that the caller can mend; a ``ValueError``.
+- ``msattn.<operation>``: each attention operation, e.g. ``msattn.block_sparse_attention(q, k, v, mask)``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from msattn.trainer.attach import attach, load
+from msattn.kernels.operations import OPERATIONS
 
-__all__ = ["__version__", "attach", "load"]
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from msattn.kernels.best_blocks import best_blocks
+    from msattn.kernels.block_sparse_attention import block_sparse_attention
+    from msattn.kernels.bucket_decode import bucket_decode
+    from msattn.kernels.bucket_mass import bucket_mass
+    from msattn.kernels.conv_attention import conv_attention
+    from msattn.kernels.conv_decode import conv_decode
+    from msattn.kernels.flash_decode import flash_decode
+    from msattn.kernels.gate_scores import gate_scores
+    from msattn.kernels.head_mix_attention import head_mix_attention
+    from msattn.kernels.maxpool_attention import maxpool_attention
+    from msattn.kernels.merge_states import merge_states
+    from msattn.kernels.multiscale_attention import multiscale_attention
+    from msattn.kernels.nearest_centroid import nearest_centroid
+    from msattn.kernels.pool_blocks import pool_blocks
+    from msattn.kernels.probe_buckets import probe_buckets
+    from msattn.trainer.attach import attach, load
+    from msattn.trainer.config import SelectConfig
+    from msattn.trainer.errors import UserError
+
+_MODULES = {name: operation.module for name, operation in OPERATIONS.items()} | {
+    "SelectConfig": "msattn.trainer.config",
+    "UserError": "msattn.trainer.errors",
+    "attach": "msattn.trainer.attach",
+    "load": "msattn.trainer.attach",
+}
+__all__ = [  # noqa: RUF022  # operations last
+    "SelectConfig",
+    "UserError",
+    "__version__",
+    "attach",
+    "load",
+    "best_blocks",
+    "block_sparse_attention",
+    "bucket_decode",
+    "bucket_mass",
+    "conv_attention",
+    "conv_decode",
+    "flash_decode",
+    "gate_scores",
+    "head_mix_attention",
+    "maxpool_attention",
+    "merge_states",
+    "multiscale_attention",
+    "nearest_centroid",
+    "pool_blocks",
+    "probe_buckets",
+]
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:
-    if name in ("attach", "load"):
-        from msattn.trainer import attach as module
-
-        return getattr(module, name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'msattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -28,14 +28,14 @@ class Composed(TyperCommand):
     """A command whose ``--help`` ends with the groups and defaults of its configuration."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from msattn.trainer.compose import describe
+        from msattn.trainer.commands.compose import describe
 
         super().format_help(ctx, formatter)
         typer.echo(describe(str(ctx.info_name)))
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    from msattn.trainer.compose import complete
+    from msattn.trainer.commands.compose import complete
 
     return complete(str(ctx.info_name), ctx.params.get("overrides") or (), incomplete)
 
@@ -78,7 +78,7 @@ def _interruptible() -> Iterator[None]:
 def _run(
     command: str, overrides: list[str] | None, config_dir: Path | None, cfg: Shown | None, multirun: bool, **arguments: Any
 ) -> None:
-    from msattn.trainer.compose import launch, show
+    from msattn.trainer.commands.compose import launch, show
 
     with _interruptible():
         if cfg is not None:
@@ -129,7 +129,7 @@ def generate(
     multirun: Multirun = False,
 ) -> None:
     """Try the artifacts of a model on a prompt, sparse beside dense."""
-    from msattn.trainer.generate import read_prompt
+    from msattn.trainer.commands.generate import read_prompt
 
     text = "" if cfg else read_prompt(prompt, prompt_file)
     _run("generate", overrides, config_dir, cfg, multirun, prompt=text)
@@ -144,7 +144,7 @@ def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = 
 @app.command("demo")
 def demo(overrides: Overrides = None) -> None:
     """Run the whole line on the embedded model, on any machine, in a few minutes."""
-    from msattn.trainer.demo import demo as run
+    from msattn.trainer.commands.demo import demo as run
 
     with _interruptible():
         run(overrides or [])
@@ -153,7 +153,7 @@ def demo(overrides: Overrides = None) -> None:
 @app.command("doctor")
 def doctor() -> None:
     """Say what this machine can run, and what is missing."""
-    from msattn.trainer.doctor import doctor as run
+    from msattn.trainer.commands.doctor import doctor as run
 
     run()
 

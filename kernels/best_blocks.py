@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.block_checks import check_best_blocks, check_block_softmax
-from msattn.kernels.checks import resolve_backend
-from msattn.kernels.primitives import LOG2_E, tl, triton
+from msattn.kernels.common.block_checks import check_best_blocks, check_block_softmax
+from msattn.kernels.common.checks import resolve_backend
+from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.types import Backend
 
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.checks import check_bucket_decode, resolve_backend, resolve_scale, statistics_dtype
-from msattn.kernels.primitives import (
+from msattn.kernels.common.checks import check_bucket_decode, resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.primitives import (
     LOG2_E,
-    admit_next,
-    in_a_row,
     num_processors,
     padded_head,
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
     precision,
     softmax_step,
     tl,
     triton,
-    wait_for_previous,
 )
-from msattn.kernels.splits import merge_splits
+from msattn.kernels.common.splits import merge_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
 
@@ -176,7 +176,7 @@ def launch(
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
         BL=max(16, min(ROUND, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages, **in_a_row(q.device),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
     out = q.new_empty((batch, q_heads, 1, head))
     lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
@@ -202,11 +202,11 @@ def _split_kernel(
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
     group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
-    PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A group's attention to a split's share of its keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
-    wait_for_previous(IN_A_ROW)
-    admit_next(IN_A_ROW)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     row = batch * kv_heads + kv_head

@@ -1,4 +1,4 @@
-"""The newest query of :mod:`msattn.kernels.conv_attention` over a long cache (Multi-Token Attention while decoding).
+"""The newest query of :mod:`msattn.kernels.conv_attention.operation` over a long cache (Multi-Token Attention while decoding).
 
 With the last c_q queries ``q_a``, of which ``a = c_q - 1`` is the newest, at position i, and ``p = (c_k - 1) // 2``::
 
@@ -24,9 +24,18 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.checks import check_conv_decode, key_taps_before, resolve_backend, resolve_scale
-from msattn.kernels.primitives import LOG2_E, admit_next, in_a_row, num_processors, padded_head, tl, triton, wait_for_previous
-from msattn.kernels.splits import choose_splits, merge_splits
+from msattn.kernels.common.checks import check_conv_decode, key_taps_before, resolve_backend, resolve_scale
+from msattn.kernels.common.primitives import (
+    LOG2_E,
+    num_processors,
+    padded_head,
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
+    tl,
+    triton,
+)
+from msattn.kernels.common.splits import choose_splits, merge_splits
 from msattn.kernels.types import Backend
 
 WALKS = 32  # 4 warps of 8 rows: the product then holds a walk's taps for a head in one thread
@@ -145,7 +154,7 @@ def launch(
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
         HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
         BC=max(4, triton.next_power_of_2(taps)), BW=WALKS, BD=cols, PRECISION=PRECISION, num_warps=4, num_stages=stages,
-        **in_a_row(q_window.device),
+        **pdl_args(q_window.device),
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
@@ -160,11 +169,11 @@ def _split_kernel(
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, head_blocks, num_keys, before, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Four heads' attention to one split of the keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
-    wait_for_previous(IN_A_ROW)
-    admit_next(IN_A_ROW)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     split, head_block = tl.program_id(0) // head_blocks, tl.program_id(0) % head_blocks
     num_splits = tl.num_programs(0) // head_blocks
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

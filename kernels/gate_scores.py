@@ -11,10 +11,11 @@ of fp32, as three products of TF32 parts each. Prefix: p_ pointer.
 import torch
 from torch import Tensor
 
-from msattn.kernels import pooling, reference
-from msattn.kernels.block_checks import check_gate_scores
-from msattn.kernels.checks import first_query, resolve_backend, statistics_dtype
-from msattn.kernels.primitives import LOG2_E, padded_head, sequence_span, tl, triton
+from msattn.kernels import reference
+from msattn.kernels.common import block_pooling as pooling
+from msattn.kernels.common.block_checks import check_gate_scores
+from msattn.kernels.common.checks import first_query, resolve_backend, statistics_dtype
+from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
 from msattn.kernels.types import Backend
 
 ROWS = 64  # of a tile: what a tensor core of Hopper takes at once

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference, tuned
-from msattn.kernels.checks import (
+from msattn.kernels.common.checks import (
     check_block_size,
     check_layout,
     check_per_sequence,
@@ -24,7 +24,7 @@ from msattn.kernels.checks import (
     resolve_scale,
     statistics_dtype,
 )
-from msattn.kernels.primitives import (
+from msattn.kernels.common.primitives import (
     LOG2_E,
     capability,
     load_tile,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.checks import check_states, resolve_backend
-from msattn.kernels.primitives import padded_head, tl, triton
+from msattn.kernels.common.checks import check_states, resolve_backend
+from msattn.kernels.common.primitives import padded_head, tl, triton
 from msattn.kernels.types import Backend, SparseAttention
 
 

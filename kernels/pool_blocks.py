@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.block_checks import check_pool_blocks
-from msattn.kernels.checks import resolve_backend
-from msattn.kernels.pooling import empty_result, launch
+from msattn.kernels.common.block_checks import check_pool_blocks
+from msattn.kernels.common.block_pooling import empty_result, launch
+from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.types import Backend
 
 

@@ -18,8 +18,17 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.checks import check_probe_buckets, resolve_backend
-from msattn.kernels.primitives import LOG2_E, admit_next, in_a_row, padded_head, precision, tl, triton, wait_for_previous
+from msattn.kernels.common.checks import check_probe_buckets, resolve_backend
+from msattn.kernels.common.primitives import (
+    LOG2_E,
+    padded_head,
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
+    precision,
+    tl,
+    triton,
+)
 from msattn.kernels.types import Backend
 
 LOG2_E_ = tl.constexpr(LOG2_E)
@@ -105,7 +114,7 @@ def launch(
         q, *weights[:3], shares, q.stride(0), q.stride(1), q.stride(3),
         heads_each, rows, hidden, num_buckets, blocks,
         HEAD=head, STEPS=2, BM=16, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
-        num_warps=8, num_stages=3, **in_a_row(q.device),
+        num_warps=8, num_stages=3, **pdl_args(q.device),
     )  # fmt: skip
     chosen = q.new_empty((batch, kv_heads, probes), dtype=torch.int32)
     group = q_heads // kv_heads
@@ -114,7 +123,7 @@ def launch(
         _choose_kernel[(kv_heads, batch)](
             shares, weights[3], chosen, slabs, group, heads_each, num_buckets, probes,
             BG=groups, BP=padded, STAGES=1 + min(7, SLAB_BYTES // (4 * padded * groups)),
-            num_warps=4, **in_a_row(q.device),
+            num_warps=4, **pdl_args(q.device),
         )  # fmt: skip
     return chosen
 
@@ -124,11 +133,11 @@ def _share_kernel(
     q, weight_in, bias_in, weight_out, shares, stride_qb, stride_qh, stride_qd,
     heads_each, rows, hidden, num_buckets, blocks,
     HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr, IN_A_ROW: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``shares [slabs, B, Hq, C]`` of the logits, without the bias."""
-    wait_for_previous(IN_A_ROW)
-    admit_next(IN_A_ROW)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     slab, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     m_row = row < rows
@@ -160,7 +169,7 @@ def _share_kernel(
 @triton.jit(do_not_specialize=["slabs", "group", "heads_each", "probes"])
 def _choose_kernel(
     shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr,
-    STAGES: tl.constexpr, IN_A_ROW: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The ``probes`` best buckets of one query group."""
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -171,8 +180,8 @@ def _choose_kernel(
     p_share = shares + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
     p_bias = bias_out + (kv_head * group + o_head) // heads_each * num_buckets
     logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
-    wait_for_previous(IN_A_ROW)
-    admit_next(IN_A_ROW)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     # As asynchronous copies: loads that add to registers come one after the other, however far they are unrolled.
     for slab in tl.range(0, slabs, num_stages=STAGES):  # type: ignore[misc]
         logit += tl.load(p_share + slab * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import query_offset
-from msattn.kernels.types import BucketIndex
+from msattn.kernels.common.checks import query_offset
 
 
 class Attention(NamedTuple):
@@ -293,11 +292,3 @@ def random_buckets(
     generator = torch.Generator().manual_seed(seed)
     skewed = torch.rand(batch, heads, num_keys, generator=generator) ** 2 * (num_buckets + 1) - 1
     return skewed.floor().int().to(device)
-
-
-def bucket_index(buckets: Tensor, num_buckets: int) -> BucketIndex:
-    """The lists of ``buckets int32 [B, H, M]``; keys in no bucket (-1) are in no list (they stand in front of ``order``)."""
-    label, order = buckets.sort(dim=-1, stable=True)
-    edges = torch.arange(num_buckets + 1, dtype=torch.int32, device=buckets.device)
-    offsets = torch.searchsorted(label, edges.expand(*buckets.shape[:2], -1).contiguous())
-    return BucketIndex(offsets.int(), order.int())

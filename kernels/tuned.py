@@ -7,7 +7,6 @@ user's file for it, which is read once a process.
 import json
 import os
 import re
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-FORMAT = 1  # of the user's file; raised when a kernel takes its tile otherwise, so that old choices are left aside
+FORMAT = 2  # of the user's file; raised when a kernel takes its tile otherwise, so that old choices are left aside
 
 
 class Tile(NamedTuple):
@@ -73,26 +72,26 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("multiscale_attention_dkv", 128, 80): Tile(64, 64, 4, 2),
     ("multiscale_attention_dkv", 256, 80): Tile(64, 64, 8, 2),
     ("multiscale_attention_dkv", 512, 80): Tile(32, 64, 8, 1),
-    ("summed_attention", 128, 90): Tile(64, 128, 4, 3),
-    ("summed_attention", 256, 90): Tile(128, 128, 8, 3),
-    ("summed_attention", 512, 90): Tile(64, 64, 8, 2),
-    ("summed_attention", 128, 80): Tile(128, 64, 4, 3),
-    ("summed_attention", 256, 80): Tile(128, 64, 8, 2),
-    ("summed_attention", 512, 80): Tile(64, 32, 8, 2),
-    ("summed_attention_scores", 128, 90): Tile(128, 128, 8, 3),
-    ("summed_attention_scores", 256, 90): Tile(128, 128, 8, 2),
-    ("summed_attention_scores", 512, 90): Tile(64, 64, 8, 2),
-    ("summed_attention_scores", 128, 80): Tile(128, 64, 4, 3),
-    ("summed_attention_scores", 256, 80): Tile(128, 64, 8, 2),
-    ("summed_attention_scores", 512, 80): Tile(64, 32, 4, 2),
-    ("summed_attention_resident", 128, 90): Tile(64, 64, 4, 2),
-    ("summed_attention_resident", 256, 90): Tile(64, 64, 4, 2),
-    ("summed_attention_resident", 128, 80): Tile(64, 64, 4, 2),
-    ("summed_attention_resident", 256, 80): Tile(64, 64, 4, 2),
-    ("summed_attention_scores_resident", 128, 90): Tile(64, 64, 4, 2),
-    ("summed_attention_scores_resident", 256, 90): Tile(64, 64, 4, 2),
-    ("summed_attention_scores_resident", 128, 80): Tile(64, 64, 4, 2),
-    ("summed_attention_scores_resident", 256, 80): Tile(64, 64, 8, 2),
+    ("conv_attention", 128, 90): Tile(64, 128, 4, 3),
+    ("conv_attention", 256, 90): Tile(128, 128, 8, 3),
+    ("conv_attention", 512, 90): Tile(64, 64, 8, 2),
+    ("conv_attention", 128, 80): Tile(128, 64, 4, 3),
+    ("conv_attention", 256, 80): Tile(128, 64, 8, 2),
+    ("conv_attention", 512, 80): Tile(64, 32, 8, 2),
+    ("conv_attention_scores", 128, 90): Tile(128, 128, 8, 3),
+    ("conv_attention_scores", 256, 90): Tile(128, 128, 8, 2),
+    ("conv_attention_scores", 512, 90): Tile(64, 64, 8, 2),
+    ("conv_attention_scores", 128, 80): Tile(128, 64, 4, 3),
+    ("conv_attention_scores", 256, 80): Tile(128, 64, 8, 2),
+    ("conv_attention_scores", 512, 80): Tile(64, 32, 4, 2),
+    ("conv_attention_resident", 128, 90): Tile(64, 64, 4, 2),
+    ("conv_attention_resident", 256, 90): Tile(64, 64, 4, 2),
+    ("conv_attention_resident", 128, 80): Tile(64, 64, 4, 2),
+    ("conv_attention_resident", 256, 80): Tile(64, 64, 4, 2),
+    ("conv_attention_scores_resident", 128, 90): Tile(64, 64, 4, 2),
+    ("conv_attention_scores_resident", 256, 90): Tile(64, 64, 4, 2),
+    ("conv_attention_scores_resident", 128, 80): Tile(64, 64, 4, 2),
+    ("conv_attention_scores_resident", 256, 80): Tile(64, 64, 8, 2),
     ("score_products", 128, 90): Tile(128, 64, 4, 4),
     ("score_products", 256, 90): Tile(128, 64, 8, 4),
     ("score_products", 512, 90): Tile(64, 64, 8, 3),
@@ -105,18 +104,18 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("head_mix_scores", 128, 80): Tile(128, 64, 4, 3),
     ("head_mix_scores", 256, 80): Tile(128, 64, 8, 2),
     ("head_mix_scores", 512, 80): Tile(64, 64, 8, 2),
-    ("stored_attention", 128, 90): Tile(64, 128, 4, 3),
-    ("stored_attention", 256, 90): Tile(64, 64, 4, 4),
-    ("stored_attention", 512, 90): Tile(64, 64, 8, 3),
-    ("stored_attention", 128, 80): Tile(128, 64, 4, 3),
-    ("stored_attention", 256, 80): Tile(128, 64, 8, 3),
-    ("stored_attention", 512, 80): Tile(64, 64, 8, 2),
-    ("stored_attention_backward", 128, 90): Tile(64, 128, 8, 3),
-    ("stored_attention_backward", 256, 90): Tile(64, 64, 4, 3),
-    ("stored_attention_backward", 512, 90): Tile(64, 64, 8, 2),
-    ("stored_attention_backward", 128, 80): Tile(64, 64, 4, 2),
-    ("stored_attention_backward", 256, 80): Tile(64, 64, 8, 2),
-    ("stored_attention_backward", 512, 80): Tile(32, 64, 8, 1),
+    ("materialized_attention", 128, 90): Tile(64, 128, 4, 3),
+    ("materialized_attention", 256, 90): Tile(64, 64, 4, 4),
+    ("materialized_attention", 512, 90): Tile(64, 64, 8, 3),
+    ("materialized_attention", 128, 80): Tile(128, 64, 4, 3),
+    ("materialized_attention", 256, 80): Tile(128, 64, 8, 3),
+    ("materialized_attention", 512, 80): Tile(64, 64, 8, 2),
+    ("materialized_attention_backward", 128, 90): Tile(64, 128, 8, 3),
+    ("materialized_attention_backward", 256, 90): Tile(64, 64, 4, 3),
+    ("materialized_attention_backward", 512, 90): Tile(64, 64, 8, 2),
+    ("materialized_attention_backward", 128, 80): Tile(64, 64, 4, 2),
+    ("materialized_attention_backward", 256, 80): Tile(64, 64, 8, 2),
+    ("materialized_attention_backward", 512, 80): Tile(32, 64, 8, 1),
     ("nearest_centroid", 128, 90): Tile(128, 128, 8, 3),  # rows: keys, keys: centroids
     ("nearest_centroid", 256, 90): Tile(128, 128, 8, 2),
     ("nearest_centroid", 512, 90): Tile(128, 64, 8, 2),
@@ -138,23 +137,16 @@ FULL_PRECISION = {
     "multiscale_attention": Tile(64, 16, 8, 1),
     "multiscale_attention_dq": Tile(32, 16, 8, 1),
     "multiscale_attention_dkv": Tile(16, 32, 8, 1),
-    "summed_attention": Tile(64, 16, 8, 1),
-    "summed_attention_scores": Tile(64, 16, 8, 1),
-    "summed_attention_resident": Tile(64, 16, 8, 1),
-    "summed_attention_scores_resident": Tile(64, 16, 8, 1),
+    "conv_attention": Tile(64, 16, 8, 1),
+    "conv_attention_scores": Tile(64, 16, 8, 1),
+    "conv_attention_resident": Tile(64, 16, 8, 1),
+    "conv_attention_scores_resident": Tile(64, 16, 8, 1),
     "score_products": Tile(64, 16, 8, 1),
     "head_mix_scores": Tile(64, 16, 8, 1),
-    "stored_attention": Tile(64, 16, 8, 1),
-    "stored_attention_backward": Tile(16, 32, 8, 1),
+    "materialized_attention": Tile(64, 16, 8, 1),
+    "materialized_attention_backward": Tile(16, 32, 8, 1),
     "nearest_centroid": Tile(64, 32, 8, 2),
     "bucket_sums": Tile(64, 32, 8, 2, 2),
-}
-
-
-# compute capability -> sparsity -> tokens from which on a forward pass with gates is faster than the fastest dense one,
-# choosing blocks included; for a model of Llama-3.1-8B's shape (`msattn eval eval=latency` finds them).
-BREAK_EVEN: dict[int, dict[float, int]] = {
-    90: {0.5: 4082, 0.8: 4053, 0.9: 3963, 0.95: 3924},  # one H200, 2026-11-21
 }
 
 
@@ -171,21 +163,6 @@ def pick(operation: str, padded_head: int, dtype: torch.dtype, capability: int) 
 def head_bytes(padded_head: int, dtype: torch.dtype) -> int:
     """Size of a head, by which tiles are chosen."""
     return max(128, padded_head * dtype.itemsize)
-
-
-def break_even(sparsity: float, device: torch.device) -> int:
-    """Length in tokens from which on prefill through gates at ``sparsity`` is faster than dense attention.
-
-    That of the next lower sparsity which was measured; below all of them no length is long enough. 0 on a CPU and on GPUs
-    older than those measured, of which nothing is known.
-    """
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    measured = BREAK_EVEN.get(max((sm for sm in BREAK_EVEN if sm <= 10 * major + minor), default=0))
-    if measured is None:
-        return 0
-    return min((tokens for lower, tokens in measured.items() if lower <= sparsity), default=sys.maxsize)
 
 
 def own_path(gpu: str) -> Path:

@@ -77,7 +77,7 @@ class ScoreMod(NamedTuple):
     1, 1]``, ``i [N, 1]``, ``j [m]``.
 
     ``window``: keys ``j <= i - window`` become -inf whatever their score, and need not be read. ``built_in`` names those of
-    :mod:`msattn.kernels.score_mod`; it is not for others.
+    :mod:`msattn.kernels.flash_decode.score_mod`; it is not for others.
     """
 
     kernel: Any

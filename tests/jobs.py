@@ -19,7 +19,7 @@ PATIENCE = 300  # seconds for what takes ten on a machine at rest: only what han
 
 sys.path.append(str(ROOT))  # forked processes take it over, and find tests there
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pytest", "msattn.trainer.finetune", "msattn.trainer.saap.distill"])
+_forks.set_forkserver_preload(["pytest", "msattn.trainer.finetune.run", "msattn.trainer.saap.train_qmodel"])
 
 
 class Job:

@@ -15,12 +15,12 @@ from msattn.trainer import artifacts
 from msattn.trainer.attach import Sparse, attach, load
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.models import fingerprint
-from msattn.trainer.saap.cache import BucketLayer
+from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import MeanPool, Selection, TopK
+from msattn.trainer.serving.cache import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2

@@ -246,7 +246,7 @@ def test_a_file_where_the_artifact_should_go(here: Path, refused: Callable[..., 
 def test_a_loss_that_is_not_finite(here: Path, refused: Callable[..., str]) -> None:
     """A poisoned weight of the frozen model: the layer is named, no artifact is written, what was there stays."""
     from msattn.trainer import models
-    from msattn.trainer.compose import compose
+    from msattn.trainer.commands.compose import compose
 
     loaded = models.load(compose("train-gate", SMALL).model, device="cpu", dtype="float32")
     with torch.no_grad():

@@ -178,9 +178,9 @@ LIGHT = [
     "msattn",
     "msattn.cli",
     "msattn.trainer.config",
-    "msattn.trainer.compose",
-    "msattn.trainer.doctor",
-    "msattn.trainer.demo",
+    "msattn.trainer.commands.compose",
+    "msattn.trainer.commands.doctor",
+    "msattn.trainer.commands.demo",
 ]
 
 
@@ -269,7 +269,7 @@ def overrides_of(words: list[str]) -> list[str]:
 @pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "docs/kernels.md"])
 def test_the_documents_commands_are_real(document: str) -> None:
     """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
-    from msattn.trainer.compose import COMMANDS, compose
+    from msattn.trainer.commands.compose import COMMANDS, compose
 
     found = commands(document)
     assert len(found) > 3

@@ -117,7 +117,7 @@ def write(
     kind : ``gate``, ``kmeans`` or ``qmodel``
     tensors : weights, on any device
     config : the resolved run configuration as plain dictionaries
-    model : the base model's fingerprint (:func:`msattn.trainer.models.fingerprint`)
+    model : the base model's fingerprint (:func:`msattn.trainer.models.identity.fingerprint`)
     details : facts of this kind that loading needs, such as the gate's own configuration
     data : fingerprint of the training data
     metrics : figures for the model card

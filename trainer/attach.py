@@ -17,19 +17,20 @@ from torch import Tensor
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.kernels.tuned import break_even
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.models import check_supported, fingerprint, num_layers
-from msattn.trainer.saap.cache import BucketLayer, decode, install
+from msattn.trainer.models.break_even import break_even
+from msattn.trainer.models.families import check_supported, num_layers
+from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.saap.index import Router, route
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection, attend, sparsity
-from msattn.trainer.spans import Spans
-from msattn.trainer.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.seer.select import Selection, selected_attention, sparsity
+from msattn.trainer.serving.cache import BucketLayer, decode, install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +78,7 @@ class Sparse:
         dense_layers: tuple[int, ...],
         dense_below: int,
         measure_recall: bool,
-        spans: Spans | None,
+        spans: PhaseTimer | None,
     ) -> None:
         self.selection, self.router, self.dense_below, self.spans = selection, router, dense_below, spans
         self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
@@ -143,7 +144,7 @@ class Sparse:
             chosen = selection.blocks(x)
             self._sparsity.add(sparsity(chosen, selection.candidates(x)))
         with self._timed("attention"):
-            out, lse = attend(x, chosen, size)
+            out, lse = selected_attention(x, chosen, size)
         if self.measure_recall:
             dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
             self._prefill_recall.add(_mass_read(lse, dense.lse))
@@ -266,7 +267,7 @@ def attach(
         dense_layers=tuple(dense_layers),
         dense_below=_dense_below(select, model.device),
         measure_recall=measure_recall,
-        spans=Spans(model.device) if measure_time else None,
+        spans=PhaseTimer(model.device) if measure_time else None,
     )
     with tap(model, sparse.attend):
         hook = model.base_model.register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True)

@@ -5,9 +5,9 @@ run, because a machine's clock drifts more than kernels differ. And each row say
 measured to do. Rows are returned, not written.
 """
 
+from msattn.kernels.bench.candidate_tiles import fastest, to_try
 from msattn.kernels.bench.cases import Disagreement, Options
-from msattn.kernels.bench.rows import Row, Shape
-from msattn.kernels.bench.run import OPERATIONS, measure, sweep
-from msattn.kernels.bench.tiles import fastest, to_try
+from msattn.kernels.bench.rows import BenchRow, Shape
+from msattn.kernels.bench.run import CASES, measure, sweep
 
-__all__ = ["OPERATIONS", "Disagreement", "Options", "Row", "Shape", "fastest", "measure", "sweep", "to_try"]
+__all__ = ["CASES", "BenchRow", "Disagreement", "Options", "Shape", "fastest", "measure", "sweep", "to_try"]

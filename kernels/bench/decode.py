@@ -15,14 +15,14 @@ from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import Case, Layer, Options, Peer
 from msattn.kernels.bench.prefill import conv_weight
 from msattn.kernels.bench.rows import Shape, Work
-from msattn.kernels.testing import bucket_index
+from msattn.kernels.common.bucket_index import build_bucket_index
 
 LAYERS = 8  # caches that take turns, so that none is still in the L2 cache when its turn comes
 
 
 def flash_decode(shape: Shape, options: Options) -> Iterator[Case]:
     """Both variants, at each number of queries."""
-    from msattn.kernels import flash_decode as op
+    from msattn.kernels.flash_decode import forward as op
 
     cache = shape.cache(LAYERS, max(options.queries))
     for queries in options.queries:
@@ -87,7 +87,7 @@ def _bucket_problem(shape: Shape) -> _Buckets:
     heads = shape.batch, shape.kv_heads
     drawn: dict[str, Any] = {"generator": generator, "device": shape.device}
     buckets = torch.randint(num_buckets, (*heads, shape.length), dtype=torch.int32, **drawn)
-    index = bucket_index(buckets, num_buckets)
+    index = build_bucket_index(buckets, num_buckets)
     probes = torch.rand((LAYERS, *heads, num_buckets), **drawn).argsort(-1)[..., :num_probes].int().contiguous()
     layers = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
     read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS

@@ -22,7 +22,7 @@ BLOCKS_OF_64 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}  # its
 BYTES_A_SCORE = 12  # that eager code holds: scores and probabilities, in fp32 and in the precision of the input
 
 
-class Absent(RuntimeError):
+class PeerUnavailable(RuntimeError):
     """Why a peer cannot be timed here."""
 
 
@@ -38,7 +38,7 @@ def dense(layers: Sequence[Layer], work: Work, *, causal: bool, setting: str = "
 
 def _prepare_dense(backend: str, causal: bool, device: str) -> Function:
     if device == "cpu" and backend in (DENSE["cudnn"], DENSE["efficient"]):
-        raise Absent("PyTorch has it for GPUs alone")
+        raise PeerUnavailable("PyTorch has it for GPUs alone")
     return partial(_dense, backend, causal)
 
 
@@ -57,7 +57,7 @@ def eager(
     def prepare() -> Function:
         needed, room = scores * BYTES_A_SCORE * (2 if backward else 1), _room(layers[0][0].device)
         if needed > room:
-            raise Absent(f"its scores need {needed / 1e9:,.0f} GB of {room / 1e9:,.0f} GB")
+            raise PeerUnavailable(f"its scores need {needed / 1e9:,.0f} GB of {room / 1e9:,.0f} GB")
         return function
 
     return Peer("eager", prepare, layers, work, setting=setting)
@@ -102,7 +102,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     import torch._functorch.config as functorch
 
     if q.requires_grad and not q.is_cuda:
-        raise Absent("PyTorch has its backward pass for GPUs alone")
+        raise PeerUnavailable("PyTorch has its backward pass for GPUs alone")
     with functorch.patch(donated_buffer=False):  # its backward pass is timed again and again
         return _compiled(q.shape, k.shape)(q, k, v, enable_gqa=True, **options)
 

@@ -44,7 +44,7 @@ def maxpool_attention(shape: Shape, options: Options) -> Iterator[Case]:
 
 def block_sparse_attention(shape: Shape, options: Options) -> Iterator[Case]:
     """Random masks of each query head at each sparsity, and at the first one also one mask a query group."""
-    from msattn.kernels import block_sparse_attention as op
+    from msattn.kernels.block_sparse_attention import forward as op
 
     qkv = shape.qkv()
     dense = _dense(shape, qkv, options)
@@ -77,8 +77,8 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[Case]:
 
 def multiscale_attention(shape: Shape, options: Options) -> Iterator[Case]:
     """Random zooms, as many blocks at each of 2, 4 and 8; beside it block-sparse attention that reads as many tokens."""
-    from msattn.kernels import block_sparse_attention as plain
-    from msattn.kernels import multiscale_attention as op
+    from msattn.kernels.block_sparse_attention import forward as plain
+    from msattn.kernels.multiscale_attention import forward as op
 
     qkv = shape.qkv()
     dense = _dense(shape, qkv, options)
@@ -116,7 +116,7 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[Case]:
 
 def conv_attention(shape: Shape, options: Options) -> Iterator[Case]:
     """A convolution of queries and keys over the scores; the backward pass makes them again and has two more of it."""
-    from msattn.kernels import conv_attention as op
+    from msattn.kernels.conv_attention import operation as op
 
     for c_q, c_k in options.kernels:
         weight = conv_weight(shape, c_q, c_k)
@@ -129,7 +129,7 @@ def conv_attention(shape: Shape, options: Options) -> Iterator[Case]:
 
 def head_mix_attention(shape: Shape, options: Options) -> Iterator[Case]:
     """A mixture of the scores of all query heads; the backward pass makes them again and has two more of it."""
-    from msattn.kernels import head_mix_attention as op
+    from msattn.kernels.head_mix_attention import operation as op
 
     weight = torch.eye(shape.q_heads, device=shape.device) + 0.1 * torch.randn(
         (shape.q_heads, shape.q_heads), generator=_generator(shape), device=shape.device

@@ -66,7 +66,7 @@ class Rate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One measurement, or why there is none (``ms`` is None and ``note`` says it).
 
     Attributes
@@ -122,7 +122,7 @@ class Row:
 
 
 def rated(work: Work, ms: float, ceiling: Rate) -> dict[str, Any]:
-    """``tflops``, ``tb_s``, ``share`` and ``bound`` of a :class:`Row`."""
+    """``tflops``, ``tb_s``, ``share`` and ``bound`` of a :class:`BenchRow`."""
     tflops, tb_s = work.flops / ms / 1e9, work.bytes / ms / 1e9
     compute, memory = tflops / ceiling.tflops, tb_s / ceiling.tb_s
     return {

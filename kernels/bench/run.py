@@ -4,57 +4,49 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from msattn.kernels.bench import decode, prefill, selection, targets
+from msattn.kernels.bench.candidate_tiles import SHIPPED, launched_with, shipped_alone, to_try, variant
 from msattn.kernels.bench.cases import Case, Disagreement, Function, Options, Peer, check, runner
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.full_size import error_at_size
-from msattn.kernels.bench.rows import Row, Shape, Work, rated
-from msattn.kernels.bench.tiles import SHIPPED, launched_with, shipped_alone, to_try, variant
+from msattn.kernels.bench.rows import BenchRow, Shape, Work, rated
 from msattn.kernels.bench.timing import compile_seconds, peak_memory_gb, time_ms
 
-
-class Operation(NamedTuple):
-    """Makes the problems of a shape, from the easiest mask to the hardest; whether it has a backward pass."""
-
-    cases: Callable[[Shape, Options], Iterator[Case]]
-    backward: bool = False
-
-
-OPERATIONS = {
-    "maxpool_attention": Operation(prefill.maxpool_attention),
-    "block_sparse_attention": Operation(prefill.block_sparse_attention, backward=True),
-    "multiscale_attention": Operation(prefill.multiscale_attention, backward=True),
-    "conv_attention": Operation(prefill.conv_attention, backward=True),
-    "head_mix_attention": Operation(prefill.head_mix_attention, backward=True),
-    "bucket_decode": Operation(decode.bucket_decode),
-    "probe_buckets": Operation(decode.probe_buckets),
-    "flash_decode": Operation(decode.flash_decode),
-    "conv_decode": Operation(decode.conv_decode),
-    "bucket_mass": Operation(targets.bucket_mass),
-    "merge_states": Operation(targets.merge_states),
-    "nearest_centroid": Operation(targets.nearest_centroid),
-    "gate_scores": Operation(selection.gate_scores),
-    "pool_blocks": Operation(selection.pool_blocks),
-    "best_blocks": Operation(selection.best_blocks),
+CASES: dict[str, Callable[[Shape, Options], Iterator[Case]]] = {
+    "maxpool_attention": prefill.maxpool_attention,
+    "block_sparse_attention": prefill.block_sparse_attention,
+    "multiscale_attention": prefill.multiscale_attention,
+    "conv_attention": prefill.conv_attention,
+    "head_mix_attention": prefill.head_mix_attention,
+    "bucket_decode": decode.bucket_decode,
+    "probe_buckets": decode.probe_buckets,
+    "flash_decode": decode.flash_decode,
+    "conv_decode": decode.conv_decode,
+    "bucket_mass": targets.bucket_mass,
+    "merge_states": targets.merge_states,
+    "nearest_centroid": targets.nearest_centroid,
+    "gate_scores": selection.gate_scores,
+    "pool_blocks": selection.pool_blocks,
+    "best_blocks": selection.best_blocks,
 }
 
 
-def measure(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
+def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Time an operation and its peers at each length; peers come before what they stand beside.
 
     Parameters
     ----------
-    operation : a key of :data:`OPERATIONS`.
+    operation : a key of :data:`msattn.kernels.operations.OPERATIONS`.
     shape : size of a problem; its length is replaced by each of ``options.lengths``.
     options : what to measure.
 
     Yields
     ------
-    Row
+    BenchRow
         As soon as it is measured. A peer that cannot run here has no time, and a note that says why.
 
     Raises
@@ -62,12 +54,12 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
     Disagreement
         If the operation is not what its reference says: at a small shape, before anything is timed, or at the shape just timed.
     """
-    for case in OPERATIONS[operation].cases(shape.small(), options):
+    for case in CASES[operation](shape.small(), options):
         check(case, options.backward)
     for length in options.lengths:
         bench = _Bench(operation, replace(shape, length=length), options.backward)
-        beside: dict[Peer, Row] = {}
-        for case in OPERATIONS[operation].cases(bench.shape, options):
+        beside: dict[Peer, BenchRow] = {}
+        for case in CASES[operation](bench.shape, options):
             for peer in case.peers:
                 if peer.name in options.peers and peer not in beside:
                     beside[peer] = bench.peer(peer, case)
@@ -77,12 +69,12 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
             yield replace(row, times={name: ms / row.ms for name, ms in timed.items() if ms and row.ms})
 
 
-def sweep(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
+def sweep(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Time an operation with its shipped tiles, and with those to try of each of its kernels in turn; no peers.
 
     Yields
     ------
-    Row
+    BenchRow
         A tile that does not fit, or whose result is wrong, has no time, and a note that says why.
 
     Raises
@@ -97,9 +89,9 @@ def sweep(operation: str, shape: Shape, options: Options) -> Iterator[Row]:
             with shipped_alone(), nullcontext() if choice is None else launched_with(*choice):
                 try:
                     with compile_seconds() as taken:
-                        for case in OPERATIONS[operation].cases(shape.small(), options):
+                        for case in CASES[operation](shape.small(), options):
                             check(case, options.backward)
-                    for case in OPERATIONS[operation].cases(bench.shape, options):
+                    for case in CASES[operation](bench.shape, options):
                         yield replace(bench.own(case, name), compile_s=max(taken, default=None))
                 except Exception as error:
                     if choice is None and isinstance(error, Disagreement):
@@ -119,7 +111,7 @@ class _Bench:
             "triton": _triton_version(),
         }
 
-    def own(self, case: Case, variant: str) -> Row:
+    def own(self, case: Case, variant: str) -> BenchRow:
         """The operation itself, timed and then compared at this size; Disagreement if it is not what its reference says."""
         row = self.row(variant, case.setting, case.sparsity, case.queries)
         try:
@@ -128,7 +120,7 @@ class _Bench:
             return replace(row, note="absent: out of memory")
         return replace(row, **timed, error=error_at_size(case, self.backward))
 
-    def peer(self, peer: Peer, case: Case) -> Row:
+    def peer(self, peer: Peer, case: Case) -> BenchRow:
         """What stands beside it, or why it does not: a peer is others' code, which may raise anything."""
         row = replace(self.row(peer.name, peer.setting, peer.sparsity, case.queries), note=peer.note)
         try:
@@ -145,10 +137,10 @@ class _Bench:
         rates = rated(work, median, ceilings(shape.device, shape.dtype))
         return {"ms": median, "q1": q1, "q3": q3, "memory_gb": memory, **rates}
 
-    def row(self, variant: str, setting: str, sparsity: float, queries: int | None = None) -> Row:
+    def row(self, variant: str, setting: str, sparsity: float, queries: int | None = None) -> BenchRow:
         """A row without a time."""
         shape = self.shape
-        return Row(
+        return BenchRow(
             self.operation,
             "backward" if self.backward else "forward",
             variant,

@@ -19,7 +19,7 @@ CHUNK = 8192  # keys that the product alone takes at once, so that its result fi
 
 def bucket_mass(shape: Shape, options: Options) -> Iterator[Case]:
     """1000 queries against 1024 buckets of keys; beside it the product Q K^T alone, in chunks whose result is dropped."""
-    from msattn.kernels import bucket_mass as op
+    from msattn.kernels.bucket_mass import forward as op
 
     queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
     (q,), (k,) = shape.draw(shape.q_heads, queries), shape.draw(shape.kv_heads, shape.length, cached=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.kernels.block_checks import check_best_blocks, check_block_softmax
+from msattn.kernels.common.block_checks import check_best_blocks, check_block_softmax
 
 
 def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:

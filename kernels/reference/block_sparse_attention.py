@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import check_block_mask, check_per_sequence, check_qkv, resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import attend, row_lists, sequences
+from msattn.kernels.common.checks import check_block_mask, check_per_sequence, check_qkv, resolve_scale, statistics_dtype
+from msattn.kernels.reference.common import masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
 
@@ -39,7 +39,7 @@ def block_sparse_attention(
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
     for b, h, i, j, exists, seen in _selected(q, k, block_mask, block_size, causal, kv_start):
         keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
-        rows_out, rows_lse = attend(q[b, h, i].to(statistics), keys, values, seen, scale)
+        rows_out, rows_lse = masked_attention(q[b, h, i].to(statistics), keys, values, seen, scale)
         rows = b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]
         out[rows] = rows_out[exists].to(q.dtype)
         lse[rows] = rows_lse[exists]

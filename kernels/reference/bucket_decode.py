@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import check_bucket_decode, resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import attend
+from msattn.kernels.common.checks import check_bucket_decode, resolve_scale, statistics_dtype
+from msattn.kernels.reference.common import masked_attention
 from msattn.kernels.types import BucketIndex, SparseAttention
 
 
@@ -50,7 +50,7 @@ def bucket_decode(
     out, lse = q.new_empty(grouped.shape), q.new_empty(grouped.shape[:3], dtype=statistics)
     for b in range(batch):  # one sequence at a time bounds what is gathered
         keys, values = (x[b][head, key[b]].to(statistics) for x in (k, v))  # [Hkv, S, D]
-        attended, lse[b] = attend(grouped[b].to(statistics), keys, values, read[b][:, None], scale)
+        attended, lse[b] = masked_attention(grouped[b].to(statistics), keys, values, read[b][:, None], scale)
         out[b] = attended.masked_fill(lse[b][..., None] == -math.inf, 0)  # where nothing is read, what fills is anything
     return SparseAttention(out.reshape(q.shape), lse.reshape(batch, q_heads, 1))
 

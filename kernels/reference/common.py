@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import query_offset
+from msattn.kernels.common.checks import query_offset
 
 SCORES_AT_ONCE = 2**22  # scores a chunk holds: 16 MiB in fp32
 
@@ -44,7 +44,9 @@ def row_lists(selected: Tensor, scores_each: int) -> Iterator[tuple[Tensor, Tens
         yield b, h, r, on, c.where(on, c[:, :1])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over what fits in memory: ``out, lse`` of ``q [R, n, D]``, ``k, v [R, m, D]``, ``seen [R, n, m]``.
 
     ``bias`` is added to the scaled scores.

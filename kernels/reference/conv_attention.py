@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import (
+from msattn.kernels.common.checks import (
     check_conv_weight,
     check_per_sequence,
     check_qkv,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import check_conv_decode, key_taps_after, key_taps_before, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import check_conv_decode, key_taps_after, key_taps_before, resolve_scale, statistics_dtype
 
 
 def conv_decode(

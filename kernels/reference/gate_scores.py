@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.block_checks import check_gate_scores
-from msattn.kernels.checks import first_query
+from msattn.kernels.common.block_checks import check_gate_scores
+from msattn.kernels.common.checks import first_query
 from msattn.kernels.reference.best_blocks import block_softmax
 from msattn.kernels.reference.pool_blocks import pool_blocks
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import check_head_weight, check_per_sequence, check_qkv, resolve_scale
+from msattn.kernels.common.checks import check_head_weight, check_per_sequence, check_qkv, resolve_scale
 from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attention_backward
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import statistics_dtype
+from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
 
 

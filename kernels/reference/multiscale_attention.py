@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import ZOOMS, check_per_sequence, check_qkv, check_zoom, resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import attend, row_lists, sequences
+from msattn.kernels.common.checks import ZOOMS, check_per_sequence, check_qkv, check_zoom, resolve_scale, statistics_dtype
+from msattn.kernels.reference.common import masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
 PARTS = max(ZOOMS)
@@ -64,7 +64,7 @@ def multiscale_attention(
         for x in _selected(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
             row_q, row_k, row_v = (tensor[at].to(statistics) for tensor, at in ((queries, place), (keys, read), (values, read)))
-            rows_out, rows_lse = attend(row_q, row_k, row_v, x.seen, scale, x.bias)
+            rows_out, rows_lse = masked_attention(row_q, row_k, row_v, x.seen, scale, x.bias)
             rows = tuple(index.expand_as(x.i)[x.exists] for index in place)
             part_out[rows] = rows_out[x.exists].to(q.dtype)
             part_lse[rows] = rows_lse[x.exists]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import check_bucket_sums, check_nearest_centroid, statistics_dtype
+from msattn.kernels.common.checks import check_bucket_sums, check_nearest_centroid, statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE
 from msattn.kernels.types import BucketSums, NearestCentroid
 

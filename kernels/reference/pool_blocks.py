@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.block_checks import check_pool_blocks
-from msattn.kernels.checks import statistics_dtype
+from msattn.kernels.common.block_checks import check_pool_blocks
+from msattn.kernels.common.checks import statistics_dtype
 
 
 def pool_blocks(x: Tensor, poolings: list[str], *, block_size: int = 64, start: Tensor | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.checks import check_probe_buckets, statistics_dtype
+from msattn.kernels.common.checks import check_probe_buckets, statistics_dtype
 
 
 def probe_buckets(

@@ -1,11 +1,11 @@
 """The schema of ``conf/``: frozen dataclasses, one for each Hydra group and one for each command.
 
 Hydra composes plain YAML; :func:`typed` merges the result onto a dataclass, which refuses unknown keys and wrong types,
-and each ``__post_init__`` refuses values out of range. Interpolations such as ``${model.suits.recent}`` let a model's YAML
+and each ``__post_init__`` refuses values out of range. Interpolations such as ``${model.presets.recent}`` let a model's YAML
 carry the sizes that suit it.
 """
 
-from msattn.trainer.config.bench import DIFFERENTIABLE, OPERATIONS, PEERS, BenchConfig
+from msattn.trainer.config.bench import PEERS, BenchConfig
 from msattn.trainer.config.commands import (
     ArtifactsConfig,
     BenchRunConfig,
@@ -29,7 +29,7 @@ from msattn.trainer.config.evaluate import (
     PerplexityConfig,
     RecallConfig,
 )
-from msattn.trainer.config.model import ModelConfig, Suits
+from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig
 from msattn.trainer.config.train import (
     LOSSES,
@@ -45,10 +45,8 @@ from msattn.trainer.config.typed import known_keys, nearest, typed
 from msattn.trainer.config.values import DTYPES
 
 __all__ = [
-    "DIFFERENTIABLE",
     "DTYPES",
     "LOSSES",
-    "OPERATIONS",
     "PEERS",
     "POLICIES",
     "POOLINGS",
@@ -70,6 +68,7 @@ __all__ = [
     "KMeansConfig",
     "LatencyConfig",
     "ModelConfig",
+    "ModelPresets",
     "NeedleConfig",
     "PerplexityConfig",
     "QModelConfig",
@@ -77,7 +76,6 @@ __all__ = [
     "RunConfig",
     "SelectConfig",
     "ServingConfig",
-    "Suits",
     "TrackerConfig",
     "TrainConfig",
     "TrainGateConfig",

@@ -4,30 +4,12 @@ from dataclasses import dataclass, field
 
 from msattn.trainer.config.values import DTYPES, one_of, require
 
-OPERATIONS = (  # those of kernels.bench
-    "maxpool_attention",
-    "block_sparse_attention",
-    "multiscale_attention",
-    "conv_attention",
-    "head_mix_attention",
-    "bucket_decode",
-    "probe_buckets",
-    "flash_decode",
-    "conv_decode",
-    "bucket_mass",
-    "merge_states",
-    "nearest_centroid",
-    "gate_scores",
-    "pool_blocks",
-    "best_blocks",
-)
-DIFFERENTIABLE = ("block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention")
 PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What is measured of a kernel. None stands for what suits the machine: see ``conf/bench/default.yaml``.
+    """What is measured of a kernel. None stands for what presets the machine: see ``conf/bench/default.yaml``.
 
     Attributes
     ----------

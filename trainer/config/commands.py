@@ -4,19 +4,13 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from msattn.trainer.config.bench import DIFFERENTIABLE, OPERATIONS, BenchConfig
+from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
+from msattn.trainer.config.bench import BenchConfig
 from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig
-from msattn.trainer.config.train import (
-    FinetuneTrainConfig,
-    GateConfig,
-    KMeansConfig,
-    QModelConfig,
-    TrackerConfig,
-    TrainConfig,
-)
+from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
 from msattn.trainer.config.values import DTYPES, one_of, require
 
 TASK_TOKENS = 256  # a retrieval task and some text around it
@@ -56,7 +50,7 @@ class BenchRunConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("op", self.op, OPERATIONS)
+        one_of("op", self.op, tuple(OPERATIONS))
         ok = self.bench.direction == "forward" or self.op in DIFFERENTIABLE
         require(ok, "bench.direction", self.bench.direction, f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do")
 

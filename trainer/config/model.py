@@ -7,8 +7,8 @@ from msattn.trainer.config.values import one_of, require
 
 
 @dataclass(frozen=True)
-class Suits:
-    """Sizes that suit one model; other groups refer to them as ``${model.suits.*}``.
+class ModelPresets:
+    """Sizes that suit one model; other groups refer to them as ``${model.presets.*}``.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class ModelConfig:
     revision : Hub revision.
     rope_scaling : overrides the model's RoPE parameters, e.g. ``{rope_type: yarn, factor: 4.0}``.
     architecture : the keys of the model's ``config.json``, used by ``init=random``.
-    suits : sizes that suit this model.
+    presets : sizes that suit this model.
     """
 
     name: str
@@ -77,7 +77,7 @@ class ModelConfig:
     revision: str | None = None
     rope_scaling: dict[str, Any] | None = None
     architecture: dict[str, Any] | None = None
-    suits: Suits = field(default_factory=Suits)
+    presets: ModelPresets = field(default_factory=ModelPresets)
 
     def __post_init__(self) -> None:
         one_of("model.init", self.init, ("pretrained", "random"))

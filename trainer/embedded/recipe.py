@@ -3,7 +3,7 @@
     python -m msattn.trainer.embedded.recipe --text BOOKS --out FOLDER
 
 Text and retrieval tasks in three stages of growing length: retrieval appears, suddenly, in short sequences full of tasks;
-the long stage carries it to 4096 tokens and spends its steps on text. Every stage runs through :func:`msattn.trainer.loop.fit`
+the long stage carries it to 4096 tokens and spends its steps on text. Every stage runs through :func:`msattn.trainer.training.loop.fit`
 and is a continuation of the one before; ``--resume`` goes on after a kill, to the same model. The result is
 ``FOLDER/model``; ``FOLDER/metrics.jsonl`` and ``FOLDER/model/training.json`` say how it went.
 """
@@ -26,12 +26,13 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig, TrackerConfig, TrainConfig
-from msattn.trainer.data import Document, documents, encode
-from msattn.trainer.embedded.tasks import ANSWER_WEIGHT, TASKS, Crop, Phrases, Tokens, needle_prompt
+from msattn.trainer.data.chunking import encode
+from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, Crop, Phrases, Tokens, needle_prompt
+from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.embedded.tokenizer import load_tokenizer, train_tokenizer
-from msattn.trainer.loop import fit
-from msattn.trainer.tap import use_dense_attention
-from msattn.trainer.tracker import Tracker
+from msattn.trainer.models.tap import use_dense_attention
+from msattn.trainer.training.loop import fit
+from msattn.trainer.training.tracker import Tracker
 
 SHIPPED = Path(__file__).parent / "model"
 LIBRARY_SHARE = 0.2  # of the text, by tokens; the rest is books

@@ -17,22 +17,22 @@ from torch import Tensor
 from msattn.kernels.bench.timing import graphed, time_ms
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.dense import KERNELS, Absent, only
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.latency import DENSE
 from msattn.trainer.evaluate.methods import Methods, Router, Routing
-from msattn.trainer.evaluate.row import Row
-from msattn.trainer.saap.cache import BucketLayer, install
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.serving.cache import BucketLayer, install
 
 if TYPE_CHECKING:
     from rich.progress import Progress
     from transformers import Cache, PreTrainedModel
 
     from msattn.trainer.attach import Sparse
-    from msattn.trainer.models import Loaded
+    from msattn.trainer.models.loading import Loaded
 
 WARM = 3  # tokens that find kernels and memory unprepared
 
@@ -64,27 +64,27 @@ class Run:
     note: str = ""
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
     """At each length a row for each dense kernel, and one for each routing with ``probes`` buckets."""
     model, settings = loaded.model, cfg.eval.decoding
     routings = methods.routing or [_untrained(cfg, model)]
     ways = [
         Way(f"{DENSE}{name}", "", kernel, routings[0].router, (), partial(tap, model, dense_attention))
-        for name, kernel in KERNELS[model.device.type].items()
+        for name, kernel in SDPA_BACKENDS[model.device.type].items()
     ]
     for routing in routings:
         ((label, probes),) = routing.settings([cfg.probes])
         attached = partial(routing.attach, model, probes)
         ways.append(Way(routing.name, label, None, routing.router, routing.dense_layers, attached))
     bar = progress.add_task("decoding", total=len(ways) * len(settings.lengths))
-    rows: list[Row] = []
+    rows: list[EvalRow] = []
     for length in settings.lengths:
         done: list[tuple[Way, Run]] = []
         for way in ways:
             try:
-                with only(way.kernel):
+                with use_backend(way.kernel):
                     done.append((way, measure(model, way, length, cfg)))
-            except Absent as reason:
+            except BackendUnavailable as reason:
                 methods.notes.append(f"{way.method} after {length:,} keys, absent: {reason}")
             progress.advance(bar)
         methods.notes.extend(f"{way.method} after {length:,} keys: {each.note}" for way, each in done if each.note)
@@ -95,12 +95,12 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
 
 def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> Routing:
     """Classifiers as they are before training over random centroids: they take the time of trained ones."""
-    config, suits = model.config, cfg.model.suits
+    config, presets = model.config, cfg.model.presets
     layers, heads = models.num_layers(config), models.num_kv_heads(config)
     generator = torch.Generator().manual_seed(cfg.seed)
-    centroids = torch.randn(layers, heads, suits.num_buckets, models.head_dim(config), generator=generator)
+    centroids = torch.randn(layers, heads, presets.num_buckets, models.head_dim(config), generator=generator)
     partition = KMeans(F.normalize(centroids, dim=-1), list(range(layers)))
-    qmodel = QModel(partition, heads, suits.qmodel_hidden, residual=suits.qmodel_residual, seed=cfg.seed)
+    qmodel = QModel(partition, heads, presets.qmodel_hidden, residual=presets.qmodel_residual, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
     return Routing("classifier, untrained", router, cfg.recent, cfg.sink, tuple(cfg.dense_layers))
 
@@ -161,13 +161,13 @@ def step(model: "PreTrainedModel", cache: Any, token: Tensor) -> Tensor:
     return following
 
 
-def row(method: str, setting: str, length: int, done: Run, dense: dict[str, Run], tokens: int) -> Row:
+def row(method: str, setting: str, length: int, done: Run, dense: dict[str, Run], tokens: int) -> EvalRow:
     """A run as a row; ``dense``: those of the dense kernels at the same length."""
     times = {f"times_{name}": done.rate / each.rate for name, each in dense.items()}
     if done.device_rate:
         on_device = {name: each.device_rate for name, each in dense.items() if each.device_rate}
         times |= {f"device_times_{name}": done.device_rate / rate for name, rate in on_device.items()}
-    return Row(
+    return EvalRow(
         task="decoding",
         method=method,
         setting=setting,

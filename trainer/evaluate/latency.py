@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig, GateConfig, SelectConfig
-from msattn.trainer.dense import KERNELS, Absent, only
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import Blocks, Methods
-from msattn.trainer.evaluate.row import Row
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.seer.gate import Gate
-from msattn.trainer.spans import Spans
-from msattn.trainer.tap import LayerInputs, dense_attention, tap
 
 if TYPE_CHECKING:
     from rich.progress import Progress
     from transformers import PreTrainedModel
 
-    from msattn.trainer.models import Loaded
+    from msattn.trainer.models.loading import Loaded
 
 Figures = Callable[[], dict[str, Any]]  # what the passes since the context began did: sparsity, seconds of their parts
 
@@ -60,25 +60,25 @@ class Run:
         return median(self.seconds)
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
     """At each length a row for each dense kernel, and one for each block selection at each sparsity."""
     settings, model = cfg.eval.latency, loaded.model
-    kernels = KERNELS[model.device.type]
+    kernels = SDPA_BACKENDS[model.device.type]
     trained = any(block.gate for block in methods.blocks)
     blocks = methods.blocks if trained else [_untrained(cfg, model), *methods.blocks]
     plan = [(block, label, select) for block in blocks for label, select in block.settings(settings.sparsities)]
     ways = [Way(f"{DENSE}{name}", "", kernel, partial(_dense, model)) for name, kernel in kernels.items()]
     ways += [Way(block.name, label, None, partial(_sparse, model, block, select)) for block, label, select in plan]
     bar = progress.add_task("latency", total=len(ways) * len(settings.lengths))
-    rows: list[Row] = []
+    rows: list[EvalRow] = []
     for length in settings.lengths:
         ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(cfg.seed))
         done: list[tuple[Way, Run]] = []
         for way in ways:
             try:
-                with only(way.kernel):
+                with use_backend(way.kernel):
                     done.append((way, measure(model, ids.to(model.device), way.attached, settings.seconds)))
-            except Absent as reason:
+            except BackendUnavailable as reason:
                 methods.notes.append(f"{way.method} at {length:,} tokens, absent: {reason}")
             progress.advance(bar)
         dense = {way.method.removeprefix(DENSE): each.median_s for way, each in done if way.method.startswith(DENSE)}
@@ -88,9 +88,9 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
 
 def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> Blocks:
     """A gate as it is before training, which takes the time of a trained one."""
-    suits = cfg.model.suits
+    presets = cfg.model.presets
     shape = GateConfig(
-        block_size=cfg.select.block_size, q_pool=suits.gate_q_pool, k_pool=suits.gate_k_pool, rope=suits.gate_rope
+        block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool, rope=presets.gate_rope
     )
     policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # thresholds come with training
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
@@ -99,7 +99,7 @@ def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> Blocks:
 
 @contextmanager
 def _dense(model: "PreTrainedModel") -> Iterator[Figures]:
-    spans = Spans(model.device)
+    spans = PhaseTimer(model.device)
 
     def attend(x: LayerInputs) -> Tensor:
         with spans.of("attention"):
@@ -141,9 +141,9 @@ def measure(
     return Run(taken, max(peaks), found["sparsity"], **parts)
 
 
-def row(method: str, setting: str, length: int, done: Run, dense: dict[str, float]) -> Row:
+def row(method: str, setting: str, length: int, done: Run, dense: dict[str, float]) -> EvalRow:
     """A run as a row; ``dense``: seconds of each dense kernel at the same length."""
-    return Row(
+    return EvalRow(
         task="latency",
         method=method,
         setting=setting,
@@ -166,7 +166,7 @@ def row(method: str, setting: str, length: int, done: Run, dense: dict[str, floa
     )
 
 
-def _with_break_even(rows: list[Row], notes: list[str]) -> list[Row]:
+def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     """The rows, with the length from which on their setting beats the fastest dense kernel; and a note on each setting."""
     found: dict[tuple[str, str], int | None] = {}
     for line in dict.fromkeys((each.method, each.setting) for each in rows if each.setting):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from msattn.trainer.attach import Sparse
-    from msattn.trainer.models import Loaded
+    from msattn.trainer.models.loading import Loaded
     from msattn.trainer.seer.gate import Gate
 
 Router = KMeans | QModel

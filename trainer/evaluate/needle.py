@@ -16,20 +16,20 @@ from torch import Tensor
 
 from msattn.trainer import data
 from msattn.trainer.config import DataConfig, EvalRunConfig
-from msattn.trainer.embedded.tasks import needle_prompt, question
+from msattn.trainer.data.retrieval import needle_prompt, question
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import Methods, Routing
 from msattn.trainer.evaluate.perplexity import logits, prefill
-from msattn.trainer.evaluate.row import WINDOW, Row
-from msattn.trainer.tap import run_backbone
+from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.models.tap import run_backbone
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from msattn.trainer.attach import Sparse
-    from msattn.trainer.models import Loaded
+    from msattn.trainer.models.loading import Loaded
 
 BATCH_TOKENS = 32768  # tokens that pass through the model at once
 HAYSTACK_TOKENS = 1_000_000  # of text, at most
@@ -86,7 +86,7 @@ class Result:
     selectivity: float | None
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
     """For each length a row for dense attention, one a block selection and sparsity, one a routing and number of probes."""
     settings = cfg.eval.needle
     haystack = read_haystack(cfg, loaded.tokenizer)
@@ -208,7 +208,7 @@ def decode(
     }
 
 
-def as_row(method: str, setting: str, samples: Samples, result: Result, dense: Row | None, cfg: EvalRunConfig) -> Row:
+def as_row(method: str, setting: str, samples: Samples, result: Result, dense: EvalRow | None, cfg: EvalRunConfig) -> EvalRow:
     """A result as a row; ``dense`` is dense attention's row, None for itself."""
     found = samples.found(result.predicted)
     accuracy = sum(found) / len(found)
@@ -216,7 +216,7 @@ def as_row(method: str, setting: str, samples: Samples, result: Result, dense: R
     for depth, hit in zip(samples.depths, found, strict=True):
         by_depth.setdefault(f"{depth:g}", []).append(hit)
     routed = result.sparsity is None
-    return Row(
+    return EvalRow(
         task="needle",
         method=method,
         setting=setting,

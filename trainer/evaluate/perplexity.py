@@ -12,19 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer import data, tap
+from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import Methods
-from msattn.trainer.evaluate.row import Row
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.models import tap
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from msattn.trainer.attach import Sparse
-    from msattn.trainer.data import Chunks
-    from msattn.trainer.models import Loaded
+    from msattn.trainer.data.chunking import Chunks
+    from msattn.trainer.models.loading import Loaded
 
 LOGIT_ROWS = 2048  # tokens whose logits exist at once: 128k vocabulary entries in fp32 are 1 GB
 
@@ -40,7 +41,7 @@ class Run:
     recall: float | None = None
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
     """One row for dense attention and one for each block selection at each sparsity, on the same chunks."""
     settings = cfg.eval.perplexity
     chunks = data.chunks(
@@ -108,14 +109,14 @@ def measure(
         return Run(losses, seconds, max(peaks), sparse.stats()["sparsity"] if sparse else 0.0)
 
 
-def row(method: str, setting: str, run: Run, dense: Run, bits_per_byte_of_nats: float, length: int) -> Row:
+def row(method: str, setting: str, run: Run, dense: Run, bits_per_byte_of_nats: float, length: int) -> EvalRow:
     """A run as a row. The ratio's interval is of the paired differences: the same chunks, so most of the spread cancels."""
     loss, spread = fmean(run.losses), mean_interval(run.losses)
     if not math.isfinite(loss):
         raise ArithmeticError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")
     difference = [a - b for a, b in zip(run.losses, dense.losses, strict=True)]
     ratio_spread = mean_interval(difference)
-    return Row(
+    return EvalRow(
         task="perplexity",
         method=method,
         setting=setting,

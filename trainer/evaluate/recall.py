@@ -14,22 +14,23 @@ from torch import Tensor
 
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
+from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import Blocks, Methods, Routing
 from msattn.trainer.evaluate.perplexity import prefill
-from msattn.trainer.evaluate.row import WINDOW, Row
-from msattn.trainer.saap.index import build_index, top_buckets
-from msattn.trainer.seer.select import Selection, attend, sparsity
-from msattn.trainer.tap import LayerInputs, tap
+from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.models.tap import LayerInputs, tap
+from msattn.trainer.saap.index import top_buckets
+from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from msattn.kernels.types import MaxPoolAttention, SparseAttention
-    from msattn.trainer.models import Loaded
+    from msattn.trainer.models.loading import Loaded
 
 QUERY_BATCH = 16  # decoding queries at once: bounds the gathered keys
 
@@ -49,14 +50,14 @@ class Tally:
     routed: bool
     readings: dict[int, list[Reading]] = field(default_factory=lambda: defaultdict(list))
 
-    def row(self, method: str, setting: str) -> Row:
+    def row(self, method: str, setting: str) -> EvalRow:
         """Means over layers, heads and chunks; the heads' own figures in ``extra``."""
         layers = sorted(self.readings)
         recall = torch.stack([torch.stack([reading.recall for reading in self.readings[layer]]) for layer in layers]).cpu()
         error = torch.stack([torch.stack([reading.error for reading in self.readings[layer]]) for layer in layers]).cpu()
         share = torch.stack([reading.share for layer in layers for reading in self.readings[layer]]).mean().item()
         spread = mean_interval(recall.double().mean((0, 2)).tolist())
-        return Row(
+        return EvalRow(
             task="recall",
             method=method,
             setting=setting,
@@ -78,7 +79,7 @@ class Tally:
         )
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[Row]:
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
     """A row for each block selection at each sparsity, and for each routing (and the oracle's) with each number of probes."""
     settings = cfg.eval.recall
     chunks = data.chunks(
@@ -123,7 +124,7 @@ def read_blocks(x: LayerInputs, dense: "MaxPoolAttention", method: Blocks, spars
     for label, selection in selections.items():
         scores = selection.scorer(x) if scores is None else scores
         chosen, size = selection.choose(scores, x), selection.block_size
-        sparse = attend(x, chosen, size)
+        sparse = selected_attention(x, chosen, size)
         readings[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(chosen, selection.candidates(x)))
     return readings
 
@@ -185,7 +186,7 @@ def decode_at(
     x: LayerInputs, dense: "MaxPoolAttention", method: Routing, buckets: Tensor, positions: Tensor, probes: Tensor
 ) -> Reading:
     """Decode the queries at ``positions [n]``, each as if it were the newest, over the window and ``probes [n, Hkv, L]``."""
-    index = build_index(buckets, method.router.num_buckets)
+    index = build_bucket_index(buckets, method.router.num_buckets)
     outs, lses, shares = [], [], []
     for position, probe in zip(positions.split(QUERY_BATCH), probes.split(QUERY_BATCH), strict=True):
         batch = len(position)

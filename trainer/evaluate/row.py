@@ -7,7 +7,7 @@ WINDOW = "window only"  # the method's name of routing that visits no bucket: si
 
 
 @dataclass(frozen=True)
-class Row:
+class EvalRow:
     """What one method scored in one setting.
 
     Attributes

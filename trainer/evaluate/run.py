@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.row import Row
+from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.methods import Methods
-    from msattn.trainer.models import Loaded
+    from msattn.trainer.models.loading import Loaded
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
@@ -36,9 +36,11 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from rich.progress import Progress
 
     from msattn.trainer import models
-    from msattn.trainer.bench import ON_CPU
-    from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, recall, report, tables
-    from msattn.trainer.tracker import Tracker
+    from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, recall
+    from msattn.trainer.evaluate.report import files as report
+    from msattn.trainer.evaluate.report import tables
+    from msattn.trainer.evaluate.report.context import CPU_NOTE, context
+    from msattn.trainer.training.tracker import Tracker
 
     console = Console()
     folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
@@ -49,14 +51,14 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     _check_sizes(cfg, loaded, found)
     parts = (perplexity, recall, needle, latency, decoding)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
-    rows: list[Row] = []
+    rows: list[EvalRow] = []
     with Progress(console=console, transient=True) as progress:
         for task in cfg.eval.tasks:
             rows += tasks[task](loaded, cfg, found, progress)
     if device.type == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
-        found.notes.append(ON_CPU)
+        found.notes.append(CPU_NOTE)
     title = f"{cfg.model.name}, {cfg.name}: sparse attention measured"
-    about = report.context(title, asdict(cfg), found.manifests, found.notes, device)
+    about = context(title, asdict(cfg), found.manifests, found.notes, device)
     with _published(folder, keep=not cfg.overwrite) as draft:
         figures = report.write(draft, rows, about)
     with Tracker.start(cfg.tracker, folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", config=asdict(cfg)) as tracker:
@@ -68,18 +70,18 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
     """``task/method/setting`` -> score, for a tracker; the length is part of the setting where a task has several."""
     return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
 
 
-def _length(row: Row) -> str:
+def _length(row: EvalRow) -> str:
     return str(row.extra["length"]) if row.task in ("needle", "latency", "decoding") else ""
 
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None:
     """Refuse, before the first task, lengths and probes that a later one would refuse."""
-    from msattn.trainer.models import check_length
+    from msattn.trainer.models.families import check_length
 
     sections = cfg.eval
     lengths = {
@@ -89,9 +91,9 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None
         "latency": sections.latency.lengths,
     }
     probes = {"recall": sections.recall.probes, "needle": sections.needle.probes, "decoding": [cfg.probes]}
-    buckets = cfg.model.suits.num_buckets
+    buckets = cfg.model.presets.num_buckets
     if "decoding" in sections.tasks and not found.routing and cfg.probes > buckets:
-        raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.suits.num_buckets)")
+        raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     for task in sections.tasks:
         for length in lengths.get(task, []):  # decoding fills its caches without a prompt
             check_length(loaded.model.config, length)

@@ -25,8 +25,8 @@ from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_decode import conv_decode
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.tap import IMPLEMENTATION, causal_attention, padding_start
 from msattn.trainer.mta.cache import query_window_layer
-from msattn.trainer.tap import IMPLEMENTATION, causal_attention, padding_start
 
 HeadMixing = Literal["scores", "group"]
 

@@ -1,7 +1,6 @@
 """Which keys each bucket holds, and which buckets a query visits (SAAP, arXiv 2502.08246, sections 4 and 5).
 
-A :class:`Router` names the bucket of a key and scores the buckets for a query; :func:`build_index` turns buckets into the lists
-that :func:`msattn.kernels.bucket_decode.bucket_decode` reads.
+A :class:`Router` names the bucket of a key and scores the buckets for a query.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -9,11 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from msattn.trainer.tap import LayerInputs
+    from msattn.trainer.models.tap import LayerInputs
 
 
 class Router(Protocol):
@@ -50,28 +48,6 @@ def slot_of(layers: list[int], layer: int) -> int:
     if layer not in layers:
         raise ValueError(f"layer={layer}: this router holds layers {layers}")
     return layers.index(layer)
-
-
-def build_index(buckets: Tensor, num_buckets: int) -> BucketIndex:
-    """Lists of the keys of each bucket, made on the device without waiting for it.
-
-    Parameters
-    ----------
-    buckets : Tensor
-        int32 ``[B, Hkv, n]``: the bucket of the key at each cache position; -1 leaves a key (padding) out.
-    num_buckets : int
-        ``C``; buckets are 0 to C - 1.
-
-    Returns
-    -------
-    BucketIndex
-        ``offsets [B, Hkv, C + 1]`` and ``order [B, Hkv, n]``, int32; a bucket's keys by position. Keys that are left
-        out stand behind the last offset.
-    """
-    by_bucket, order = torch.where(buckets < 0, num_buckets, buckets).sort(dim=-1, stable=True)
-    edges = torch.arange(num_buckets + 1, dtype=buckets.dtype, device=buckets.device)
-    offsets = torch.searchsorted(by_bucket, edges.expand(*buckets.shape[:2], -1).contiguous(), out_int32=True)
-    return BucketIndex(offsets, order.to(torch.int32))
 
 
 def top_buckets(scores: Tensor, probes: int) -> Tensor:

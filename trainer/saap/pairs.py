@@ -19,10 +19,10 @@ from msattn.kernels.bucket_mass import bucket_mass
 from msattn.trainer import data, models
 from msattn.trainer.config import QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.index import slot_of
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.parts import FinishedParts
-from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.block_counts import WHOLE, blocks_read
+from msattn.kernels.common.block_counts import WHOLE, blocks_read
 
 
 class RowSpan(NamedTuple):

@@ -13,15 +13,16 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor
 
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.seer.blocks import candidates
 from msattn.trainer.seer.policies import TopK
-from msattn.trainer.tap import LayerInputs, dense_attention, run_backbone, tap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from msattn.trainer.seer.gate import Gate
 
+CALIBRATION_CHUNKS = 4  # chunks that thresholds are measured on
 FLOOR = 0.75  # with less, late rows of long prompts lose blocks that answers are read from; 1 is top-k
 SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOWEST = -30.0  # log2 of the smallest probability that is told apart

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from msattn.kernels.checks import first_query
+from msattn.kernels.common.checks import first_query
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
-from msattn.trainer import artifacts, models, rope
+from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.models import rope
 from msattn.trainer.seer.blocks import row_span
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from msattn.trainer.tap import LayerInputs
+    from msattn.trainer.models.tap import LayerInputs
 
 
 INITIAL_SCALE = 0.5  # of queries and of keys: initial logits are a quarter of the block means' scaled products

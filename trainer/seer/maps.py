@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.seer.blocks import visible_blocks
-from msattn.trainer.tap import LayerInputs
 
 LARGEST = 256  # blocks a side of a picture; larger maps are max-pooled to it
 LOWEST = 1e-4  # smaller shares of a row look alike

@@ -14,26 +14,20 @@ from torch import Tensor
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.block_sparse_attention import block_sparse_attention
-from msattn.kernels.checks import first_query
+from msattn.kernels.common.checks import first_query
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import (
-    Candidates,
-    aligned_blocks,
-    candidates,
-    sparsity,
-    visible_blocks,
-)
+from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidates, sparsity, visible_blocks
 from msattn.trainer.seer.calibrate import floor_of, threshold_at
 from msattn.trainer.seer.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
 
 if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
     from msattn.trainer.seer.gate import Gate
-    from msattn.trainer.tap import LayerInputs
 
 __all__ = [
     "Calibrated",
@@ -49,8 +43,8 @@ __all__ = [
     "Threshold",
     "TokenBudget",
     "TopK",
-    "attend",
     "recall",
+    "selected_attention",
     "sparsity",
     "visible_blocks",
 ]
@@ -235,7 +229,7 @@ def _calibrated(cfg: SelectConfig, scorer: Scorer) -> list[Policy]:
     return [Calibrated(floor, Threshold(threshold_at(table, i, cfg.sparsity))) for i in range(len(table["layers"]))]
 
 
-def attend(x: "LayerInputs", chosen: Tensor, block_size: int) -> SparseAttention:
+def selected_attention(x: "LayerInputs", chosen: Tensor, block_size: int) -> SparseAttention:
     """Attention of one layer over what a selection chose: a block mask, or zooms."""
     options = {"block_size": block_size, "scale": x.scale, "kv_start": x.kv_start}
     operation = block_sparse_attention if chosen.dtype == torch.bool else multiscale_attention
@@ -252,7 +246,7 @@ def recall(x: "LayerInputs", chosen: Tensor, block_size: int, dense_lse: Tensor)
     chosen : block mask or zooms ``[B | 1, Hq | Hkv | 1, Tr, Tc]``.
     dense_lse : ``[B, Hq, N]`` of dense attention over the same inputs; -inf (padding) rows do not count.
     """
-    lse = attend(x, chosen, block_size).lse
+    lse = selected_attention(x, chosen, block_size).lse
     real = dense_lse > -torch.inf
     share = (lse - dense_lse).exp().clamp(max=1).masked_fill(~real, 0)
     return share.sum((0, 2)) / real.sum((0, 2)).clamp(min=1)

@@ -1,0 +1,194 @@
+"""Gradient of attention over the key blocks that a mask selects, in two passes that both follow the mask.
+
+    P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
+    dQ = scale * dS K   dK = scale * dS^T Q    dV = P^T dO
+
+The first pass owns a row block and walks its list of column blocks, for dQ; the second owns a column block of a key/value head
+and walks its list of row blocks, of all query heads of the group, for dK and dV. So every sum is one program's, in registers
+and in one order: no atomics, no partial results in memory, the same bits every time. That takes seven products for each block
+read, 14 * BM * BN * D operations, where one pass would take five and add dQ up with atomics. A block costs the loads of two
+tiles in each pass; the terms of a row, made by the first pass, wait for the second in a layout that its loads are fast from.
+
+Both passes go through memory in step: row lists from the first key on, column lists from the last query back, whatever the
+block, so that programs which run together find each other's tiles in the L2 cache. Blocks on the diagonal come last in both.
+
+Layouts: terms of rows as in :mod:`msattn.kernels.common.backward_tiles`, lists as in :mod:`msattn.kernels.common.block_lists`. A tile has BM
+queries and BN keys, each a block or an even part of one. Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import tuned
+from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_terms, load_rows, terms_view
+from msattn.kernels.common.block_lists import compact, compact_columns, find_list
+from msattn.kernels.common.checks import check_layout, has_aligned_rows, query_offset
+from msattn.kernels.common.primitives import (
+    LN_2,
+    LOG2_E,
+    capability,
+    load_tile,
+    mask_scores,
+    padded_head,
+    precision,
+    sequence_span,
+    store_tile,
+    tile_view,
+    tl,
+    triton,
+)
+
+
+def launch(
+    dout: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    dq_tile: tuned.Tile | None = None,
+    dkv_tile: tuned.Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v; the tiles override the shipped choice, for tuning."""
+    check_layout(q=q, k=k, v=v, out=out)
+    if not has_aligned_rows(dout) or 0 in dout.stride():  # autograd hands over what it has: an expanded scalar, say
+        dout = dout.clone(memory_format=torch.contiguous_format)
+    lse, dlse = lse.contiguous(), dlse.contiguous()
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    cols, sm = padded_head(head), capability(q.device)
+    offset = query_offset(num_queries, num_keys, causal)
+    group = q_heads // kv_heads
+    selection = block_mask, kv_start, num_queries, num_keys, offset, block_size, causal
+    row_blocks, col_blocks = block_mask.shape[2:]
+    constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
+
+    lists, lengths = compact(*selection)
+    shared = kv_heads, num_queries, num_keys, row_blocks, col_blocks
+    tile = dq_tile or tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
+    rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
+    dq = torch.empty_like(q)
+    terms = empty_terms(lse)
+    _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
+        tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
+        lse, dlse, dq, terms, lists, lengths, kv_start, *dq.stride()[:3], terms.stride(2),
+        group, *shared, *lists.shape[:2], offset, scale * LOG2_E,
+        BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+    del lists, lengths  # room for the second ones
+    lists, lengths = compact_columns(*selection, kv_heads, group)
+    tile = dkv_tile or tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
+    rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](
+        tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
+        terms_view(terms, num_queries, rows),
+        dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
+        *shared, lists.shape[0], offset, scale * LOG2_E,
+        GROUP=group, BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+
+
+@triton.jit(do_not_specialize=[*SIZES, "stride_terms"])
+def _dq_kernel(
+    q_desc, k_desc, v_desc, out_desc, dout_desc, p_lse, p_dlse, p_dq, p_terms, p_lists, p_lengths, p_kv_start,
+    stride_b, stride_h, stride_n, stride_terms,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    pid = tl.program_id(0)
+    tiles = row_blocks * (BLOCK // BM)
+    t0 = (tiles - 1 - pid // group % tiles) * BM
+    kv_head = pid // (group * tiles) % kv_heads
+    h = kv_head * group + pid % group
+    b = pid // (group * tiles * kv_heads)
+    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    p_list, plain, all_blocks = find_list(
+        p_lists, p_lengths, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    )
+
+    q, dout, lse2, row_term = load_rows(
+        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_terms, b, h, kv_heads * group, t0, first_query, queries, num_queries,
+        stride_terms, BM, COLS,
+    )  # fmt: skip
+
+    t = t0 + tl.arange(0, BM)
+    dq = tl.zeros([BM, COLS], tl.float32)
+    PARTS: tl.constexpr = BLOCK // BN
+    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
+        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        dq = _dq_step(dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+                      BN, COLS, False, CAUSAL, PRECISION)  # fmt: skip
+    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        dq = _dq_step(dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+                      BN, COLS, True, CAUSAL, PRECISION)  # fmt: skip
+    store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
+
+
+@triton.jit
+def _dq_step(
+    dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+    BN: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys from u0 on give."""
+    k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+    v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+    if MASK:
+        s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
+    return dq_step(dq, s, dout, k, v, lse2, row_term, scale2, PRECISION)
+
+
+@triton.jit(do_not_specialize=SIZES[1:-1])
+def _dkv_kernel(
+    q_desc, k_desc, v_desc, dout_desc, terms_desc, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tiles = col_blocks * (BLOCK // BN)
+    u0 = pid % tiles * BN  # long columns come first
+    kv_head = pid // tiles % kv_heads
+    b = pid // (tiles * kv_heads)
+    first_key, first_query, keys, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    p_list, plain, all_blocks = find_list(
+        p_lists, p_lengths, b, kv_head, u0 // BLOCK, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
+    )
+    p_list += all_blocks - 1  # read backwards
+    u = u0 + tl.arange(0, BN)
+    k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+    v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+    if COLS * k.dtype.primitive_bitwidth <= 2048:
+        k = tl.where((u < keys)[:, None], k, 0.0)  # stays in registers, as q does in the first pass; v has no room there
+
+    dk = tl.zeros([BN, COLS], tl.float32)
+    dv = tl.zeros([BN, COLS], tl.float32)
+    PARTS: tl.constexpr = BLOCK // BM
+    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
+        entry = tl.load(p_list - n // PARTS).to(tl.int32)
+        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                          BM, COLS, False, PRECISION)  # fmt: skip
+    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+        entry = tl.load(p_list - n // PARTS).to(tl.int32)
+        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+                          BM, COLS, CAUSAL, PRECISION)  # fmt: skip
+    store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+    store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)

@@ -1,0 +1,179 @@
+"""Attention over the key blocks that a mask selects, for each block of queries (SeerAttention, section 3.2).
+
+    out_i = softmax over keys j in the True blocks of i's row block (and j <= i if causal) of (scale * q_i k_j), times v_j
+
+The mask becomes lists on the device first (:mod:`msattn.kernels.common.block_lists`): for each row block the column blocks to read,
+those that every query sees whole before those on the diagonal or at the end. A program then owns one row block and walks its
+list: the cost follows the True blocks. The gradient is in :mod:`msattn.kernels.block_sparse_attention.backward`.
+
+A tile has BM = block queries and BN keys, a whole block or an even part of one. Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference, tuned
+from msattn.kernels.block_sparse_attention import backward
+from msattn.kernels.common.block_lists import compact, find_list
+from msattn.kernels.common.checks import (
+    check_block_mask,
+    check_layout,
+    check_per_sequence,
+    check_qkv,
+    query_offset,
+    resolve_backend,
+    resolve_scale,
+)
+from msattn.kernels.common.primitives import (
+    LOG2_E,
+    capability,
+    load_tile,
+    mask_scores,
+    padded_head,
+    precision,
+    sequence_span,
+    softmax_end,
+    softmax_step,
+    store_rows,
+    tile_view,
+    tl,
+    triton,
+)
+from msattn.kernels.common.registration import Passes, register_sparse_op
+from msattn.kernels.types import Backend, SparseAttention
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: Tensor,
+    *,
+    block_size: int = 64,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    backend: Backend | None = None,
+) -> SparseAttention:
+    """Attention that reads only the blocks a mask selects (SeerAttention, section 3.2).
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, N, D]``
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Views are welcome.
+    k, v : Tensor ``[B, Hkv, M, D]``
+        Keys and values; query head h reads head ``h // (Hq // Hkv)``.
+    block_mask : Tensor bool ``[B | 1, Hq | Hkv | 1, ceil(N / block), ceil(M / block)]``
+        True = read the block. Inside it the causal and padding masks still hold; True above the diagonal costs nothing.
+    block_size : int
+        Tokens of a block: 16, 32, 64 or 128.
+    causal : bool
+        Query i stands at position ``M - N + i`` and sees no key after it.
+    scale : float, optional
+        Factor of the scores, positive; ``D ** -0.5`` by default.
+    kv_start : Tensor int32 ``[B]``, optional
+        Left padding: positions before each sequence. Blocks are counted from there.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    SparseAttention
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for rows that read nothing.
+        Differentiable in q, k, v, through both.
+
+    Raises
+    ------
+    ValueError
+        For arguments that do not fit, by name.
+    """
+    check_qkv(q, k, v)
+    check_block_mask(block_mask, q, k, block_size)
+    check_per_sequence("kv_start", kv_start, q)
+    scale = resolve_scale(scale, q.shape[3])
+    backend = resolve_backend(backend, q)
+    return SparseAttention(*_operator(q, k, v, block_mask, kv_start, block_size, causal, scale, backend))
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    tile: tuned.Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernels; ``tile`` overrides the shipped choice, for tuning."""
+    check_layout(q=q, k=k, v=v)
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    cols = padded_head(head)
+    tile = tile or tuned.pick("block_sparse_attention", cols, q.dtype, capability(q.device))
+    rows, keys = block_size, min(block_size, tile.keys)
+    offset = query_offset(num_queries, num_keys, causal)
+    lists, lengths = compact(block_mask, kv_start, num_queries, num_keys, offset, block_size, causal)
+    row_blocks, col_blocks = lists.shape[2:]
+
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
+    _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
+        tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), out, lse, lists, lengths, kv_start,
+        *out.stride()[:3],
+        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, lists.shape[0], lists.shape[1],
+        offset, scale * LOG2_E,
+        HEAD=head, COLS=cols, BM=rows, BN=keys,
+        CAUSAL=causal, PRECISION=precision(q.dtype),
+        num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+# Lengths are left to Triton, which compiles for multiples of 16 and for others: known alignment is worth 13 % here.
+@triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
+def _block_sparse_attention_kernel(
+    q_desc, k_desc, v_desc, p_out, p_lse, p_lists, p_lengths, p_kv_start,
+    stride_b, stride_h, stride_n,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    pid = tl.program_id(0)
+    r = row_blocks - 1 - pid // group % row_blocks
+    kv_head = pid // (group * row_blocks) % kv_heads
+    h = kv_head * group + pid % group
+    b = pid // (group * row_blocks * kv_heads)
+    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    t0 = r * BM
+    t = t0 + tl.arange(0, BM)
+
+    p_list, full, all_blocks = find_list(
+        p_lists, p_lengths, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    )
+
+    q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, COLS], tl.float32)
+    PARTS: tl.constexpr = BM // BN  # of a block
+    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
+        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
+        k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if n >= full * PARTS:
+            s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
+        v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+        m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+    out, lse2 = softmax_end(m, l, acc, t < queries)
+    store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
+               stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
+
+
+_operator, _ = register_sparse_op(
+    "block_sparse_attention",
+    Passes(launch, backward.launch),
+    Passes(reference.block_sparse_attention, reference.block_sparse_attention_backward),
+)

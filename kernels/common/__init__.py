@@ -1,0 +1,1 @@
+"""Code that several operations share: argument checks, Triton primitives, registration, splits, block and bucket lists."""

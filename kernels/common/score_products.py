@@ -1,0 +1,144 @@
+"""Products of a matrix that has a row for each query and a column for each key with rows of queries or keys.
+
+The gradients of :mod:`msattn.kernels.conv_attention.operation` and :mod:`msattn.kernels.head_mix_attention.operation` write probabilities or score
+gradients of some rows to a scratch, ``matrix [B, H, rows, M]``, and multiply them from there:
+
+    add_right   out_z += sum over heads h of group z of matrix_h^T X_h       X: rows of queries, ``out [B, Z, M, D]``
+    add_left    out_h += matrix_h Y_z                                        Y: rows of keys, ``out [B, H, N, D]``
+
+With terms, query i meets row ``i + t - (terms - 1)`` of X in term t; they are outputs of their own on the right, and a sum on
+the left. Before a sequence's start the matrix is 0, X and Y are finite. Sums have one owner and one order: the same bits each
+time. Prefix: p_ pointer. Programs: (tile, output, sequence).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import tuned
+from msattn.kernels.common.checks import query_offset
+from msattn.kernels.common.primitives import capability, load_tile, padded_head, precision, sequence_span, tile_view, tl, triton
+
+SCRATCH = 2**29  # elements that a scratch or prepared terms may have: 1 GiB of 16 bits
+
+
+class Rows(NamedTuple):
+    """Queries ``begin <= i < end``, at positions ``i + offset``, and what they see."""
+
+    begin: int
+    end: int
+    offset: int
+    causal: bool
+    kv_start: Tensor | None
+
+
+def row_chunks(
+    q: Tensor, k: Tensor, dtype: torch.dtype, matrices: int, least: int, causal: bool, kv_start: Tensor | None
+) -> Iterator[tuple[Rows, Tensor]]:
+    """As many rows at a time, ``least`` or more, as :data:`SCRATCH` allows, with scratches ``[matrices, B, H, rows, M]``.
+
+    They start as anything. Who fills one leaves 0 in the :func:`reach` keys after those that a query sees, for products read
+    whole tiles; what lies beyond is read by nobody.
+    """
+    (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
+    columns = -(-num_keys // 16) * 16  # a row starts at a multiple of 16 bytes
+    size = min(num_queries, max(least, SCRATCH // (batch * heads * columns) // 128 * 128))
+    scratch = q.new_empty((matrices, batch, heads, size, columns), dtype=dtype)
+    offset = query_offset(num_queries, num_keys, causal)
+    for begin in range(0, num_queries, size):
+        end = min(begin + size, num_queries)
+        yield Rows(begin, end, offset, causal, kv_start), scratch[..., : end - begin, :num_keys]
+
+
+def reach(x: Tensor) -> int:
+    """How many keys after the last that a query sees a product with ``x`` may read: a tile's rows, and its keys."""
+    tile = _tile(x)
+    return tile.rows + tile.keys
+
+
+def _tile(x: Tensor) -> tuned.Tile:
+    return tuned.pick("score_products", padded_head(x.shape[3]), x.dtype, capability(x.device))
+
+
+def add_right(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
+    """Add ``matrix^T x`` to fp32 ``out [B, Z * terms, M, D]``, summed over the heads of ``matrix`` that belong to one of Z."""
+    batch, total, num_keys, head = out.shape
+    tile = _tile(x)
+    _right_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
+        tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
+        terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end, rows.offset,
+        HEAD=head, COLS=padded_head(head), BM=tile.keys, BN=tile.rows,
+        CAUSAL=rows.causal, PRECISION=precision(x.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["terms", "group", "begin", "end"])
+def _right_kernel(
+    matrix_desc, x_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, begin, end, offset,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b, z, j0 = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BN
+    _, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    shift = z % terms - (terms - 1)
+    first = tl.maximum(first_query - begin, 0)  # row of the matrix
+    if CAUSAL:
+        first = tl.maximum(first, j0 - offset - begin)
+    first = first // BM * BM
+    tiles = tl.cdiv(tl.maximum(end - begin - first, 0), BM)
+    acc = tl.zeros([BN, COLS], tl.float32)
+    for n in tl.range(0, group * tiles):  # type: ignore[misc]
+        h, row = z // terms * group + n // tiles, first + n % tiles * BM
+        matrix = tl.reshape(matrix_desc.load([b, h, row, j0]), [BM, BN])
+        x = load_tile(x_desc, b, h, begin + row + shift, BM, COLS)
+        acc = tl.dot(tl.trans(matrix), x, acc, input_precision=PRECISION)
+    add_tile(p_out, acc, b * tl.num_programs(1) + z, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
+
+
+def add_left(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
+    """Add ``matrix y`` to fp32 ``out [B, H, N, D]``; ``y [B, Z * terms, M, D]``, where Z divides H."""
+    batch, heads, num_queries, head = out.shape
+    tile, num_keys = _tile(y), y.shape[2]
+    first = max(rows.begin - (terms - 1), 0)
+    _left_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
+        tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,
+        terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end, rows.offset,
+        HEAD=head, COLS=padded_head(head), BM=tile.rows, BN=tile.keys,
+        CAUSAL=rows.causal, PRECISION=precision(y.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["terms", "group", "first", "begin", "end"])
+def _left_kernel(
+    matrix_desc, y_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, first, begin, end, offset,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b, h, i0 = tl.program_id(2), tl.program_id(1), first + tl.program_id(0) * BM
+    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    acc = tl.zeros([BM, COLS], tl.float32)
+    for term in tl.range(0, terms):  # type: ignore[misc]
+        row = i0 + terms - 1 - term
+        last = num_keys
+        if CAUSAL:
+            last = tl.minimum(num_keys, tl.minimum(row + BM, end) + offset)
+        for j in tl.range(first_key // BN * BN, last, BN):  # type: ignore[misc]
+            matrix = tl.reshape(matrix_desc.load([b, h, row - begin, j]), [BM, BN])
+            y = load_tile(y_desc, b, h // group * terms + term, j, BN, COLS)
+            acc = tl.dot(matrix, y, acc, input_precision=PRECISION)
+    add_tile(p_out, acc, b * tl.num_programs(1) + h, i0, first_query, end, num_queries, HEAD, BM, COLS)
+
+
+@triton.jit
+def add_tile(
+    p_out, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Add to the rows from the given one on, if between ``first`` and ``end``, of a head of ``out [heads, num_rows, D]``."""
+    r, d = tl.arange(0, ROWS), tl.arange(0, COLS)
+    place = p_out + (head.to(tl.int64) * num_rows + row) * HEAD + (r[:, None] * HEAD + d[None, :])
+    inside = ((row + r >= first) & (row + r < end))[:, None] & (d < HEAD)[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + tile, mask=inside)

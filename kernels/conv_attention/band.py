@@ -1,0 +1,270 @@
+"""What a convolution of the scores needs besides products: prepared keys, the band at the diagonal, and their gradients.
+
+For head h, with kernel ``W [c_q, c_k]`` and ``p = (c_k - 1) // 2``; q' and k' are positions, scores unscaled:
+
+    prepared keys   y_a[j] = sum_c W[a, c] k[j - p + c]                                        ``[B, H * c_q, M, D]``
+    band            A[i, i - d] = sum_{a, c} W[a, c] S[q', k'] over k' <= q', 0 <= d < w       ``[B, H, N, w]`` fp32
+                    where q' = i - (c_q - 1) + a, k' = i - d - p + c, S[q', k'] = q[q'] . k[k']
+                    and w = (c_q - 1) + (c_k - 1 - p): from d = w on every k' <= q'
+
+The band is made of the scores ``S[q', q' - e]``, ``0 <= e < c_k - 1 + a``, which are never stored: a program holds a tile
+of rows and makes one after the other, by vector products in fp32. All this reads a row some c_q * c_k times, mostly from the L1
+cache, which is little beside its products with all keys.
+
+Programs: (row or key tile, head, sequence). Tiles: BR rows, BC taps along keys, BA along queries, BW of the band. Rows i of the
+queries stand at positions ``i + offset``. Prefix: p_ pointer.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.common.checks import key_taps_after, key_taps_before, query_offset
+from msattn.kernels.common.primitives import padded_head, sequence_span, tl, triton
+
+ROWS = 32  # of a tile
+
+
+class Convolution(NamedTuple):
+    """Queries, keys and kernels ``[H, c_q, c_k]`` of some heads, and where their sequences lie."""
+
+    q: Tensor
+    k: Tensor
+    weight: Tensor
+    kv_start: Tensor | None
+    causal: bool
+
+    @property
+    def window(self) -> int:
+        """Queries that a score is made of, c_q."""
+        return self.weight.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Width of the band: with fewer keys between query and key, some scores would count as 0. Without an order, none."""
+        return self.window - 1 + key_taps_after(self.weight) if self.causal else 0
+
+    def sizes(self) -> tuple[int, ...]:
+        """What every kernel is told: group, queries, keys, position of the first query, kernel, taps before, band."""
+        num_queries, num_keys = self.q.shape[2], self.k.shape[2]
+        offset = query_offset(num_queries, num_keys, self.causal)
+        group = self.q.shape[1] // self.k.shape[1]
+        return group, num_queries, num_keys, offset, *self.weight.shape[1:], key_taps_before(self.weight), self.width
+
+    def tiles(self) -> dict[str, int]:
+        """Sizes of tiles, known to the compiler."""
+        _, window, taps = (triton.next_power_of_2(size) for size in self.weight.shape)
+        head = self.q.shape[3]
+        return {"HEAD": head, "COLS": padded_head(head), "BR": ROWS, "BA": window, "BC": taps}
+
+
+def prepare_keys(conv: Convolution) -> Tensor:
+    """Prepared keys ``[B, H * c_q, M, D]``, rounded once to the dtype of k."""
+    q, k, weight = conv.q, conv.k, conv.weight
+    keys = k.new_empty((q.shape[0], q.shape[1] * conv.window, *k.shape[2:]))
+    _prepare_kernel[(triton.cdiv(k.shape[2], ROWS), q.shape[1], q.shape[0])](
+        k, weight, keys, conv.kv_start, *k.stride()[:3], *conv.sizes(), **conv.tiles()
+    )
+    return keys
+
+
+def make_band(conv: Convolution) -> Tensor | None:
+    """Convolved scores ``[B, H, N, w]`` of the last w keys; None if no score would count as 0."""
+    if conv.width == 0:
+        return None
+    q, k = conv.q, conv.k
+    band = q.new_empty((*q.shape[:3], conv.width), dtype=torch.float32)
+    _band_kernel[(triton.cdiv(q.shape[2], ROWS), q.shape[1], q.shape[0])](
+        q, k, conv.weight, band, conv.kv_start, *q.stride()[:3], *k.stride()[:3], *conv.sizes(), **conv.tiles(),
+        BW=triton.next_power_of_2(conv.width),
+    )  # fmt: skip
+    return band
+
+
+def query_gradient(conv: Convolution, dq: Tensor, dband: Tensor, out: Tensor) -> Tensor:
+    """Write ``out = dq + the band's part``; gradient of the kernels by row tile ``[B, H, tiles, c_q, c_k]``."""
+    q, k = conv.q, conv.k
+    tiles = triton.cdiv(q.shape[2], ROWS)
+    partial = dq.new_empty((*q.shape[:2], tiles, *conv.weight.shape[1:]))
+    _band_query_kernel[(tiles, q.shape[1], q.shape[0])](
+        q, k, conv.weight, dband, dq, out, partial, conv.kv_start,
+        *q.stride()[:3], *k.stride()[:3], *out.stride()[:3], *conv.sizes(), **conv.tiles(),
+    )  # fmt: skip
+    return partial
+
+
+def key_gradient(conv: Convolution, dkeys: Tensor, dband: Tensor | None, out: Tensor) -> None:
+    """Write the gradient of k, from that of the prepared keys and of the band."""
+    q, k = conv.q, conv.k
+    _key_kernel[(triton.cdiv(k.shape[2], ROWS), k.shape[1], k.shape[0])](
+        q, conv.weight, dkeys, dband, out, conv.kv_start, *q.stride()[:3], *out.stride()[:3], *conv.sizes(), **conv.tiles()
+    )
+
+
+def weight_gradient(conv: Convolution, dkeys: Tensor) -> Tensor:
+    """Gradient of the kernels from that of the prepared keys, by key tile ``[B, H, tiles, c_q, c_k]``."""
+    q, k = conv.q, conv.k
+    tiles = triton.cdiv(k.shape[2], ROWS)
+    partial = dkeys.new_empty((*q.shape[:2], tiles, *conv.weight.shape[1:]))
+    _weight_kernel[(tiles, q.shape[1], q.shape[0])](
+        k, dkeys, partial, conv.kv_start, *k.stride()[:3], *conv.sizes(), **conv.tiles()
+    )
+    return partial
+
+
+SIZES = ["group", "window", "taps", "before", "width"]
+
+
+@triton.jit
+def _load_rows(ptr, b, h, row, first, end, stride_b, stride_h, stride_n, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Rows ``[BR]`` of a head in fp32, 0 outside of ``first <= row < end``."""
+    d = tl.arange(0, COLS)
+    rows = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + row.to(tl.int64)[:, None] * stride_n
+    inside = ((row >= first) & (row < end))[:, None] & (d < HEAD)[None, :]
+    return tl.load(rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(
+    ptr, tile, b, h, row, end, stride_b, stride_h, stride_n, HEAD: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    d = tl.arange(0, COLS)
+    rows = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + row.to(tl.int64)[:, None] * stride_n
+    tl.store(rows + d[None, :], tile.to(ptr.dtype.element_ty), mask=(row < end)[:, None] & (d < HEAD)[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _prepare_kernel(
+    p_k, p_weight, p_keys, p_kv_start, stride_kb, stride_kh, stride_kn,
+    group, num_queries, num_keys, offset, window, taps, before, width,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    first_key, _, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    j = tl.program_id(0) * BR + tl.arange(0, BR)
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
+    for a in tl.range(0, window):  # type: ignore[misc]
+        y = tl.zeros([BR, COLS], tl.float32)
+        for c in tl.range(0, taps):  # type: ignore[misc]
+            k = _load_rows(p_k, b, h // group, j - before + c, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+            y += tl.load(p_weight + (h * window + a) * taps + c).to(tl.float32) * k
+        _store_rows(p_keys + (head * window + a) * num_keys * HEAD, y, b, h, j, num_keys, 0, 0, HEAD, HEAD, COLS)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _band_kernel(
+    p_q, p_k, p_weight, p_band, p_kv_start,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
+    group, num_queries, num_keys, offset, window, taps, before, width,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    i, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BW)
+    band = tl.zeros([BR, BW], tl.float32)
+    for a in tl.range(0, window):  # type: ignore[misc]
+        row = i - (window - 1) + a
+        q = _load_rows(p_q, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
+        for e in tl.range(0, taps - 1 + a):  # type: ignore[misc]
+            key = row + offset - e
+            k = _load_rows(p_k, b, h // group, key, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+            c = d + before - (window - 1) + a - e
+            w = tl.load(p_weight + (h * window + a) * taps + c, mask=(c >= 0) & (c < taps), other=0.0).to(tl.float32)
+            band += tl.sum(q * k, 1)[:, None] * w[None, :]
+    place = ((b * tl.num_programs(1) + h).to(tl.int64) * num_queries + i)[:, None] * width + d[None, :]
+    tl.store(p_band + place, band, mask=(i < num_queries)[:, None] & (d < width)[None, :])
+
+
+@triton.jit
+def _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC: tl.constexpr):
+    """Gradients ``[BR, BC]`` of what the score of query ``row`` and the key e before it is part of, times ``W[a, :]``."""
+    i = row + (window - 1) - a
+    d = e + tl.arange(0, BC) - before + (window - 1) - a
+    inside = ((row >= 0) & (i < num_queries))[:, None] & ((d >= 0) & (d < width))[None, :]
+    return tl.load(p_dband + i.to(tl.int64)[:, None] * width + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _band_query_kernel(
+    p_q, p_k, p_weight, p_dband, p_dq, p_out, p_partial, p_kv_start,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_ob, stride_oh, stride_on,
+    group, num_queries, num_keys, offset, window, taps, before, width,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    rows, columns = tl.arange(0, BA), tl.arange(0, BC)
+    p_dband += head * num_queries * width
+    p_dq += head * num_queries * HEAD
+    q = _load_rows(p_q, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
+    dq = _load_rows(p_dq, b, h, row, first_query, num_queries, 0, 0, HEAD, HEAD, COLS)
+    dweight = tl.zeros([BA, BC], tl.float32)
+    for e in tl.range(0, window + taps - 2):  # type: ignore[misc]
+        k = _load_rows(p_k, b, h // group, row + offset - e, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+        s = tl.sum(q * k, 1)
+        ds = tl.zeros([BR], tl.float32)
+        for a in tl.range(0, window):  # type: ignore[misc]
+            dband = _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC)
+            w = tl.load(p_weight + (h * window + a) * taps + columns, mask=columns < taps, other=0.0).to(tl.float32)
+            ds += tl.sum(dband * w[None, :], 1)
+            dweight += tl.where((rows == a)[:, None], tl.sum(s[:, None] * dband, 0)[None, :], 0.0)
+        dq += ds[:, None] * k
+    dq = tl.where((row >= first_query)[:, None], dq, 0.0)
+    _store_rows(p_out, dq, b, h, row, num_queries, stride_ob, stride_oh, stride_on, HEAD, COLS)
+    p_partial += (head * tl.num_programs(0) + tl.program_id(0)) * window * taps
+    inside = (rows < window)[:, None] & (columns < taps)[None, :]
+    tl.store(p_partial + rows[:, None] * taps + columns[None, :], dweight, mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _key_kernel(
+    p_q, p_weight, p_dkeys, p_dband, p_out, p_kv_start,
+    stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
+    group, num_queries, num_keys, offset, window, taps, before, width,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    kv_head, b = tl.program_id(1), tl.program_id(2)
+    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    j, columns = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BC)
+    dk = tl.zeros([BR, COLS], tl.float32)
+    for g in tl.range(0, group):  # type: ignore[misc]
+        h = kv_head * group + g
+        head = (b * tl.num_programs(1) * group + h).to(tl.int64)
+        for n in tl.range(0, window * taps):  # type: ignore[misc]
+            a, c = n // taps, n % taps
+            p_y = p_dkeys + (head * window + a) * num_keys * HEAD
+            dy = _load_rows(p_y, b, h, j + before - c, first_key, num_keys, 0, 0, HEAD, HEAD, COLS)
+            dk += tl.load(p_weight + h * window * taps + n).to(tl.float32) * dy
+        if p_dband is not None:
+            for e in tl.range(0, window + taps - 2):  # type: ignore[misc]
+                row = j + e - offset
+                q = _load_rows(p_q, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
+                ds = tl.zeros([BR], tl.float32)
+                for a in tl.range(0, window):  # type: ignore[misc]
+                    dband = _load_dband(p_dband + head * num_queries * width, row, e, a, num_queries, window, before, width, BC)
+                    w = tl.load(p_weight + (h * window + a) * taps + columns, mask=columns < taps, other=0.0)
+                    ds += tl.sum(dband * w.to(tl.float32)[None, :], 1)
+                dk += ds[:, None] * q
+    dk = tl.where((j >= first_key)[:, None], dk, 0.0)
+    _store_rows(p_out, dk, b, kv_head, j, num_keys, stride_ob, stride_oh, stride_on, HEAD, COLS)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _weight_kernel(
+    p_k, p_dkeys, p_partial, p_kv_start, stride_kb, stride_kh, stride_kn,
+    group, num_queries, num_keys, offset, window, taps, before, width,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    first_key, _, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    head = (b * tl.num_programs(1) + h).to(tl.int64)
+    j = tl.program_id(0) * BR + tl.arange(0, BR)
+    p_partial += (head * tl.num_programs(0) + tl.program_id(0)) * window * taps
+    for a in tl.range(0, window):  # type: ignore[misc]
+        dy = _load_rows(p_dkeys + (head * window + a) * num_keys * HEAD, b, h, j, 0, num_keys, 0, 0, HEAD, HEAD, COLS)
+        for c in tl.range(0, taps):  # type: ignore[misc]
+            k = _load_rows(p_k, b, h // group, j - before + c, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+            tl.store(p_partial + a * taps + c, tl.sum(tl.sum(dy * k, 1), 0))

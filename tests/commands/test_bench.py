@@ -1,0 +1,315 @@
+"""``msattn bench``: what is timed is right, rows add up, peers are peers; through the entry point, on a CPU."""
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from msattn import cli
+from msattn.kernels import bench, merge_states
+from msattn.kernels.bench import candidate_tiles as tiles
+from msattn.kernels.bench import cases, decode, eager, peers, prefill
+from msattn.kernels.bench.ceilings import ceilings
+from msattn.kernels.bench.rows import Rate, Work, rated
+from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
+from msattn.kernels.operations import OPERATIONS
+from msattn.trainer.commands.bench import figure
+
+SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
+OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
+TINY = ["bench.lengths=[96,192]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "device=cpu"]
+Run = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("round_figures")
+
+
+@pytest.fixture
+def msattn(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the entry point in an empty folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["bench", *arguments])
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_bench_has_cases_for_every_operation() -> None:
+    assert list(bench.CASES) == list(OPERATIONS)
+    assert {*tiles.FORWARD, *tiles.BACKWARD} <= set(OPERATIONS)
+    assert {kernel for kernels in (*tiles.FORWARD.values(), *tiles.BACKWARD.values()) for kernel in kernels} == set(tiles.TILES)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_eager_and_reference_are_one_operation(name: str) -> None:
+    """The eager form says how much rounding a kernel is allowed: were it another operation, anything would pass."""
+    found = list(bench.CASES[name](SMALL, OPTIONS))
+    assert found
+    for case in found:
+        layer = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.layers[0])
+        want = cases._results(case.reference, layer, OPERATIONS[name].differentiable)
+        for key, x in cases._results(case.eager, layer, OPERATIONS[name].differentiable).items():
+            torch.testing.assert_close(x, want[key], rtol=1e-9, atol=1e-9)
+        cases.check(case, OPERATIONS[name].differentiable)
+
+
+def test_keys_are_not_the_queries() -> None:
+    """Equal numbers would make each query see itself alone."""
+    shape = replace(SMALL, q_heads=2, length=40)
+    q, k, v = shape.qkv()
+    assert not torch.isclose(q, k).any()
+    (q, k, v), *_ = shape.cache(2, 40)
+    assert not torch.isclose(q, k).any()
+    assert not torch.isclose(k, v).any()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_gives_rows(name: str) -> None:
+    rows = list(bench.measure(name, SMALL, replace(OPTIONS, peers=("flash", "eager", "product", "block_sparse"))))
+    own = [row for row in rows if row.variant == "msattn"]
+    assert len({(row.setting, row.queries) for row in own}) == len(own) > 0
+    for row in rows:
+        assert row.ms is not None, row.note
+        assert row.q1 is not None
+        assert row.q3 is not None
+        assert 0 < row.q1 <= row.ms <= row.q3
+        assert row.tflops is not None
+        assert row.tb_s is not None
+        assert row.share == pytest.approx(max(row.tflops / 2, row.tb_s / 0.5))
+        assert row.memory_gb is None, "PyTorch counts no memory of a CPU"
+        assert 0 <= row.sparsity < 1
+    assert all("eager" in row.times for row in own)
+    assert {"maxpool_attention": "flash", "bucket_mass": "product", "multiscale_attention": "block_sparse"}.get(
+        name, "eager"
+    ) in own[0].times
+
+
+def test_ratios_are_to_the_peer_of_the_same_setting() -> None:
+    rows = list(bench.measure("flash_decode", SMALL, replace(OPTIONS, peers=("flash",))))
+    for row in (row for row in rows if row.variant == "msattn"):
+        (peer,) = (peer for peer in rows if peer.variant == "flash" and peer.queries == row.queries)
+        assert row.ms is not None
+        assert peer.ms is not None
+        assert row.times == {"flash": peer.ms / row.ms}
+    assert len(rows) == 2 * 3, "a peer is timed once for both variants"
+
+
+def test_the_backward_pass_is_timed_alone() -> None:
+    options = replace(OPTIONS, backward=True, sparsities=[0.5], peers=("flash", "eager"))
+    rows = list(bench.measure("block_sparse_attention", SMALL, options))
+    assert {row.direction for row in rows} == {"backward"}
+    own = rows[-1]
+    assert set(own.times) == {"flash", "eager"}
+
+
+def test_rates() -> None:
+    compute = rated(Work(flops=4e12, bytes=1e9), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
+    assert compute == {"tflops": 4.0, "tb_s": 0.001, "share": 0.5, "bound": "compute"}
+    memory = rated(Work(flops=1e9, bytes=3e12), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
+    assert memory == {"tflops": 0.001, "tb_s": 3.0, "share": 0.75, "bound": "memory"}
+
+
+def test_work_counts_what_is_read() -> None:
+    shape = replace(SMALL, length=200)
+    mask = torch.rand(1, 6, 4, 4) < 0.4
+    tokens = mask.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :200, :200].tril()
+    assert prefill._pairs_read(mask, shape) == int(tokens.sum()) * shape.batch
+    dense = peers.dense_work(shape, backward=False)
+    assert dense.flops == 4 * 16 * 2 * 6 * 200 * 201 / 2
+    assert dense.bytes == 4 * 2 * 200 * (2 * 6 * 16 + 2 * 2 * 16 + 6)
+    assert peers.dense_work(shape, backward=True).flops == 2.5 * dense.flops
+    assert decode._work(shape, 3, 200).flops == 4 * 16 * 2 * 6 * 3 * 200
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.8, 0.9, 0.99])
+def test_zooms_leave_out_what_is_asked(sparsity: float) -> None:
+    shape = replace(SMALL, length=64 * 256, batch=1)
+    left_out = 1 - prefill._pairs_read(prefill._zoom(shape, sparsity), shape) / prefill._pairs(shape)
+    assert left_out == pytest.approx(sparsity, abs=0.01)  # the diagonal is always read
+
+
+def test_coarse_blocks_read_as_much() -> None:
+    mask = (torch.rand(1, 3, 65, 65) < 0.2).tril()
+    mask.diagonal(dim1=2, dim2=3).fill_(True)
+    coarse = peers.coarsen(mask)
+    assert coarse.shape == (1, 3, 33, 33)
+    assert torch.equal(coarse, coarse.tril())
+    assert coarse.diagonal(dim1=2, dim2=3).all()
+    assert 4 * coarse.sum() == pytest.approx(int(mask.sum()), rel=0.03)
+    assert torch.equal(peers.coarsen(torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())[0, 0], torch.ones(4, 4).tril().bool())
+
+
+@pytest.mark.slow
+def test_flex_attends_to_the_same_blocks() -> None:
+    case = next(prefill.block_sparse_attention(SMALL, OPTIONS))
+    (flex,) = (peer for peer in case.peers if peer.name == "flex")
+    got = flex.prepare()(*flex.layers[0])
+    torch.testing.assert_close(got, case.reference(*case.layers[0]).out, rtol=1e-5, atol=1e-5)
+
+
+def test_eager_code_without_room_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_room", lambda device: 10**5)
+    options = replace(OPTIONS, peers=("cudnn", "eager"))
+    absent, eager_row, own = bench.measure("maxpool_attention", SMALL, options)
+    assert (absent.ms, absent.note) == (None, "absent: PyTorch has it for GPUs alone")
+    assert eager_row.note == "absent: its scores need 0 GB of 0 GB"
+    assert own.ms is not None
+    assert own.times == {}
+
+
+def test_ceilings_are_measured_once() -> None:
+    found = ceilings("cpu", torch.float32)
+    assert 1e-4 < found.tflops < 100
+    assert 1e-4 < found.tb_s < 100
+    assert ceilings("cpu", torch.float32) is found
+
+
+def test_the_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> None:
+    code, out, err = msattn(*TINY, "bench.peers=[flash,cudnn,eager]")
+    assert (code, err) == (0, "")
+    assert "CPU times say nothing of GPUs" in out
+    assert "cudnn at 96 keys, absent: PyTorch has it for GPUs alone" in out
+    folder = tmp_path / "outputs/bench/block_sparse_attention"
+    assert (folder / "forward-cpu.png").stat().st_size > 10_000
+    rows = read(folder / "forward-cpu.csv")
+    assert {row["length"] for row in rows} == {"96", "192"}
+    assert {row["variant"] for row in rows} == {"flash", "cudnn", "eager", "msattn"}
+    own = [row for row in rows if row["variant"] == "msattn"]
+    assert {row["setting"] for row in own} == {"50% sparse", "50% sparse, group masks"}
+    assert all(float(row["times_flash"]) > 0 and row["device"].startswith("CPU") and row["torch"] for row in own)
+    assert not list(folder.glob(".bench-*"))
+    (run,) = (folder / "runs").iterdir()
+    assert (run / ".hydra/config.yaml").exists()
+
+
+def test_results_of_each_direction_stand_side_by_side(msattn: Run, tmp_path: Path) -> None:
+    for direction in ("forward", "backward"):
+        assert msattn(*TINY, "bench.peers=[]", f"bench.direction={direction}")[0] == 0
+    folder = tmp_path / "outputs/bench/block_sparse_attention"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "backward-cpu.csv", "backward-cpu.png", "forward-cpu.csv", "forward-cpu.png", "runs",
+    ]  # fmt: skip
+
+
+def test_an_interrupted_run_keeps_its_rows_and_the_results_before(
+    msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert msattn(*TINY, "bench.peers=[]")[0] == 0
+    folder = tmp_path / "outputs/bench/block_sparse_attention"
+    before = (folder / "forward-cpu.csv").read_bytes()
+    measure = bench.measure
+
+    def interrupted(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.BenchRow]:
+        yield next(measure(operation, shape, options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    code, _, err = msattn(*TINY, "bench.peers=[]")
+    partial = "outputs/bench/block_sparse_attention/forward-cpu.partial.csv"
+    assert (code, err) == (130, f"msattn: interrupted: 1 rows are in {partial}\n")
+    assert len(read(tmp_path / partial)) == 1
+    assert (folder / "forward-cpu.csv").read_bytes() == before
+
+
+def test_a_wrong_kernel_is_refused(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = block_sparse_attention.block_sparse_attention
+
+    def wrong(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = right(*arguments)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(block_sparse_attention, "block_sparse_attention", wrong)
+    code, out, err = msattn(*TINY)
+    assert code == 1
+    assert err.startswith(
+        "msattn: block_sparse_attention disagrees with its reference, nothing was timed: 50% sparse: output 0"
+    )
+    assert err.count("\n") == 1
+    assert "msattn," not in out
+    assert not list((tmp_path / "outputs/bench/block_sparse_attention").glob("forward.*"))
+
+
+def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = block_sparse_attention.block_sparse_attention
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return right(q, k, v * 1.001 - v.detach() * 0.001, mask)
+
+    monkeypatch.setattr(block_sparse_attention, "block_sparse_attention", wrong)
+    with pytest.raises(bench.Disagreement, match="gradient 2: error"):
+        next(bench.measure("block_sparse_attention", SMALL, replace(OPTIONS, backward=True)))
+
+
+def test_a_sweep_of_operations_says_which_one_failed(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_states, "merge_states", lambda outs, lses: (outs[0], lses[0]))
+    code, _, err = msattn(*TINY, "-m", "op=maxpool_attention,merge_states", "bench.peers=[]")
+    assert code == 1
+    assert err.startswith("msattn: job 1: merge_states disagrees")
+    assert (tmp_path / "outputs/bench/maxpool_attention/forward-cpu.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["op=block_sparse"], "op=block_sparse: accepted are maxpool_attention"),
+        (["op=flash_decode", "bench.direction=backward"], "flash_decode has no backward pass"),
+        (["bench.sweep=true"], "bench.sweep=true: needs a GPU"),
+        (["bench.tune=true"], "bench.tune=true: needs a GPU"),
+        (["bench.lenghts=[1]"], "unknown key bench.lenghts (did you mean bench.lengths?)"),
+    ],
+)
+def test_mistakes(msattn: Run, tmp_path: Path, arguments: list[str], says: str) -> None:
+    code, _, err = msattn("device=cpu", *arguments)
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_help_names_what_can_be_set(msattn: Run) -> None:
+    code, out, _ = msattn("--help")
+    assert code == 0
+    assert "bench={default}" in out
+    assert "op: block_sparse_attention" in out
+
+
+def test_a_figure_of_nothing_timed() -> None:
+    (row,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
+    assert figure([replace(row, ms=None, note="absent: out of memory")]).axes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_on_a_gpu(name: str) -> None:
+    """Both directions, graphs, memory, and every peer that is meant for a GPU."""
+    shape = bench.Shape(1024, dtype=torch.bfloat16, device="cuda")
+    for backward in (False, True) if OPERATIONS[name].differentiable else (False,):
+        options = bench.Options(lengths=[1024], sparsities=[0.8], queries=[1, 4], backward=backward)
+        rows = list(bench.measure(name, shape, options))
+        assert any(row.variant == "msattn" for row in rows)
+        for row in rows:
+            if row.variant != "cudnn":  # not every version of it takes every shape
+                assert row.ms is not None, f"{row.variant}: {row.note}"
+                assert row.memory_gb is not None
+
+
+@pytest.mark.gpu
+def test_flex_on_a_gpu_reads_the_same_blocks() -> None:
+    shape = bench.Shape(1000, dtype=torch.bfloat16, device="cuda")
+    case = next(prefill.block_sparse_attention(shape, OPTIONS))
+    (flex,) = (peer for peer in case.peers if peer.name == "flex")
+    got = flex.prepare()(*flex.layers[0])
+    assert torch.equal(eager.block_sparse_attention(*case.layers[0])[0].isfinite(), got.isfinite())
+    torch.testing.assert_close(got, case.reference(*case.layers[0]).out, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,252 @@
+"""The command line: speed, exit codes, one clear line for each mistake, sweeps, completion."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from msattn import cli
+from msattn.trainer.commands import compose
+from msattn.trainer.errors import UserError
+
+COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "eval", "generate", "bench", "demo", "doctor")
+MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
+
+
+@pytest.fixture
+def msattn(capsys: pytest.CaptureFixture[str]):
+    """Run the entry point in this process; returns (exit code, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Stand in for the jobs: collect the configurations they are called with."""
+    called = []
+
+    def run(self: compose.Command, cfg: object, arguments: dict) -> str:
+        called.append((cfg, arguments))
+        return "done"
+
+    monkeypatch.setattr(compose.Command, "run", run)
+    return called
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _spent_by_children() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom msattn.cli import main\ntry: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
+        "heavy = {'torch', 'transformers', 'triton', 'hydra', 'omegaconf', 'wandb', 'faiss', 'numpy', 'matplotlib'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    seconds = []
+    for _ in range(5):  # processor time, the best of five: other processes share this machine
+        start = _spent_by_children()
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        seconds.append(_spent_by_children() - start)
+        assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("command", ["train-gate", "fit-kmeans", "train-qmodel", "eval", "generate"])
+def test_help_of_a_command_shows_groups_and_defaults(msattn, command: str) -> None:
+    code, out, err = msattn(command, "--help")
+    assert (code, err) == (0, "")
+    assert "model={" in out
+    assert "seq_len: ${model.presets.seq_len}" in out
+    assert "--multirun" in out
+
+
+def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None:
+    code, out, err = msattn("train-gate", "model=llama3", "train.steps=7", "--cfg", "job")
+    assert (code, err) == (0, "")
+    shown = yaml.safe_load(out)
+    assert (shown["model"]["path"], shown["train"]["steps"]) == ("meta-llama/Llama-3.1-8B", 7)
+    assert "hydra" not in shown
+    assert "hydra" in yaml.safe_load(msattn("train-gate", "--cfg", "all")[1])
+    assert not job
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("trian-gate", "No such command 'trian-gate'. Did you mean 'train-gate'?"),
+        ("train-gate modle=llama3", "unknown key modle (did you mean model?)"),
+        ("train-gate model=lama3", "model=lama3: accepted are lab, llama3"),
+        ("train-gate train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
+        ("train-gate +gate.hiden=3", "unknown key gate.hiden (did you mean gate.hidden?)"),
+        ("train-gate ~train.stepz", "unknown key train.stepz"),
+        ("train-gate select=topk", "unknown key select"),
+        ("train-gate train.steps=many", "train.steps: Value 'many' of type 'str' could not be converted to Integer"),
+        ("train-gate seed=null", "seed: Incompatible value 'None'"),
+        ("train-gate train.steps=1,2", "a comma is a sweep: add --multirun"),
+        ("train-gate data.path=it's", "not understood; write key=value"),
+        ("train-gate steps", "not understood; write key=value"),
+        ("train-gate data=text", "data=text needs a path"),
+        ("train-gate --cgf job", "No such option: --cgf"),
+        ("train-gate --cfg jobb", "'jobb' is not one of"),
+        ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
+        (
+            "eval eval=neddle",
+            "eval=neddle: accepted are all, gates, latency, needle, perplexity, recall, routing (did you mean needle",
+        ),
+        ("eval select=topq", "did you mean topk?"),
+        ("-m train-gate", "No such option: -m"),
+        ("train-gate -m train.steps=1,many", "job 1: train.steps: Value 'many'"),
+        ("generate", "give one of --prompt and --prompt-file"),
+        ("generate --prompt a --prompt-file b", "give one of --prompt and --prompt-file"),
+        ("generate --prompt-file missing.txt", "--prompt-file missing.txt: No such file or directory"),
+        ("demo modle=tiny", "unknown key modle"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(msattn, here: Path, job: list, arguments: str, says: str) -> None:
+    code, _, err = msattn(*arguments.split(" "))
+    assert code == 2
+    assert err.startswith("msattn: ")
+    assert says in err
+    assert err.count("\n") == 1
+    if "-m" not in arguments:
+        assert not job
+        assert not list(here.iterdir()), "a mistake leaves nothing behind"
+
+
+def test_a_run_keeps_its_configuration(msattn, here: Path, job: list) -> None:
+    code, _, err = msattn("train-gate", "train.steps=3", "outputs=out", "name=mine")
+    assert (code, err) == (0, "")
+    ((cfg, arguments),) = job
+    assert (cfg.train.steps, cfg.name, arguments) == (3, "mine", {})
+    (run,) = (here / "out/tiny/mine/runs").iterdir()
+    assert run.name.startswith("train-gate-")
+    assert yaml.safe_load((run / ".hydra/config.yaml").read_text())["train"]["steps"] == 3
+    assert yaml.safe_load((run / ".hydra/overrides.yaml").read_text()) == ["train.steps=3", "outputs=out", "name=mine"]
+
+
+def test_a_sweep_names_its_jobs_by_number(msattn, here: Path, job: list) -> None:
+    code, _, err = msattn("train-gate", "-m", "train.lr=1e-3,1e-4")
+    assert (code, err) == (0, "")
+    assert [(cfg.name, cfg.train.lr) for cfg, _ in job] == [("0", 1e-3), ("1", 1e-4)]
+    assert sorted(p.name for p in (here / "outputs/tiny").iterdir()) == ["0", "1", "multirun.yaml"]
+
+
+def test_a_named_sweep_keeps_its_name(msattn, here: Path, job: list) -> None:
+    assert msattn("train-gate", "--multirun", "name=a,b")[0] == 0
+    assert [cfg.name for cfg, _ in job] == ["a", "b"]
+
+
+def test_config_dir_adds_options(msattn, here: Path, job: list) -> None:
+    folder = here / "it's mine"
+    (folder / "gate").mkdir(parents=True)
+    (folder / "gate" / "wide.yaml").write_text("defaults: [default, _self_]\nhidden: 256\n")
+    code, _, err = msattn("train-gate", "--config-dir", str(folder), "gate=wide")
+    assert (code, err) == (0, "")
+    assert job[0][0].gate.hidden == 256
+
+
+def test_the_prompt_never_goes_through_hydra(msattn, here: Path, job: list) -> None:
+    prompt = "What's = (this), ~ #1? \u00fc ${x}"
+    assert msattn("generate", "--prompt", prompt)[0] == 0
+    (here / "p.txt").write_text(prompt, encoding="utf-8")
+    assert msattn("generate", "--prompt-file", "p.txt", "max_new_tokens=3")[0] == 0
+    assert [arguments for _, arguments in job] == [{"prompt": prompt}] * 2
+
+
+@pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b" \n", "empty"), (b"ab\xff", "not UTF-8 (byte 2)")])
+def test_bad_prompt_files(msattn, here: Path, content: bytes, says: str) -> None:
+    (here / "p.txt").write_bytes(content)
+    code, _, err = msattn("generate", "--prompt-file", "p.txt")
+    assert code == 2
+    assert says in err
+
+
+def test_a_fault_is_not_a_users_mistake(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: compose.Command, cfg: object, arguments: dict) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(compose.Command, "run", broken)
+    with pytest.raises(RuntimeError, match="broken"):  # the interpreter prints the traceback and exits with 1
+        cli.main(["train-gate"])
+
+
+def test_a_mistake_found_by_the_job_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: compose.Command, cfg: object, arguments: dict) -> None:
+        raise UserError("data.path=x: no such\nfile")
+
+    monkeypatch.setattr(compose.Command, "run", refuse)
+    assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
+
+
+def test_a_run_that_does_not_fit_the_gpu_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(self: compose.Command, cfg: object, arguments: dict) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(compose.Command, "run", run_out)
+    code, _, err = msattn("train-gate")
+    assert code == 2
+    assert err.startswith("msattn: device=cuda: the run does not fit (CUDA out of memory); a smaller data.seq_len")
+
+
+def test_interrupted(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: compose.Command, cfg: object, arguments: dict) -> None:
+        raise KeyboardInterrupt("saved in out; resume=true goes on from there")
+
+    monkeypatch.setattr(compose.Command, "run", interrupt)
+    code, _, err = msattn("train-gate")
+    assert code == 130
+    assert err == "msattn: interrupted: saved in out; resume=true goes on from there\n"
+
+
+def test_other_ranks_write_no_run_folder(msattn, here: Path, job: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert msattn("train-gate")[0] == 0
+    assert len(job) == 1
+    assert not list((here / "outputs/tiny/base/runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "expected"),
+    [
+        ("msattn train-", 1, "train-gate"),
+        ("msattn train-gate mod", 2, "model"),
+        ("msattn train-gate model=ll", 2, "model=llama3"),
+        ("msattn train-gate model = ll", 4, "llama3"),
+        ("msattn train-gate model =", 3, "tiny"),
+        ("msattn train-gate train.st", 2, "train.steps="),
+        ("msattn eval select.spars", 2, "select.sparsity="),
+        ("msattn eval --multirun probes=4 select = or", 6, "oracle"),
+    ],
+)
+def test_completion(words: str, number: int, expected: str) -> None:
+    env = {**os.environ, "_MSATTN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    done = subprocess.run(MSATTN, env=env, capture_output=True, text=True, check=False)
+    assert expected in done.stdout.split(), done.stderr
+
+
+def test_doctor(msattn) -> None:
+    code, out, _ = msattn("doctor")
+    assert code == 0
+    for what in ("python", "torch", "triton", "transformers", "faiss", "wandb", "reference kernels", "Triton kernels"):
+        assert what in out

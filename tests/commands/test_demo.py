@@ -1,0 +1,60 @@
+"""``msattn demo`` from end to end on a random model, and ``msattn generate`` with what it made."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from msattn import cli
+
+SMALL = [
+    "model.init=random",
+    "model.architecture.num_hidden_layers=2",
+    "model.presets.seq_len=256",
+    "model.presets.num_buckets=4",
+    "model.presets.long_range=16",
+    "model.presets.qmodel_hidden=16",
+    "model.presets.qmodel_steps=4",
+    "model.presets.gate_steps=2",
+    "model.presets.gate_batch=1",
+    "model.presets.kmeans_prompts=2",
+    "model.presets.qmodel_prompts=2",
+    "model.presets.recent=32",
+    "model.presets.eval_chunks=1",
+    "model.presets.needle_samples=1",
+    "model.presets.eval_probes=[0,1]",
+    "device=cpu",
+    "data=text",
+    "data.path=text.txt",
+    "data.heldout_path=text.txt",
+]
+
+
+def msattn(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.slow
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(3000)))
+    assert msattn("demo", *SMALL) == 0
+    out = capsys.readouterr().out
+    folder = Path("outputs/tiny/demo")
+    assert str(folder / "eval/report.html") in out
+    assert "<img" in (folder / "eval/report.html").read_text(encoding="utf-8")
+    rows = json.loads((folder / "eval/results.json").read_text())["rows"]
+    assert {row["task"] for row in rows} == {"perplexity", "recall", "needle"}
+    assert {"dense", "gate", "oracle", "quest"} <= {row["method"] for row in rows}
+    made = {kind: (folder / kind / "manifest.json").read_bytes() for kind in ("gate", "kmeans", "qmodel")}
+
+    assert msattn("generate", "name=demo", *SMALL, "--prompt", "def main():\n    return 1\n" * 40, "max_new_tokens=4") == 0
+    out = capsys.readouterr().out
+    assert "tokens agree" in out
+    assert "selectivity" in out
+
+    assert msattn("demo", *SMALL) == 0, "a second demo replaces the first"
+    assert (folder / "eval/report.html").exists()
+    assert all((folder / kind / "manifest.json").read_bytes() != content for kind, content in made.items())

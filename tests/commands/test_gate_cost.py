@@ -1,0 +1,173 @@
+"""What training gates costs: memory by count of what is alive, and the command that measures a machine."""
+
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from msattn.trainer.commands import gate_cost as cost
+from msattn.trainer.commands.gate_cost import measure, one_graph
+from msattn.trainer.config import LOSSES, DataConfig, GateConfig, ModelConfig, TrainConfig, TrainGateConfig
+from msattn.trainer.models.tap import run_backbone
+from msattn.trainer.seer.distillation import GateDistiller
+from msattn.trainer.seer.gate import Gate
+from tests.factory import random_tokens, tiny_architecture, tiny_model
+
+# The proportions of Llama-3.1-8B in bf16 at 131,072 tokens: a map takes half of what the hidden states take, the MLP's middle
+# is 3.5 times as wide as they are, queries as wide, keys and values a quarter.
+TOKENS, BLOCK, LAYERS = 1024, 16, 3
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 448,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": TOKENS,
+}
+HIDDEN_BYTES = 4 * TOKENS * SHAPE["hidden_size"]
+MAP_BYTES = HIDDEN_BYTES // 2
+
+
+def storages(tree: object) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of what operators have made and is still referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in storages((args, kwargs))}  # a view of a weight is nothing new
+        for storage in storages(out):
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return out
+
+
+def peak(call: Callable[[], object]) -> int:
+    with Alive() as alive:
+        call()
+    return alive.peak
+
+
+def infer(model, ids):
+    with torch.no_grad():
+        run_backbone(model, ids)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_at_128k_tokens_holds_what_inference_holds(loss):
+    model, ids = tiny_model(**SHAPE), random_tokens(1, TOKENS)
+    gate = Gate.build(model.config, GateConfig(block_size=BLOCK, loss=loss))
+    gradients = sum(parameter.numel() * 4 for parameter in gate.parameters())
+    distiller = GateDistiller(gate, model)
+    plain = peak(lambda: infer(model, ids))
+    step = peak(lambda: distiller(ids)["loss"].backward())
+    assert plain == pytest.approx(14.5 * HIDDEN_BYTES, rel=0.02)  # as on a GPU: the MLP's middle three times, and 4 more
+    assert step <= 1.02 * plain + 2 * gradients  # those that are ready, and the parameters' own
+    graph = peak(lambda: one_graph(gate, model, ids).backward())
+    assert graph > 1.02 * plain + LAYERS * MAP_BYTES  # two maps or more of each layer stay
+
+
+def test_one_graph_has_the_losses_and_gradients_of_a_step():
+    model, ids = tiny_model(), random_tokens(2, 71)
+    gate = Gate.build(model.config, GateConfig(block_size=BLOCK))
+    losses, gradients = [], []
+    for loss in (GateDistiller(gate, model)(ids)["loss"], one_graph(gate, model, ids)):
+        gate.zero_grad()
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([parameter.grad for parameter in gate.parameters()])
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients)
+
+
+def small_config(outputs: Path) -> TrainGateConfig:
+    architecture = tiny_architecture(vocab_size=4096)
+    return TrainGateConfig(
+        model=ModelConfig(name="small", path="none", init="random", architecture=architecture),
+        data=DataConfig(source="stdlib", seq_len=96),
+        gate=GateConfig(block_size=16),
+        train=TrainConfig(lr=1e-3, steps=1),
+        outputs=str(outputs),
+        device="cpu",
+    )
+
+
+def test_each_way_is_a_row_beside_those_it_is_compared_with(tmp_path, monkeypatch, capsys):
+    def run_out(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cost, "one_graph", run_out)
+    path = cost.cost(small_config(tmp_path))
+    assert path == tmp_path / "small" / "base" / "cost" / "train_gate.csv"
+    with path.open() as file:
+        rows = {row["variant"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["forward, SDPA", "forward, maxpool", "train-gate", "one graph"]
+    seconds = {name: float(row["seconds"] or 0) for name, row in rows.items()}
+    step = rows["train-gate"]
+    assert float(step["over_inference"]) == pytest.approx(seconds["train-gate"] / seconds["forward, SDPA"])
+    assert float(step["over_maxpool"]) == pytest.approx(seconds["train-gate"] / seconds["forward, maxpool"])
+    assert step["peak_gib"] == ""
+    assert (rows["one graph"]["note"], seconds["one graph"]) == ("out of memory", 0)
+    shown = capsys.readouterr().out
+    assert "CPU times say nothing of GPUs" in shown
+    assert "out of memory" in shown
+
+
+@pytest.mark.parametrize(
+    ("override", "says"), [("gate.loss=mze", "did you mean mse?"), ("data.seq_len=999999", "the model has positions for 4096")]
+)
+def test_mistakes_are_one_line(override, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cost", override, f"outputs='{tmp_path}'", "device=cpu"])
+    with pytest.raises(SystemExit) as stopped:
+        cost.main()
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert says in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_takes_the_memory_of_inference():
+    architecture = tiny_architecture(
+        vocab_size=4096,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=32768,
+        initializer_range=0.02,
+    )
+    model = ModelConfig(name="wide", path="none", init="random", architecture=architecture)
+    cfg = TrainGateConfig(
+        model=model,
+        data=DataConfig(source="stdlib", seq_len=32768),
+        gate=GateConfig(),
+        train=TrainConfig(lr=1e-3, steps=1),
+        device="cuda",
+    )
+    rows = {row.variant: row for row in measure(cfg)}
+    step, maxpool = rows["train-gate"], rows["forward, maxpool"]
+    assert step.memory_over_inference is not None
+    assert maxpool.peak_gib is not None
+    assert step.memory_over_inference <= 1.1
+    assert step.over_maxpool is not None
+    assert step.over_maxpool <= 1.2  # 1.05 at 128k tokens; at this length more of it is launches

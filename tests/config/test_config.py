@@ -1,0 +1,206 @@
+"""conf/ against its schema: every YAML parses, every key is there, and bad values are refused by name."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from msattn.trainer import config as schemas
+from msattn.trainer.commands.compose import COMMANDS, compose
+from msattn.trainer.config import ModelPresets, known_keys, nearest
+from msattn.trainer.errors import UserError
+
+CONF = Path(__file__).parents[2] / "conf"
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+WITH_A_MODEL = [name for name, command in COMMANDS.items() if issubclass(command.schema, schemas.RunConfig)]
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def keys_of(node: dict, prefix: str = "") -> set[str]:
+    found = set()
+    for key, value in node.items():
+        found.add(prefix + key)
+        if isinstance(value, dict) and prefix + key not in ("model.architecture", "model.rope_scaling"):
+            found |= keys_of(value, f"{prefix}{key}.")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONF)))
+def test_every_yaml_parses_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert yaml.safe_load(text)
+    assert text.startswith("#"), "each YAML begins with a comment"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_defaults_name_every_key(command: str) -> None:
+    """A key that is missing in conf/ could not be overridden from the command line."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from omegaconf import OmegaConf
+
+    assert compose(command)
+    with initialize_config_module("msattn.conf", version_base="1.3"):
+        node = OmegaConf.to_container(hydra_compose(COMMANDS[command].config))
+    assert isinstance(node, dict)
+    assert keys_of(node) == set(known_keys(COMMANDS[command].schema))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("command", WITH_A_MODEL)
+def test_defaults_need_nothing(command: str) -> None:
+    cfg = compose(command)
+    assert (cfg.model.name, cfg.data.source) == ("tiny", "stdlib")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_carry_their_architecture(model: str) -> None:
+    cfg = compose("train-gate", [f"model={model}", "model.init=random"])
+    assert cfg.model.name == model
+    shape = cfg.model.architecture
+    assert shape is not None
+    assert shape["num_attention_heads"] % shape["num_key_value_heads"] == 0
+    assert cfg.data.seq_len <= shape["max_position_embeddings"]
+    from transformers import AutoConfig
+
+    assert AutoConfig.for_model(**shape).to_dict()["num_hidden_layers"] == shape["num_hidden_layers"]
+
+
+def test_llama3_means_llama_3_1_8b() -> None:
+    cfg = compose("train-gate", ["model=llama3"])
+    assert cfg.model.path == "meta-llama/Llama-3.1-8B"
+    assert cfg.data.seq_len == 65536
+    assert cfg.model.architecture is not None
+    assert cfg.model.architecture["rope_parameters"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize("presets", options("model/presets"))
+def test_suits_are_complete(presets: str) -> None:
+    assert set(yaml.safe_load((CONF / f"model/presets/{presets}.yaml").read_text())) == {
+        item.name for item in fields(ModelPresets)
+    }
+
+
+def test_sizes_follow_the_model() -> None:
+    tiny, llama = (compose("eval", [f"model={m}"]) for m in ("tiny", "llama3"))
+    assert isinstance(tiny, schemas.EvalRunConfig)
+    assert isinstance(llama, schemas.EvalRunConfig)
+    assert (tiny.probes, tiny.recent, tiny.eval.needle.lengths) == (2, 256, [4096])
+    assert (llama.probes, llama.recent, llama.eval.needle.lengths) == (32, 2047, [65536])
+    assert llama.eval.needle.probes == [0, 4, 16, 32]
+
+
+@pytest.mark.parametrize("select", options("select"))
+def test_selections(select: str) -> None:
+    cfg = compose("eval", [f"select={select}", "select.sparsity=0.5"])
+    assert isinstance(cfg, schemas.EvalRunConfig)
+    assert select in (cfg.select.policy, cfg.select.scores)
+    assert cfg.select.sparsity == 0.5
+
+
+@pytest.mark.parametrize("group", ["data", "gate", "kmeans", "qmodel", "eval", "train", "tracker", "bench"])
+def test_every_option_composes(group: str) -> None:
+    command = {"kmeans": "fit-kmeans", "qmodel": "train-qmodel", "eval": "eval", "bench": "bench"}.get(group, "train-gate")
+    for option in options(group):
+        path = ["data.path=some/file.txt"] if option in ("text", "hub") else []
+        whole = ["select.sparsity=0"] if option in ("finetune", "scratch") else []
+        assert compose("finetune" if whole else command, [f"{group}={option}", *path, *whole])
+
+
+@pytest.mark.parametrize("command", WITH_A_MODEL)
+def test_the_demo_experiment_suits_every_command(command: str) -> None:
+    cfg = compose(command, ["experiment=demo"])
+    assert (cfg.name, cfg.overwrite, cfg.data.seq_len) == ("demo", True, 1024)
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "says"),
+    [
+        ("train-gate", "gate.block_size=48", "gate.block_size=48: a power of two"),
+        ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
+        ("train-gate", "gate.loss=mze", "did you mean mse?"),
+        ("train-gate", "gate.q_pool=[avg,avg]", "each once"),
+        ("train-gate", "train.steps=0", "train.steps=0: a positive number"),
+        ("train-gate", "train.steps=many", "train.steps: Value 'many'"),
+        ("train-gate", "train.micro_batch_size=3", "a multiple of train.micro_batch_size=3"),
+        ("train-gate", "device=cdua", "did you mean cuda?"),
+        ("train-gate", "name=a/b", "name=a/b: a folder name"),
+        ("train-gate", "+train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
+        ("train-gate", "~model.architecture", "model.init=random"),
+        ("eval", "select.sparsity=1.0", "select.sparsity=1.0: in [0, 1)"),
+        ("eval", "eval.perplexity.sparsities=[0.5,-0.1]", "each in [0, 1)"),
+        ("eval", "eval.tasks=[neddle]", "did you mean needle?"),
+        ("eval", "probes=-1", "probes=-1: 0 or more"),
+        ("generate", "max_new_tokens=0", "max_new_tokens=0"),
+        ("fit-kmeans", "kmeans.num_buckets=0", "kmeans.num_buckets=0: a positive number"),
+        ("train-qmodel", "qmodel.heads=kvv", "did you mean kv?"),
+        ("bench", "op=bucket_mas", "did you mean bucket_mass?"),
+        ("bench", "bench.lengths=[0]", "each a positive number of tokens"),
+        ("bench", "bench.lengths=[]", "bench.lengths=[]: one or more"),
+        ("bench", "bench.heads=[8,3]", "the first a multiple of the second"),
+        ("bench", "bench.head_size=100", "a multiple of 8 up to 256"),
+        ("bench", "bench.batch=0", "bench.batch=0: a positive number"),
+        ("bench", "bench.sparsities=[1.0]", "each in [0, 1)"),
+        ("bench", "bench.queries=[17]", "each from 1 to 16"),
+        ("bench", "bench.kernels=[3x33]", "of 1 to 32 queries and keys"),
+        ("bench", "bench.kernels=[3,x3]", "each as in 6x11"),
+        ("bench", "bench.peers=[flahs]", "did you mean flash?"),
+        ("bench", "bench.dtype=float64", "accepted are auto, float32"),
+        ("bench", "bench.direction=backwards", "did you mean backward?"),
+        ("bench", "op=merge_states bench.direction=backward", "merge_states has no backward pass"),
+        ("bench", "+bench.dtipe=float32", "unknown key bench.dtipe (did you mean bench.dtype?)"),
+    ],
+)
+def test_bad_values_are_named(command: str, override: str, says: str) -> None:
+    extra = ["model.init=random"] if "architecture" in override else []
+    with pytest.raises(UserError) as caught:
+        compose(command, [*override.split(), *extra])
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_known_keys_reach_the_leaves() -> None:
+    keys = known_keys(schemas.EvalRunConfig)
+    assert {"model.presets.recent", "eval.needle.depths", "artifacts.gate", "overwrite"} <= set(keys)
+    assert nearest("eval.needel.depths", keys) == " (did you mean eval.needle.depths?)"
+    assert nearest("qwertyuiop", keys) == ""
+
+
+def test_every_schema_is_frozen() -> None:
+    classes = [c for c in vars(schemas).values() if isinstance(c, type) and is_dataclass(c)]
+    assert len(classes) > 10
+    assert all(c.__dataclass_params__.frozen for c in classes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1",
+        "seed=4294967296",
+        "outputs=",
+        "name=..",
+        "train.lr=.inf",
+        "train.weight_decay=.nan",
+        "train.warmup_steps=-3",
+        "train.max_grad_norm=-1",
+        "train.beta2=1.0",
+        "data.path=book.txt",
+    ],
+)
+def test_values_out_of_range_name_their_key(override: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose("train-gate", [override])
+    assert str(error.value).startswith(override.partition("=")[0])
+    assert "\n" not in str(error.value)
+
+
+def test_what_serves_keeps_its_name_in_a_sweep() -> None:
+    assert [name for name, command in COMMANDS.items() if command.trains] == [
+        "train-gate",
+        "fit-kmeans",
+        "train-qmodel",
+        "finetune",
+    ]

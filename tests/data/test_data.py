@@ -1,0 +1,326 @@
+"""Text sources, the held-out split, chunks, and what is refused."""
+
+import gzip
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from msattn.trainer.config import DataConfig
+from msattn.trainer.data.chunking import chunks, encode
+from msattn.trainer.data.sources import Document, documents, is_held_out
+from msattn.trainer.embedded.recipe import SHIPPED
+from msattn.trainer.embedded.tokenizer import load_tokenizer
+from msattn.trainer.errors import UserError
+
+TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(SHIPPED)
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+
+
+def text_config(path: Path | str, **options: Any) -> DataConfig:
+    return DataConfig("text", path=str(path), **options)
+
+
+def all_of(path: Path | str, **options: Any) -> list[Document]:
+    """Every document under ``path``, none held out."""
+    return list(documents(text_config(path, heldout_path=str(path), **options), heldout=False))
+
+
+def sides(cfg: DataConfig) -> tuple[list[Document], list[Document]]:
+    return list(documents(cfg, heldout=False)), list(documents(cfg, heldout=True))
+
+
+def jsonl(column: str = "text") -> bytes:
+    return "\n".join(json.dumps({"id": n, column: text}, ensure_ascii=False) for n, text in enumerate(TEXTS)).encode() + b"\n"
+
+
+def parquet(path: Path, column: str = "text") -> bytes:
+    table = pyarrow.table({"id": list(range(len(TEXTS))), column: TEXTS})
+    pyarrow.parquet.write_table(table, path, row_group_size=7)
+    return path.read_bytes()
+
+
+def test_stdlib_is_the_interpreters_own_library() -> None:
+    train, heldout = sides(DataConfig("stdlib"))
+    names = [document.name for document in [*train, *heldout]]
+    assert len(names) == len(set(names)) > 300
+    assert {"argparse", "json.decoder"} <= set(names)
+    assert not any("site-packages" in name or name.startswith("test.") for name in names)
+    assert 0.05 < len(heldout) / len(names) < 0.15
+    by_name = {document.name: document.text for document in [*train, *heldout]}
+    assert by_name["argparse"] == (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text()
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_text_file(tmp_path: Path, packed: str) -> None:
+    path = tmp_path / f"book.txt{packed}"
+    path.write_bytes(PACKERS[packed](TEXTS[0].encode()))
+    assert all_of(path) == [Document(path.name, TEXTS[0])]
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+@pytest.mark.parametrize("column", ["text", "content"])
+def test_rows_of_jsonl_and_parquet(tmp_path: Path, packed: str, column: str) -> None:
+    for suffix, content in ((".jsonl", jsonl(column)), (".parquet", parquet(tmp_path / "plain", column))):
+        path = tmp_path / f"rows{suffix}{packed}"
+        path.write_bytes(PACKERS[packed](content))
+        found = all_of(path, column=column)
+        assert [document.text for document in found] == TEXTS
+        assert [document.name for document in found] == [f"{path.name}:{number}" for number in range(len(TEXTS))]
+
+
+def test_a_jsonl_row_may_hold_unicode_line_ends_and_windows_ones_surround_it(tmp_path: Path) -> None:
+    texts = ["a\u2028b\u0085c", "d\x0be"]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in [*texts, ""]).encode() + b"\r\n\r\n"
+    )
+    assert [document.text for document in all_of(path)] == texts  # the empty one is left out
+
+
+def test_folder_and_glob(tmp_path: Path) -> None:
+    for name, content in {
+        "b.txt": b"bee",
+        "deep/a.txt.gz": gzip.compress(b"ay"),
+        "notes.md": b"no text",
+        "empty.txt": b"",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert all_of(tmp_path) == [Document("b.txt", "bee"), Document("deep/a.txt.gz", "ay")]
+    assert all_of(tmp_path / "**" / "*.gz") == [Document("a.txt.gz", "ay")]
+    (tmp_path / "odd[1].txt").write_text("odd")
+    assert all_of(tmp_path / "odd[1].txt") == [Document("odd[1].txt", "odd")]
+
+
+def test_byte_order_mark_and_windows_line_ends_are_dropped(tmp_path: Path) -> None:
+    (tmp_path / "dos.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    assert all_of(tmp_path / "dos.txt")[0].text == "one\ntwo"
+
+
+@pytest.fixture
+def dataset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data set that ``datasets`` reads without a network, its cache out of the way."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    folder = Path("set")  # what is held out hangs on the name
+    folder.mkdir()
+    (folder / "train.jsonl").write_bytes(jsonl("content"))
+    return folder
+
+
+def test_hub_streams_and_reads_only_as_far_as_needed(
+    dataset_folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = DataConfig("hub", path=str(dataset_folder), column="content", seq_len=8, num_chunks=3)
+    train, heldout = sides(cfg)
+    assert sorted(document.text for document in [*train, *heldout]) == sorted(TEXTS)
+    assert heldout
+    assert len(chunks(cfg, tokenizer, seed=0)) == 3
+
+    import datasets
+
+    def endless() -> Any:
+        while True:
+            yield {"content": TEXTS[0]}
+
+    asked: list[Any] = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> Any:
+        asked.append((arguments, options))
+        return datasets.IterableDataset.from_generator(endless)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    cfg = DataConfig("hub", path="some/set", subset="en", split="validation", column="content", seq_len=8, num_chunks=30)
+    assert len(chunks(cfg, tokenizer, seed=0)) == 30
+    assert len(chunks(cfg, tokenizer, seed=0, heldout=True, num_chunks=5)) == 5
+    assert asked[0] == (("some/set", "en"), {"split": "validation", "streaming": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"split": "nope"}, r"data\.path=.*Bad split: nope"),
+        ({"subset": "nope"}, r"data\.path=.*nope"),
+        ({"column": "body"}, r"data\.column=body: .*row 0 has no such column \(there are: id, content\)"),
+        ({"path": "no-such-folder/."}, r"data\.path=no-such-folder/\.: "),
+    ],
+)
+def test_hub_refusals(dataset_folder: Path, options: dict[str, Any], says: str) -> None:
+    cfg = DataConfig("hub", **{"path": str(dataset_folder), "column": "content", **options})
+    with pytest.raises(UserError, match=says):
+        list(documents(cfg, heldout=False))
+
+
+def test_hub_without_a_number_of_chunks_or_without_datasets(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = DataConfig("hub", path="some/set")
+    with pytest.raises(UserError, match=r"data\.num_chunks=null"):
+        chunks(cfg, tokenizer, seed=0)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"data=hub: .*pip install datasets"):
+        list(documents(cfg, heldout=False))
+
+
+def test_held_out_documents_are_other_documents(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(jsonl())
+    train, heldout = sides(text_config(tmp_path / "rows.jsonl"))
+    assert sorted(document.text for document in [*train, *heldout]) == sorted(TEXTS)
+    assert heldout
+    assert all(is_held_out(document.name) for document in heldout)
+    assert not any(is_held_out(document.name) for document in train)
+
+
+@pytest.mark.parametrize(("name", "hashes_to_held_out"), [("book.txt", False), ("book-1.txt", True)])
+def test_of_a_lone_document_the_last_tenth_is_held_out(tmp_path: Path, name: str, hashes_to_held_out: bool) -> None:
+    assert is_held_out(name) == hashes_to_held_out
+    text = "".join(TEXTS)
+    (tmp_path / name).write_text(text)
+    (train,), (heldout,) = sides(text_config(tmp_path / name))
+    assert train.text + heldout.text == text
+    assert len(train.text) == len(text) * 9 // 10
+    assert train.name != heldout.name
+
+
+def test_of_documents_that_hash_to_one_side_each_ones_end_is_held_out(tmp_path: Path) -> None:
+    names = [name for name in (f"{letter}.txt" for letter in "abcdefghijkl") if not is_held_out(name)][:3]
+    for name, text in zip(names, TEXTS, strict=False):
+        (tmp_path / name).write_text(text)
+    train, heldout = sides(text_config(tmp_path))
+    assert [a.text + b.text for a, b in zip(train, heldout, strict=True)] == TEXTS[:3]
+    assert all(document.text for document in heldout)
+
+
+def test_a_held_out_path_is_taken_whole(tmp_path: Path) -> None:
+    for name in ("train.txt", "heldout.txt"):
+        (tmp_path / name).write_text(name)
+    cfg = text_config(tmp_path / "train.txt", heldout_path=str(tmp_path / "heldout.txt"))
+    assert sides(cfg) == ([Document("train.txt", "train.txt")], [Document("heldout.txt", "heldout.txt")])
+
+
+def test_the_two_sides_of_a_lone_document_get_needles_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("".join(TEXTS) * 10)
+    (train,), (heldout,) = sides(text_config(tmp_path / "book.txt", needles=True))
+    said = [set(re.findall(r"The secret number of \w+ \w+ is \d{5}\.", side.text)) for side in (train, heldout)]
+    assert all(said)
+    assert not said[0] & said[1]
+
+
+def test_chunks_are_the_tokens_cut_and_shuffled_by_the_seed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(jsonl())
+    path = str(tmp_path / "rows.jsonl")
+    cfg = text_config(path, heldout_path=path, seq_len=16)
+    eos = tokenizer.eos_token_id
+    tokens = [token for text in TEXTS for token in [*tokenizer.encode(text, add_special_tokens=False), eos]]
+    assert encode(documents(cfg, heldout=False), tokenizer).tolist() == tokens
+
+    first = chunks(cfg, tokenizer, seed=3)
+    assert len(first) == len(tokens) // 16
+    assert first[0]["input_ids"].dtype == torch.int64
+    rows = [first[index]["input_ids"].tolist() for index in range(len(first))]
+    assert sorted(rows) == sorted(tokens[start : start + 16] for start in range(0, len(tokens) - 15, 16))
+
+    again, other = chunks(cfg, tokenizer, seed=3), chunks(cfg, tokenizer, seed=4)
+    assert again.fingerprint == first.fingerprint != other.fingerprint
+    assert all(torch.equal(again[index]["input_ids"], first[index]["input_ids"]) for index in range(len(first)))
+    few = chunks(cfg, tokenizer, seed=3, num_chunks=2)
+    assert [few[index]["input_ids"].tolist() for index in range(len(few))] == rows[:2]
+    assert chunks(cfg, tokenizer, seed=3, seq_len=8)[0]["input_ids"].shape == (8,)
+
+
+def test_fewer_chunks_than_asked_for_are_all_taken_and_said(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXTS[0] * 20)
+    cfg = text_config(tmp_path / "a.txt", seq_len=16)
+    whole = chunks(cfg, tokenizer, seed=0)
+    assert len(chunks(cfg, tokenizer, seed=0, num_chunks=len(whole))) == len(whole)
+    assert capsys.readouterr().err == ""
+    assert len(chunks(cfg, tokenizer, seed=0, num_chunks=999)) == len(whole)
+    said = f"hold {len(whole)} chunks of 16 tokens, not the 999 that were to be used\n"
+    assert capsys.readouterr().err == f"msattn: the documents of data.path={tmp_path / 'a.txt'} {said}"
+
+
+def test_num_bytes_counts_what_follows_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "The naïve café — 3 déjà vus.\n" * 9
+    (tmp_path / "a.txt").write_text(text)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    cfg = text_config(tmp_path / "a.txt", heldout_path=str(tmp_path / "a.txt"), seq_len=len(ids) + 1)
+    (chunk,) = [chunks(cfg, tokenizer, seed=0)]
+    assert chunk.num_bytes(0) == len(text.encode()) - len("The")  # the end-of-text token stands for no byte
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("missing.txt", None, r"data\.path=.*missing\.txt: no such file"),
+        ("table.csv", b"a,b", r"data\.path=.*table\.csv: accepted are \.txt, \.jsonl, \.parquet, also packed as"),
+        ("latin1.txt", b"caf\xe9", r"data\.path=.*latin1\.txt: not UTF-8 at byte 3"),
+        ("latin1.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xe9", mtime=0), r"data\.path=.*latin1\.txt\.gz: not UTF-8 at byte 6"),
+        ("latin1.jsonl", b'{"text": "caf\xe9"}', r"data\.path=.*latin1\.jsonl: not UTF-8 at byte 13"),
+        ("cut.txt.gz", gzip.compress(bytes(range(256)), mtime=0)[:-90], r"data\.path=.*cut\.txt\.gz: .*[Tt]runcated"),
+        ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
+        ("cut.parquet", b"PAR1" + bytes(40), r"data\.path=.*cut\.parquet: .*[Pp]arquet"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl: line 2 is not JSON"),
+        ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(there are: body\)"),
+        ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(there are: a list, no object\)"),
+        ("number.jsonl", b'{"text": 7}', r"data\.column=text: .*line 1 holds 7 there, not text"),
+    ],
+)
+def test_refused_files(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        list(documents(text_config(tmp_path / name), heldout=False))
+
+
+def test_refused_parquet_columns(tmp_path: Path) -> None:
+    parquet(tmp_path / "rows.parquet", "body")
+    with pytest.raises(UserError, match=r"data\.column=text: .*rows\.parquet has no such column \(there are: id, body\)"):
+        all_of(tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "gap.parquet")
+    with pytest.raises(UserError, match=r"data\.column=text: .*row 1 holds None there, not text"):
+        all_of(tmp_path / "gap.parquet")
+
+
+def test_a_refusal_names_the_held_out_path(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"data\.heldout_path=.*b\.txt: not UTF-8 at byte 0"):
+        list(documents(text_config(tmp_path / "a.txt", heldout_path=str(tmp_path / "b.txt")), heldout=True))
+    cfg = text_config(tmp_path / "b.txt", heldout_path=str(tmp_path / "a.txt"), seq_len=8)
+    with pytest.raises(UserError, match=r"data\.seq_len=8: the documents of data\.heldout_path=.*a\.txt hold only 2 tokens$"):
+        chunks(cfg, tokenizer, seed=0, heldout=True)
+
+
+def test_too_short_says_how_many_tokens_there_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "short.txt").write_text("1234567890")
+    with pytest.raises(UserError, match=r"data\.seq_len=64: the documents of data\.path=.*short\.txt hold only 10 tokens$"):
+        chunks(text_config(tmp_path / "short.txt", seq_len=64), tokenizer, seed=0)  # 9 digits, end of text
+    with pytest.raises(UserError, match=r"held-out documents of .* hold only 2 tokens; data\.heldout_path names others"):
+        chunks(text_config(tmp_path / "short.txt", seq_len=64), tokenizer, seed=0, heldout=True)
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"empty\.txt hold only 0 tokens"):
+        chunks(text_config(tmp_path / "empty.txt", seq_len=64), tokenizer, seed=0)

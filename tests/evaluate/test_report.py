@@ -1,0 +1,159 @@
+"""Intervals, tables, figures and files of a result."""
+
+import csv
+import json
+import mmap
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from msattn.trainer.evaluate.cost import cost
+from msattn.trainer.evaluate.intervals import mean_interval, student_t, wilson
+from msattn.trainer.evaluate.report import files as report
+from msattn.trainer.evaluate.report import tables
+from msattn.trainer.evaluate.report.context import context
+from msattn.trainer.evaluate.row import WINDOW, EvalRow
+
+
+def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
+    extra = {"length": 4096, "bits_per_byte": 2.1 * ratio, "ratio_interval": [ratio - 0.01, ratio + 0.01]}
+    setting = "" if method == "dense" else f"sparsity {sparsity:g}"
+    figures = {"ratio_to_dense": ratio, "sparsity": sparsity, "selectivity": 1 - sparsity, "recall": 0.9}
+    spent = {"latency_s": 0.25, "peak_memory_mb": 512.0, "samples": 16}
+    return EvalRow("perplexity", method, setting, 9.0 * ratio, "perplexity", (8.0, 12.0), **figures, **spent, extra=extra)
+
+
+def recall_row(method: str, score: float, selectivity: float) -> EvalRow:
+    heads = [[score] * 4, [score - 0.1] * 4]
+    extra = {"output_error": 1 - score, "layers": [0, 1], "heads": heads, "output_error_heads": heads}
+    return EvalRow("recall", method, "2 probes", score, "attention mass read", selectivity=selectivity, samples=2, extra=extra)
+
+
+def needle_row(method: str, found: int, length: int) -> EvalRow:
+    extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "needles": 1}
+    setting = "" if method == "dense" else "2 probes"
+    figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
+    return EvalRow("needle", method, setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
+
+
+@pytest.fixture
+def rows() -> list[EvalRow]:
+    return [
+        perplexity_row("dense", 1.0, 0.0),
+        perplexity_row("gate", 1.004, 0.5),
+        perplexity_row("gate", 1.03, 0.9),
+        perplexity_row("random", 40.0, 0.9),
+        recall_row(WINDOW, 0.4, 0.06),
+        recall_row("classifier", 0.9, 0.11),
+        needle_row("dense", 20, 2048),
+        needle_row("classifier", 19, 2048),
+        needle_row("dense", 20, 4096),
+        needle_row("classifier", 0, 4096),
+    ]
+
+
+@pytest.fixture
+def about() -> report.Context:
+    manifest = {"path": "outputs/tiny/base/gate", "content_hash": "f" * 64, "created": "2026-11-20", "model": {"id": "x"}}
+    return context("A <title>", {"seed": 7}, {"gate": manifest}, ["No qmodel here."], torch.device("cpu"))
+
+
+def test_wilson_against_published_values() -> None:
+    # Newcombe 1998, Statistics in Medicine 17, table I, method 3.
+    for found, trials, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert wilson(found, trials) == pytest.approx((low, high), abs=5e-5)
+    assert wilson(20, 20)[1] == 1.0
+    with pytest.raises(ValueError, match="successes=3"):
+        wilson(3, 2)
+
+
+def test_student_t_against_tables() -> None:
+    for degrees, exact in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423)):
+        assert student_t(degrees) == pytest.approx(exact, rel=0.01)
+
+
+def test_mean_interval() -> None:
+    low, high = mean_interval([1.0, 2.0, 3.0, 4.0]) or (0.0, 0.0)
+    assert (low + high) / 2 == pytest.approx(2.5)
+    assert high - low == pytest.approx(2 * 3.1824 * 1.29099 / 2, rel=0.01)
+    assert mean_interval([1.0]) is None
+
+
+def test_cost_sees_memory_and_time() -> None:
+    with cost(torch.device("cpu")) as before:
+        pass
+    with cost(torch.device("cpu")) as spent:
+        torch.frombuffer(mmap.mmap(-1, 2**28), dtype=torch.uint8).fill_(1)  # an allocator may have as much left
+    assert spent.seconds > 0
+    assert spent.peak_mb > before.peak_mb + 150
+
+
+def test_files(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
+    figures = report.write(tmp_path, rows, about)
+    assert list(figures) == ["perplexity", "recall", "recall_heads", "needle", "needle_grid"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
+
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["artifacts"]["gate"] == {"path": "outputs/tiny/base/gate", "content_hash": "f" * 64, "created": "2026-11-20"}
+    assert results["versions"]["torch"] == torch.__version__.split("+")[0] or results["versions"]["torch"] == torch.__version__
+    assert results["machine"]["device"] == "cpu"
+    assert [row["score"] for row in results["rows"]] == [row.score for row in rows]
+
+    with (tmp_path / "results.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["method"] for line in lines] == [row.method for row in rows]
+    assert float(lines[1]["bits_per_byte"]) == rows[1].extra["bits_per_byte"]
+    assert float(lines[1]["interval_low"]) == 8.0
+    assert lines[4]["interval_low"] == ""
+
+
+def test_page_is_self_contained_and_well_formed(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
+    report.write(tmp_path, rows, about)
+    opened: list[str] = []
+    sources: list[str] = []
+
+    class Check(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            if tag not in ("meta", "img"):
+                opened.append(tag)
+            sources.extend(value or "" for name, value in attrs if name in ("src", "href"))
+
+        def handle_endtag(self, tag: str) -> None:
+            assert opened.pop() == tag
+
+    page = (tmp_path / "report.html").read_text()
+    Check().feed(page)
+    assert not opened
+    assert len(sources) == 5
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "A &lt;title&gt;" in page
+    assert "No qmodel here." in page
+    assert "f" * 16 in page
+
+
+def test_only_figures_with_data(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
+    assert list(report.write(tmp_path, rows[:2], about)) == ["perplexity"]
+    assert report.write(tmp_path, rows[:1], about) == {}  # dense alone is a number, not a curve
+
+
+@pytest.mark.parametrize("width", [72, 100, 160])
+def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: int) -> None:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    tables.show(rows, about.notes, console)
+    text = console.export_text()
+    assert "…" not in text
+    for value in ("1.0040", "95.0%", "90.0%", "No qmodel here."):
+        assert value in text
+    assert ("512 MiB" in text) == (width == 160)
+
+
+def test_nothing_infinite_in_json() -> None:
+    assert report.finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}

@@ -1,0 +1,356 @@
+"""The finetune job: from a model and its gates to a folder that anyone can load, on a small random model."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from msattn import cli
+from msattn.trainer import artifacts, models
+from msattn.trainer.config import (
+    ArtifactsConfig,
+    DataConfig,
+    FinetuneConfig,
+    FinetuneTrainConfig,
+    GateConfig,
+    ModelConfig,
+    SelectConfig,
+    TrackerConfig,
+    TrainConfig,
+    TrainGateConfig,
+)
+from msattn.trainer.errors import UserError
+from msattn.trainer.finetune import run as job
+from msattn.trainer.finetune.run import finetune
+from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.train_gate import train_gate
+from tests.factory import tiny_architecture
+from tests.jobs import Job, LaunchedOnGPUs
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig:
+    """A run on two layers and chunks of 96 tokens, 32 more than the model had positions for."""
+    architecture = tiny_architecture(vocab_size=4096, max_position_embeddings=64)
+    settings = {
+        "model": ModelConfig(name="small", path="none", init="random", architecture=architecture, rope_scaling=YARN),
+        "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
+        "select": SelectConfig(sparsity=0.5),
+        "artifacts": ArtifactsConfig(gate=str(root / "outputs/small/base/gate")),
+        "train": FinetuneTrainConfig(lr=1e-3, steps=4, batch_size=2, schedule="linear", log_every=1, save_every=2),
+        "tracker": TrackerConfig(kind="none"),
+        "outputs": str(root / "outputs"),
+        "name": name,
+        "device": "cpu",
+        "seed": 3,
+    }
+    return FinetuneConfig(**{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts, and gates of the model that training starts from."""
+    folder = tmp_path_factory.mktemp("finetune")
+    words = [f"word{i % 97} and number {i}." for i in range(1500)]
+    (folder / "train.txt").write_text(" ".join(words))
+    (folder / "heldout.txt").write_text(" ".join(words[::-5]))
+    cfg = run_config(folder)
+    shared = {key: getattr(cfg, key) for key in ("model", "data", "tracker", "outputs", "device", "seed")}
+    train = TrainConfig(lr=1e-3, steps=1, batch_size=1)
+    train_gate(TrainGateConfig(**shared, name="base", gate=GateConfig(block_size=16), train=train))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path) -> Path:
+    """What one run in one go ends with."""
+    return finetune(run_config(root))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def served(cfg: FinetuneConfig, folder: Path) -> ModelConfig:
+    """The same YAML, pointed at the result."""
+    return replace(cfg.model, path=str(folder), init="pretrained", rope_scaling=None)
+
+
+def test_the_result_is_a_model_that_anyone_can_load(root: Path, trained: Path) -> None:
+    cfg = run_config(root)
+    assert trained == root / "outputs/small/finetuned/model"
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    assert model.config.rope_parameters == {**YARN, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    assert model.config.max_position_embeddings == 256
+    start = models.load(cfg.model, device="cpu", dtype="float32", seed=cfg.seed).model
+    for name, weight in start.named_parameters():
+        assert not torch.equal(weight, model.get_parameter(name)), name
+
+    facts = json.loads((trained / "training.json").read_text())
+    assert facts["from"]["id"] == "small (random weights, seed 3)"
+    assert facts["config"]["select"]["sparsity"] == 0.5
+    assert facts["metrics"]["steps"] == 4
+    lines = [json.loads(line) for line in (trained.parent / "runs/finetune/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "lr" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    gates = steps[0]["layer 0"] + steps[0]["layer 1"]
+    assert steps[0]["loss"] == pytest.approx(steps[0]["language"] + gates, rel=1e-5)
+    assert steps[-1]["language"] < steps[0]["language"]
+
+
+def test_its_gates_are_those_of_the_trained_model(root: Path, trained: Path) -> None:
+    cfg = run_config(root)
+    gate, before = Gate.load(trained.with_name("gate")), Gate.load(str(cfg.artifacts.gate))
+    assert gate.manifest is not None
+    artifacts.check_model(gate.manifest, models.load(served(cfg, trained), device="cpu").fingerprint)
+    assert gate.thresholds is not None
+    assert gate.thresholds != before.thresholds
+    assert 0 < gate.manifest["metrics"]["recall/gate@0.5"] <= 1
+    for name, weight in before.named_parameters():
+        assert not torch.equal(weight, gate.get_parameter(name)), name
+    first = models.load(cfg.model, device="cpu", dtype="float32", seed=cfg.seed)
+    with pytest.raises(UserError, match="weights_hash"):
+        artifacts.check_model(gate.manifest, first.fingerprint)
+
+
+def test_eval_takes_both(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    common = ["tracker=none", "device=cpu", "data=text", "data.path=train.txt", "data.heldout_path=heldout.txt"]
+    sizes = ["data.seq_len=96", "eval=perplexity", "eval.baselines=[]", "eval.perplexity.length=96"]
+    sizes += ["eval.perplexity.num_chunks=2", "eval.perplexity.sparsities=[0.5]"]
+    with pytest.raises(SystemExit) as done:
+        cli.main(["eval", "model.name=small", f"model.path={trained}", "name=finetuned", *common, *sizes])
+    assert done.value.code == 0
+    results = (root / "outputs/small/finetuned/eval").iterdir()
+    (rows,) = (json.loads(path.read_text()) for path in results if path.name == "results.json")
+    assert {"dense", "gate"} <= {row["method"] for row in rows["rows"]}
+
+
+def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
+    cfg = run_config(root, "resumed", resume=True)
+    shutil.copytree(trained.parent / "runs", root / "outputs/small/resumed/runs")
+    checkpoints = root / "outputs/small/resumed/runs/finetune/checkpoints"
+    shutil.rmtree(checkpoints / "checkpoint-4")
+    resumed = finetune(cfg)
+    assert equal(weights(resumed), weights(trained))
+    assert equal(weights(resumed.with_name("gate")), weights(trained.with_name("gate")))
+    again = finetune(replace(cfg, overwrite=True))  # nothing is left to do but to write
+    assert equal(weights(again), weights(trained))
+    with pytest.raises(UserError, match=r"finetune/checkpoints has select.sparsity=0.5, not 0.6"):
+        finetune(replace(cfg, overwrite=True, select=SelectConfig(sparsity=0.6)))
+    with pytest.raises(UserError, match=r"has data=\w+, not \w+; use the same settings"):
+        finetune(replace(cfg, overwrite=True, data=replace(cfg.data, seq_len=95)))
+
+
+def test_from_random_weights_without_gates(root: Path) -> None:
+    cfg = run_config(
+        root,
+        "scratch",
+        select=SelectConfig(sparsity=0.0),
+        train=FinetuneTrainConfig(
+            lr=1e-2, steps=6, batch_size=2, micro_batch_size=2, save_every=6, activation_checkpointing=False
+        ),
+    )
+    # A YAML may name the place of the result as where the model is read from later.
+    folder = finetune(replace(cfg, model=replace(cfg.model, path=str(root / "outputs/small/scratch/model"))))
+    assert not folder.with_name("gate").exists()
+    facts = json.loads((folder / "training.json").read_text())
+    assert facts["metrics"]["loss"] == facts["metrics"]["language"]
+    loaded = models.load(served(cfg, folder), device="cpu")
+    chunks = job.data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=job.HELDOUT_CHUNKS)
+    ids = torch.stack([chunks[i]["input_ids"] for i in range(len(chunks))])
+    loss = loaded.model(input_ids=ids, labels=ids).loss
+    assert facts["metrics"]["heldout/loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_retrieval_tasks_among_the_text(root: Path) -> None:
+    cfg = run_config(
+        root, "tasks", select=SelectConfig(sparsity=0.0), tasks=0.5, data=replace(run_config(root).data, seq_len=256)
+    )
+    facts = json.loads((finetune(cfg) / "training.json").read_text())
+    assert facts["config"]["tasks"] == 0.5
+    assert facts["metrics"]["steps"] == 4
+
+
+def test_bfloat16_keeps_its_weights_in_float32(root: Path) -> None:
+    folder = finetune(
+        run_config(root, "half", dtype="bfloat16", artifacts=ArtifactsConfig(str(new_gates(root, "cpu", "bfloat16"))))
+    )
+    assert {weight.dtype for weight in weights(folder).values()} == {torch.bfloat16}
+    (checkpoint,) = (folder.parent / "runs/finetune/checkpoints").glob("checkpoint-4")
+    assert {weight.dtype for weight in weights(checkpoint).values()} == {torch.float32}
+    assert Gate.load(folder.with_name("gate")).manifest
+
+
+def new_gates(root: Path, device: str, dtype: str) -> Path:
+    """Untrained gates of the model as this device draws it in this dtype."""
+    cfg = run_config(root)
+    loaded = models.load(cfg.model, device=device, dtype=dtype, seed=cfg.seed)
+    gate = Gate.build(loaded.model.config, GateConfig(block_size=16))
+    shared: dict[str, Any] = {"config": {}, "data": "", "seed": 0, "metrics": {}, "overwrite": True}
+    return artifacts.write(
+        root / f"outputs/small/{device}-{dtype}/gate",
+        kind="gate",
+        tensors=gate.tensors(),
+        model=loaded.fingerprint,
+        details=gate.details(),
+        **shared,
+    )
+
+
+def test_what_stands_there_is_kept(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = weights(trained)
+    with pytest.raises(UserError, match=r"finetuned/model: an artifact stands there; overwrite=true"):
+        finetune(run_config(root))
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(
+        type(models.load(served(run_config(root), trained), device="cpu").tokenizer), "save_pretrained", full_disk
+    )
+    with pytest.raises(UserError, match=r"finetuned/model cannot be written .*No space.*resume=true goes on"):
+        finetune(run_config(root, overwrite=True, resume=True))
+    assert equal(weights(trained), before)
+    assert not [path for path in trained.parent.iterdir() if path.name.startswith(".model")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"artifacts": ArtifactsConfig(gate="nowhere")},
+            r"artifacts.gate: .*nowhere: no such folder; msattn train-gate model=small",
+        ),
+        ({"seed": 4}, "gate artifact made for small .random weights, seed 3.: its weights_hash"),
+        ({"seq_len": 300}, "seq_len=300: the model has positions for 256 tokens; shorten it, or stretch the model"),
+        ({"train": {"fsdp": True}}, "train.fsdp=true: accelerate shares weights out among GPUs alone"),
+        (
+            {"train": {"batch_size": 3, "micro_batch_size": 3}, "name": "base"},
+            "artifacts.gate=.*base/gate: the result would go",
+        ),
+        ({"train": {"schedule": "cosin"}}, "train.schedule=cosin"),
+        ({"device": "cuda"}, "device=cuda: PyTorch sees no CUDA GPU"),
+        ({"rope_scaling": None}, "seq_len=96: the model has positions for 64 tokens"),
+    ],
+)
+def test_refused_before_any_work(root: Path, changes: dict[str, Any], says: str) -> None:
+    cfg = run_config(root, changes.get("name", "refused"))
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    nested = {
+        "data": replace(cfg.data, seq_len=changes.get("seq_len", 96)),
+        "train": replace(cfg.train, **changes.get("train", {})),
+        "model": replace(cfg.model, rope_scaling=changes.get("rope_scaling", YARN)),
+    }
+    flat = {key: value for key, value in changes.items() if key in ("artifacts", "seed", "device")}
+    overwrite = {"overwrite": True} if changes.get("name") == "base" else {}
+    with pytest.raises(UserError, match=says):
+        finetune(replace(cfg, **nested, **flat, **overwrite))
+    assert not (root / "outputs/small/refused/model").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "float16"}, "dtype=float16: auto, bfloat16 or float32"),
+        ({"gate_weight": -1.0}, "gate_weight=-1.0: 0 or more"),
+        ({"gate_weight": float("nan")}, "gate_weight=nan: 0 or more"),
+        ({"tasks": 1.5}, r"tasks=1.5: in \[0, 1\]"),
+        ({"tasks": 0.5}, "data.seq_len=96: 256 tokens or more with tasks=0.5"),
+        ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: the gates that choose"),
+        ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk"),
+        ({"select": SelectConfig(scores="quest")}, "select.scores=quest: finetune trains with gate"),
+        ({"select": SelectConfig(dense_below=4096)}, "select.dense_below=4096: auto or 0: finetune reads"),
+        ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
+        ({"data": DataConfig("stdlib", seq_len=1)}, "data.seq_len=1: 2 tokens or more"),
+    ],
+)
+def test_refused_by_the_schema(root: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        run_config(root, **changes)
+    with pytest.raises(UserError, match=r"select.sparsity=1.0: in \[0, 1\)"):
+        SelectConfig(sparsity=1.0)
+
+
+def test_sharing_weights_takes_several_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = run_config(root, train=FinetuneTrainConfig(lr=1.0, steps=1, fsdp=True))
+    with pytest.raises(UserError, match=r"train.fsdp=true: .* there is one; torchrun --nproc-per-node"):
+        job._check_sharing(cfg, torch.device("cuda"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    job._check_sharing(cfg, torch.device("cuda"))
+
+
+JOB = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tests.finetune.test_finetune import ArtifactsConfig, run_config
+from msattn.trainer.finetune import finetune
+root, name, device, gate, fsdp, resume = sys.argv[1:]
+cfg = run_config(Path(root), name, device=device, dtype="float32", artifacts=ArtifactsConfig(gate))
+cfg = replace(cfg, train=replace(cfg.train, batch_size=4, fsdp=fsdp == "fsdp"), resume=resume == "resume")
+finetune(cfg)
+"""
+
+
+def assert_near(one: Path, other: Path) -> None:
+    """Two runs that add the same gradients in another order."""
+    for kind in ("model", "gate"):
+        for name, weight in weights(one / kind).items():
+            torch.testing.assert_close(weights(other / kind)[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: Path) -> None:
+    gate, runs = str(run_config(root).artifacts.gate), root / "outputs/small"
+    cfg = run_config(root, "one", dtype="float32")
+    finetune(replace(cfg, train=replace(cfg.train, batch_size=4)))
+    Job(JOB, tmp_path, root, "two", "cpu", gate, "whole", "new", processes=2).succeeded()
+    assert_near(runs / "one", runs / "two")
+    assert not equal(weights(runs / "one/model"), weights(trained))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_shared_weights_learn_what_whole_ones_do(root: Path, tmp_path: Path) -> None:
+    gate, runs = str(new_gates(root, "cuda", "float32")), root / "outputs/small"
+    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").succeeded()
+    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).succeeded()
+    assert_near(runs / "gpu-one", runs / "gpu-two")
+    shutil.copytree(runs / "gpu-two/runs", runs / "gpu-again/runs")
+    shutil.rmtree(runs / "gpu-again/runs/finetune/checkpoints/checkpoint-4")
+    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-again", "cuda", gate, "fsdp", "resume", processes=2).succeeded()
+    assert equal(weights(runs / "gpu-again/model"), weights(runs / "gpu-two/model"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparsity", [0.5, 0.0])
+def test_on_a_gpu(root: Path, sparsity: float) -> None:
+    train = FinetuneTrainConfig(lr=1e-3, steps=8, batch_size=2, log_every=1, compile=sparsity == 0)
+    gates = ArtifactsConfig(str(new_gates(root, "cuda", "bfloat16")))
+    cfg = run_config(
+        root,
+        f"gpu-{sparsity}",
+        device="cuda",
+        dtype="auto",
+        select=SelectConfig(sparsity=sparsity),
+        artifacts=gates,
+        train=train,
+    )
+    folder = finetune(cfg)
+    assert {weight.dtype for weight in weights(folder).values()} == {torch.bfloat16}
+    lines = [json.loads(line) for line in (folder.parent / "runs/finetune/metrics.jsonl").read_text().splitlines()]
+    losses = [line["language"] for line in lines if "lr" in line]
+    assert losses[-1] < losses[0]

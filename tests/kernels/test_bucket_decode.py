@@ -1,0 +1,308 @@
+"""bucket_decode: kernel and reference against fp64 over the keys it should read, its edges, how it behaves as an operator."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import bucket_decode as module
+from msattn.kernels import reference
+from msattn.kernels.bucket_decode import bucket_decode
+from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.testing import assert_within_budget, dense_attention, random_buckets, random_qkv, starts
+from msattn.kernels.types import Backend, BucketIndex
+
+BACKENDS = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """One situation. ``padding``, ``filled`` and ``recent`` may hold a number for each sequence."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    num_keys: int
+    head_size: int
+    dtype: torch.dtype = torch.float32
+    num_buckets: int = 10
+    num_probes: int = 4
+    recent: int | tuple[int, ...] = 9
+    sink: int = 1
+    padding: tuple[int, ...] | None = None
+    filled: tuple[int, ...] | None = None
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, BucketIndex, Tensor]:
+        """Random q, k, v and index; probes with repetitions and -1 among them."""
+        q, k, v = random_qkv(self.batch, self.q_heads, self.kv_heads, 1, self.num_keys, self.head_size, self.dtype, device)
+        buckets = random_buckets(self.batch, self.kv_heads, self.num_keys, self.num_buckets, device)
+        shape = (self.batch, self.kv_heads, self.num_probes)
+        probes = torch.randint(-1, self.num_buckets, shape, dtype=torch.int32).to(device)
+        return q, k, v, build_bucket_index(buckets, self.num_buckets), probes
+
+    def options(self, device: str) -> dict[str, Any]:
+        """Keyword arguments of the operation."""
+        recent = starts(self.recent, device) if isinstance(self.recent, tuple) else self.recent
+        lengths = {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device)}
+        return {"recent": recent, "sink": self.sink, **lengths}
+
+
+def keys_read(case: Case, index: BucketIndex, probes: Tensor) -> Tensor:
+    """What the definition says, key by key: ``bool [B, Hkv, M]``."""
+    read = torch.zeros(case.batch, case.kv_heads, case.num_keys, dtype=torch.bool)
+    for b, h in itertools.product(range(case.batch), range(case.kv_heads)):
+        start = case.padding[b] if case.padding else 0
+        end = case.filled[b] if case.filled else case.num_keys
+        recent = case.recent[b] if isinstance(case.recent, tuple) else case.recent
+        chosen = {*range(start, start + case.sink), *range(end - recent, end)}
+        for c in probes[b, h].tolist():
+            if c >= 0:
+                chosen.update(index.order[b, h, index.offsets[b, h, c] : index.offsets[b, h, c + 1]].tolist())
+        read[b, h, [j for j in chosen if start <= j < end]] = True
+    return read.to(probes.device)
+
+
+def check(case: Case, backend: Backend, device: str) -> None:
+    q, k, v, index, probes = case.inputs(device)
+    read = keys_read(case, index, probes)
+    seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
+    exact = dense_attention(q, k, v, seen)
+    eager = dense_attention(q, k, v, seen, dtype=case.dtype)
+    full = dense_attention(q, k, v, seen, dtype=torch.float32)
+    for x in (k, v):
+        x.masked_fill_(~read[..., None], float("nan"))  # what is not read may hold anything
+    got = bucket_decode(q, k, v, index, probes, **case.options(device), backend=backend)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == torch.float32
+    assert_within_budget("out", got.out, exact.out, eager.out)
+    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+
+
+# Chosen by hand so that every two values of length, head size, dtype, group and window meet in some row or nearly so.
+CASES = [
+    Case(1, 1, 1, 1, 64),
+    Case(1, 4, 1, 63, 80, HALF, num_probes=0),
+    Case(2, 7, 1, 65, 128, FULL, recent=(3, 70), sink=4, padding=(0, 30)),
+    Case(2, 4, 4, 111, 64, HALF, num_probes=12, filled=(111, 40)),
+    Case(2, 8, 2, 300, 128, HALF, padding=(7, 0), filled=(200, 300), recent=(0, 64), sink=0),
+    Case(1, 7, 7, 111, 80, FULL, recent=0, sink=0),
+    Case(3, 4, 1, 65, 64, FULL, padding=(65, 10, 5), filled=(65, 10, 6)),
+    Case(1, 2, 1, 63, 128, HALF, num_buckets=200, num_probes=150, recent=0),
+    Case(1, 1, 1, 300, 256, FULL, num_buckets=1, num_probes=2, recent=17, sink=0),
+    Case(1, 20, 1, 111, 8, HALF, recent=500),
+    Case(2, 2, 2, 65, 80, HALF, recent=(1, 2), filled=(0, 65), num_probes=70),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device)
+
+
+def test_reference_at_length() -> None:
+    check(Case(2, 8, 2, 4095, 64, num_buckets=256, num_probes=32, recent=256, filled=(4095, 3000)), "torch", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 63, 65, 111, 4095])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, num_keys: int, poisoned: None) -> None:
+    heads, windows, probes = [(2, 2), (4, 1), (7, 1)], [(0, 0), (1, 9), (4, (2, 100))], [0, 5, 100]
+    lengths = [(None, None), ((num_keys // 2, 0), (num_keys, num_keys // 2))]
+    for (q_heads, kv_heads), (sink, recent), num_probes, (padding, filled) in itertools.product(
+        heads, windows, probes, lengths
+    ):
+        sizes = Case(2, q_heads, kv_heads, num_keys, head_size, dtype)
+        options = {"num_probes": num_probes, "recent": recent, "sink": sink, "padding": padding, "filled": filled}
+        check(sizes._replace(**options, num_buckets=64), "triton", "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_to_read(backend: Backend, device: str) -> None:
+    q, k, v, index, _ = Case(2, 4, 2, 40, 64).inputs(device)
+    none = torch.full((2, 2, 3), -1, dtype=torch.int32, device=device)
+    got = bucket_decode(q, k, v, index, none, recent=0, sink=0, backend=backend)
+    assert (got.out == 0).all()
+    assert (got.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_buckets_are_dense_attention(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(2, 4, 2, 1, 130, device=device)
+    index = build_bucket_index(random_buckets(2, 2, 130, 70, device).clamp(min=0), 70)
+    probes = torch.arange(70, dtype=torch.int32, device=device).expand(2, 2, -1)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
+    got = bucket_decode(q, k, v, index, probes, recent=5, scale=0.3, backend=backend)
+    torch.testing.assert_close(got.out, want)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_keys=st.integers(1, 90),
+    num_buckets=st.integers(1, 12),
+    recent=st.integers(0, 100),
+    sink=st.integers(0, 5),
+    seed=st.integers(0, 2**16),
+)
+def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, recent: int, sink: int, seed: int) -> None:
+    """Neither the order inside a bucket nor that of the probes matters, and a bucket probed twice counts once."""
+    q, k, v = random_qkv(1, 2, 1, 1, num_keys, 16, seed=seed)
+    buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
+    offsets, order = build_bucket_index(buckets, num_buckets)
+    shuffled = torch.randperm(num_keys)
+    again = shuffled[buckets[0, 0, shuffled].argsort(stable=True)].int()[None, None]
+    probes = torch.randint(-1, num_buckets, (1, 1, 3), dtype=torch.int32)
+    twice = torch.cat([probes.flip(-1), probes], -1)
+    straight = bucket_decode(q, k, v, BucketIndex(offsets, order), probes, recent=recent, sink=sink)
+    mixed = bucket_decode(q, k, v, BucketIndex(offsets, again), twice, recent=recent, sink=sink)
+    for x, y in zip(straight, mixed, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_index_may_list_what_is_no_key(backend: Backend, device: str) -> None:
+    """Entries before the sequence, past its filled part and past the cache are passed over."""
+    q, k, v = random_qkv(1, 1, 1, 1, 20, device=device)
+    order = torch.tensor([[[-3, 0, 1, 7, 12, 19, 40]]], dtype=torch.int32, device=device)
+    offsets, probes = (torch.tensor([[x]], dtype=torch.int32, device=device) for x in ([0, 7], [0]))
+    options = {"recent": 0, "sink": 0, "kv_start": starts([1], device), "kv_len": starts([15], device), "backend": backend}
+    got = bucket_decode(q, k, v, BucketIndex(offsets, order), probes, **options)
+    seen = torch.zeros(20, dtype=torch.bool, device=device)
+    seen[[1, 7, 12]] = True
+    torch.testing.assert_close(got.out, dense_attention(q, k, v, seen).out.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
+    """A row of a padded batch gives what the sequence gives alone."""
+    case = Case(1, 4, 2, 100, 64)
+    q, k, v, index, probes = case.inputs(device)
+    alone = bucket_decode(q, k, v, index, probes, recent=9, backend=backend)
+    left, right = 45, 20
+    wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, left, right), value=float("nan")) for x in (k, v))
+    lengths: dict[str, Any] = {"kv_start": starts([left], device), "kv_len": starts([left + 100], device)}
+    moved = BucketIndex(index.offsets, index.order + left)
+    got = bucket_decode(q, wide_k, wide_v, moved, probes, recent=9, **lengths, backend=backend)
+    for x, y in zip(got, alone, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
+    recent, lengths = starts([5, 9], device), starts([70, 30], device)
+    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, None, lengths, backend)
+    torch.library.opcheck(module._operator, arguments)
+    compiled = torch.compile(bucket_decode, fullgraph=True)
+    choices: list[dict[str, Any]] = [{"recent": recent, "kv_len": lengths}, {"recent": 5}]
+    for options in choices:
+        got = compiled(q, k, v, index, probes, **options, backend=backend)
+        for x, y in zip(got, bucket_decode(q, k, v, index, probes, **options, backend=backend), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_reads_views(device: str) -> None:
+    """A cache laid out by token, heads inside, is read where it lies; so is one whose last dimension is not contiguous."""
+    q, _, _, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
+    cache = torch.randn(2, 70, 2, 2, 64, device=device)
+    k, v = (x.transpose(1, 2) for x in cache.unbind(2))
+    want = bucket_decode(q, k.contiguous(), v.contiguous(), index, probes, recent=9, backend="triton")
+    turned = k.transpose(2, 3).contiguous().transpose(2, 3)
+    for keys in (k, turned):
+        for x, y in zip(bucket_decode(q, keys, v, index, probes, recent=9, backend="triton"), want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    q, k, v, index, probes = Case(1, 2, 1, 20, 64).inputs(device)
+    out = bucket_decode(q.requires_grad_(), k, v, index, probes, recent=3, backend=backend).out
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recent": -1}, "recent=-1"),
+        ({"recent": torch.zeros(1)}, "recent is torch.float32"),
+        ({"sink": -2}, "sink=-2"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is torch.int32"),
+        ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        ({"q": torch.zeros(1, 2, 2, 64)}, "one query"),
+        ({"q": torch.zeros(1, 3, 1, 64)}, "q has 3 heads"),
+        ({"probes": torch.zeros(1, 2, 4)}, "probes is torch.float32"),
+        ({"probes": torch.zeros(1, 1, 4, dtype=torch.int32)}, "probes is torch.int32"),
+        ({"index": BucketIndex(torch.zeros(1, 2, 1).int(), torch.zeros(1, 2, 9).int())}, "index.offsets"),
+        ({"index": BucketIndex(torch.zeros(1, 2, 3).int(), torch.zeros(1, 2, 9))}, "index.order"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    arguments = {"q": torch.zeros(1, 2, 1, 64), "k": torch.zeros(1, 2, 20, 64), "v": torch.zeros(1, 2, 20, 64), "recent": 3}
+    arguments["index"] = BucketIndex(torch.zeros(1, 2, 5, dtype=torch.int32), torch.zeros(1, 2, 9, dtype=torch.int32))
+    arguments["probes"] = torch.zeros(1, 2, 4, dtype=torch.int32)
+    arguments |= change
+    q, k, v, index, probes = (arguments.pop(name) for name in ("q", "k", "v", "index", "probes"))
+    with pytest.raises(ValueError, match=message):
+        bucket_decode(q, k, v, index, probes, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"probes": [10]}, "probes: 10 to 10"),
+        ({"probes": [-2]}, "probes: -2"),
+        ({"kv_len": [41]}, "kv_len=\\[41\\]"),
+        ({"kv_start": [-1]}, "kv_start=\\[-1\\]"),
+        ({"recent": [-1]}, "recent=\\[-1\\]"),
+        ({"offsets": [0, 41]}, "index.offsets"),
+        ({"offsets": [5, 2]}, "index.offsets"),
+    ],
+)
+def test_reference_checks_values(change: dict, message: str) -> None:
+    q, k, v, index, probes = Case(1, 1, 1, 40, 64).inputs("cpu")
+    options: dict[str, Any] = {"recent": 3}
+    for name, values in change.items():
+        value = torch.tensor(values, dtype=torch.int32)
+        if name == "probes":
+            probes = value[None, None]
+        elif name == "offsets":
+            index = index._replace(offsets=value[None, None])
+        else:
+            options[name] = value
+    with pytest.raises(ValueError, match=message):
+        reference.bucket_decode(q, k, v, index, probes.clamp(max=0) if "offsets" in change else probes, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu() -> None:
+    check(Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8), "triton", "cuda:1")
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured step follows probes, lengths, window and index that change in place."""
+    case = Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8)
+    q, k, v, index, probes = case.inputs("cuda")
+    recent, kv_len = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([9, 30], [400, 300]))
+    bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len)
+    probes.random_(-1, 32)
+    recent.copy_(torch.tensor([64, 1]))
+    kv_len.copy_(torch.tensor([500, 1]))
+    for x, y in zip(index, build_bucket_index(random_buckets(2, 2, 500, 32, "cuda", seed=1), 32), strict=True):
+        x.copy_(y)
+    graph.replay()
+    for x, y in zip(got, bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)

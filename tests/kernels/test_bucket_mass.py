@@ -1,0 +1,293 @@
+"""bucket_mass: kernel and reference against fp64 and a one-hot product, its edges, how it behaves as an operator."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.bucket_mass import bucket_mass
+from msattn.kernels.bucket_mass import forward as module
+from msattn.kernels.bucket_mass.packing import pack_keys
+from msattn.kernels.testing import assert_within_budget, dense_attention, random_buckets, random_qkv
+from msattn.kernels.types import Backend
+
+BACKENDS = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """One situation; ``moved`` gives queries and keys positions of their own."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    dtype: torch.dtype = torch.float32
+    num_buckets: int = 10
+    causal: bool = False
+    min_distance: int | None = None
+    moved: bool = False
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Random q, k and buckets, some of them empty, some keys left out."""
+        q, k, _ = random_qkv(*self[:6], self.dtype, device)
+        return q, k, random_buckets(self.batch, self.kv_heads, self.num_keys, self.num_buckets, device)
+
+    def positions(self, device: str) -> tuple[Tensor, Tensor]:
+        """``q_pos``, ``k_pos`` as they hold: those that are given, or those that stand for none."""
+        if not self.moved:
+            q_pos = torch.arange(self.num_keys - self.num_queries, self.num_keys)
+            return q_pos.int().to(device), torch.arange(self.num_keys).int().to(device)
+        q_pos, k_pos = torch.randperm(3 * self.num_queries), torch.randperm(2 * self.num_keys)
+        return q_pos[: self.num_queries].int().to(device), k_pos[: self.num_keys].int().to(device)
+
+    def options(self, q_pos: Tensor, k_pos: Tensor) -> dict[str, Any]:
+        """Keyword arguments of the operation."""
+        given = {"q_pos": q_pos, "k_pos": k_pos} if self.moved else {}
+        return {"num_buckets": self.num_buckets, "causal": self.causal, "min_distance": self.min_distance, **given}
+
+
+def by_bucket(probs: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
+    """``probs [B, Hq, n_q, n_k]`` times the one-hot ``[n_k, C]`` of each head's buckets."""
+    member = buckets[..., None] == torch.arange(num_buckets, device=buckets.device)  # -1 is in none
+    return probs @ member.repeat_interleave(probs.shape[1] // buckets.shape[1], 1).to(probs.dtype)
+
+
+def check(case: Case, backend: Backend, device: str) -> None:
+    q, k, buckets = case.inputs(device)
+    q_pos, k_pos = case.positions(device)
+    distance = q_pos[:, None].long() - k_pos[None, :].long()
+    seen = (buckets >= 0).repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
+    if case.causal:
+        seen = seen & (distance >= 0)
+    if case.min_distance is not None:
+        seen = seen & (distance.abs() > case.min_distance)
+    exact, eager = (dense_attention(q, k, k, seen, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    k = k.masked_fill((buckets < 0)[..., None], float("nan"))  # what is left out may hold anything
+    got = bucket_mass(q, k, buckets, **case.options(q_pos, k_pos), backend=backend)
+    assert got.mass.dtype == got.lse.dtype == torch.float32
+    assert got.top_key.dtype == torch.int32
+    assert_within_budget("lse", got.lse, exact.lse, eager.lse)
+    masses = (by_bucket(x.probs, buckets, case.num_buckets) for x in (exact, eager))
+    assert_within_budget("mass", got.mass, *masses)
+
+    nothing = exact.lse == -torch.inf
+    assert torch.equal(got.top_key == -1, nothing)
+    top = exact.probs.gather(-1, got.top_key.clamp(min=0).long()[..., None])[..., 0]
+    slack = 1 - 2**-20 * exact.lse.masked_fill(nothing, 0).abs().clamp(min=8)  # fp32 scores of keys that nearly tie
+    assert (nothing | (top >= exact.probs.amax(-1) * slack)).all()
+
+
+# Chosen by hand so that every two values of length, head size, dtype, group, mask and bucket count meet, or nearly so.
+CASES = [
+    Case(1, 1, 1, 1, 1, 64),
+    Case(2, 4, 1, 63, 63, 80, HALF, causal=True),
+    Case(1, 7, 1, 65, 65, 128, FULL, 3, min_distance=10),
+    Case(2, 2, 2, 111, 111, 64, HALF, 100, True, 5, True),
+    Case(1, 4, 1, 1, 300, 128, HALF, 64, min_distance=280),
+    Case(1, 7, 7, 20, 111, 80, FULL, 1, True, None, True),
+    Case(1, 4, 1, 130, 65, 64, FULL, 7, False, 0),
+    Case(1, 1, 1, 7, 300, 256, HALF, 2, True),
+    Case(1, 2, 2, 65, 63, 128, FULL, 70, True, 500),
+    Case(1, 2, 1, 63, 111, 8, FULL, 10, False, 20, True),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device)
+
+
+def test_reference_at_length() -> None:
+    check(Case(1, 4, 1, 500, 4095, 64, num_buckets=256), "torch", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_buckets", [1, 64, 4096])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, poisoned: None) -> None:
+    heads, lengths, masks = [(2, 2), (4, 1), (7, 1)], [(1, 1), (63, 63), (65, 111), (111, 4095)], [(False, None), (True, 9)]
+    for (q_heads, kv_heads), (n_q, n_k), (causal, distance) in itertools.product(heads, lengths, masks):
+        check(Case(2, q_heads, kv_heads, n_q, n_k, head_size, dtype, num_buckets, causal, distance), "triton", "cuda")
+
+
+@settings(max_examples=25, deadline=None)
+@given(n_q=st.integers(1, 40), n_k=st.integers(1, 90), num_buckets=st.integers(1, 12), seed=st.integers(0, 2**16))
+def test_mass_sums_to_one(n_q: int, n_k: int, num_buckets: int, seed: int) -> None:
+    """Each row sums to 1, or to 0 where every key is left out; a bucket without keys gets nothing."""
+    q, k, _ = random_qkv(1, 2, 1, n_q, n_k, 16, seed=seed)
+    buckets = random_buckets(1, 1, n_k, num_buckets, seed=seed)
+    got = bucket_mass(q, k, buckets, num_buckets=num_buckets)
+    some = bool((buckets >= 0).any())
+    torch.testing.assert_close(got.mass.sum(-1), torch.full((1, 2, n_q), float(some)))
+    assert got.mass.min() >= 0
+    empty = torch.bincount(buckets.flatten()[buckets.flatten() >= 0], minlength=num_buckets) == 0
+    assert (got.mass[..., empty] == 0).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(n_k=st.integers(1, 90), seed=st.integers(0, 2**16))
+def test_order_of_keys_changes_nothing(n_k: int, seed: int) -> None:
+    q, k, _ = random_qkv(1, 2, 1, 9, n_k, 16, seed=seed)
+    buckets, order = random_buckets(1, 1, n_k, 8, seed=seed), torch.randperm(n_k)
+    straight = bucket_mass(q, k, buckets, num_buckets=8)
+    shuffled = bucket_mass(q, k[:, :, order], buckets[:, :, order], num_buckets=8)
+    torch.testing.assert_close(shuffled.mass, straight.mass)
+    torch.testing.assert_close(shuffled.lse, straight.lse)
+    back = torch.where(shuffled.top_key < 0, -1, order[shuffled.top_key.clamp(min=0)])
+    assert torch.equal(back, straight.top_key.long())
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_keys=st.integers(1, 200),
+    num_buckets=st.integers(1, 30),
+    granule=st.sampled_from([8, 16]),
+    splits=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_granules_hold_each_key_once(num_keys: int, num_buckets: int, granule: int, splits: int, seed: int) -> None:
+    """Walks the lanes as the kernel does: each bucket's keys arrive once, in the row that the marks name."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
+    k = torch.arange(num_keys, dtype=torch.float32)[:, None].expand(1, 1, -1, 16).contiguous()
+    packed = pack_keys(k.to(device), buckets.to(device), num_buckets, granule, 64, splits)
+    keys, slots, ends, copies, carried, first = (x[0, 0].cpu() for x in packed)
+    lanes = 64 // granule
+    run = -(-int(first[-1]) // (splits * lanes))
+    held: dict[int, list[int]] = {bucket: [] for bucket in range(num_buckets)}
+    for split, lane in itertools.product(range(splits), range(lanes)):
+        members: list[int] = []
+        for n in range(run):
+            tile = split * len(slots) // splits // 64 + n
+            row, copied = int(ends[tile * lanes + lane]), int(copies[tile * lanes + lane])
+            place = torch.arange(granule)
+            column = (lane // 4 * (granule // 2) + place // 2) * 8 + lane % 4 * 2 + place % 2
+            own = slots[tile * 64 + column]
+            assert torch.equal(keys[tile * 64 + column, 3], own.float())
+            assert (own[granule - copied :] == own[0]).all()
+            members += own[: granule - copied].tolist()
+            if row >= 0:
+                bucket = row if row < num_buckets else int(carried[row - num_buckets])
+                held[bucket] += members
+                members = []
+        assert not members
+    for bucket, members in held.items():
+        assert sorted(members) == (buckets[0, 0] == bucket).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_far_from_zero(backend: Backend, device: str) -> None:
+    """Masses are as exact where all of a query's scores are large, and 0 where they are far below the largest."""
+    q, k, _ = random_qkv(1, 2, 1, 5, 60, 64, device=device)
+    buckets = random_buckets(1, 1, 60, 7, device)
+    q[..., 0], k[..., 0] = 100.0, 160.0  # every score grows by 2000
+    moved = bucket_mass(q, k, buckets, num_buckets=7, backend=backend)
+    q[..., 0] = 0.0
+    still = bucket_mass(q, k, buckets, num_buckets=7, backend=backend)
+    torch.testing.assert_close(moved.lse, still.lse + 2000, rtol=0, atol=2e-3)
+    torch.testing.assert_close(moved.mass, still.mass, rtol=0, atol=2e-3)
+    q[..., 0], k[..., 0] = 100.0, torch.where(buckets[:, :, :, None] == 3, 160.0, 0.0)[..., 0]
+    torch.testing.assert_close(
+        bucket_mass(q, k, buckets, num_buckets=7, backend=backend).mass[..., 3], torch.ones(1, 2, 5, device=device)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_left(backend: Backend, device: str) -> None:
+    q, k, _ = random_qkv(1, 2, 1, 5, 20, device=device)
+    got = bucket_mass(q, k, torch.full((1, 1, 20), -1, dtype=torch.int32, device=device), num_buckets=7, backend=backend)
+    assert (got.mass == 0).all()
+    assert (got.lse == -torch.inf).all()
+    assert (got.top_key == -1).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, steady_device: str) -> None:
+    q, k, buckets = Case(1, 4, 2, 20, 70, 64).inputs(steady_device)
+    torch.library.opcheck(module._operator, (q, k, buckets, None, None, 10, True, 0.1, 3, backend))
+    compiled = torch.compile(bucket_mass, fullgraph=True)
+    got = compiled(q, k, buckets, num_buckets=10, causal=True, backend=backend)
+    for x, y in zip(got, bucket_mass(q, k, buckets, num_buckets=10, causal=True, backend=backend), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_reads_views(device: str) -> None:
+    packed = torch.randn(2, 70, 4, 64, device=device).transpose(1, 2)
+    q, k = packed[:, :3], packed[:, 3:]
+    buckets = random_buckets(2, 1, 70, 10, device)
+    got = bucket_mass(q, k, buckets, num_buckets=10, scale=0.3, backend="triton")
+    want = bucket_mass(q.contiguous(), k.contiguous(), buckets, num_buckets=10, scale=0.3, backend="triton")
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    q, k, buckets = Case(1, 2, 1, 5, 20, 64).inputs(device)
+    mass = bucket_mass(q.requires_grad_(), k, buckets, num_buckets=10, backend=backend).mass
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        mass.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_buckets": 0}, "num_buckets=0"),
+        ({"min_distance": -1}, "min_distance=-1"),
+        ({"scale": -1.0}, "scale=-1.0"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        ({"q": torch.zeros(1, 3, 5, 64)}, "q has 3 heads"),
+        ({"buckets": torch.zeros(1, 2, 20)}, "buckets is torch.float32"),
+        ({"buckets": torch.zeros(1, 1, 20, dtype=torch.int32)}, "buckets is torch.int32"),
+        ({"buckets": torch.full((1, 2, 20), 4, dtype=torch.int32)}, "buckets: 4 to 4"),
+        ({"q_pos": torch.zeros(6, dtype=torch.int32)}, "q_pos is torch.int32"),
+        ({"k_pos": torch.zeros(20)}, "k_pos is torch.float32"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    arguments = {"q": torch.zeros(1, 2, 5, 64), "k": torch.zeros(1, 2, 20, 64), "num_buckets": 4}
+    arguments["buckets"] = torch.zeros(1, 2, 20, dtype=torch.int32)
+    arguments |= change
+    q, k, buckets = (arguments.pop(name) for name in ("q", "k", "buckets"))
+    with pytest.raises(ValueError, match=message):
+        bucket_mass(q, k, buckets, **arguments)
+
+
+def test_kernel_leaves_out_numbers_out_of_range(device: str) -> None:
+    q, k, buckets = Case(1, 2, 1, 5, 60, 64).inputs(device)
+    strange = torch.where(buckets < 0, 99, buckets)
+    for x, y in zip(
+        bucket_mass(q, k, strange, num_buckets=10, backend="triton"),
+        reference.bucket_mass(q, k, buckets, num_buckets=10),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu() -> None:
+    check(Case(2, 8, 2, 65, 300, 128, torch.bfloat16, num_buckets=7), "triton", "cuda:1")
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    q, k, buckets = Case(2, 8, 2, 100, 500, 128, torch.bfloat16, 32).inputs("cuda")
+    bucket_mass(q, k, buckets, num_buckets=32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = bucket_mass(q, k, buckets, num_buckets=32)
+    buckets.copy_(random_buckets(2, 2, 500, 32, "cuda", seed=1))
+    graph.replay()
+    for x, y in zip(got, bucket_mass(q, k, buckets, num_buckets=32), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -1,0 +1,284 @@
+"""Every kernel compiles to machine code for the GPUs we name, within their shared memory: no GPU needed.
+
+The interpreter lets pass what a compiler refuses (short dots, ``break``, layouts that do not fit), so that each operation's
+launcher runs here, in a process without the interpreter, on CPU tensors, with a driver that compiles and launches nothing.
+
+A new operation adds a function to LAUNCHES; it calls the launcher with small CPU tensors of the given dtype and head size.
+Compiling takes long: of what can be asked of an operation, each head size takes a share. Heads of 80 are left out, which have
+the tiles of 128; for the older GPU fp32, too, whose tiles are the newer one's, and all but the first kernel of a convolution;
+for the newer GPU, on which the tests are run, heads of 256.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pytest
+import torch
+
+from msattn.kernels.operations import OPERATIONS
+
+SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes a block may use, by compute capability
+HEADS = {
+    80: (("bfloat16", 128), ("bfloat16", 256)),
+    90: (("float16", 128), ("float32", 64)),
+}
+PARTS = 4
+Case = TypeVar("Case")
+SIZES = (64, 128, 256)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.flash_decode import forward as op
+    from msattn.kernels.flash_decode import score_mod
+    from msattn.kernels.testing import random_qkv, starts
+
+    plain, biased = ("partial", None, 1, False, 2), ("global", score_mod.alibi(torch.ones(4)), 64, False, 40)
+    capped, windowed = ("partial", score_mod.softcap(30.0), 16, True, 1), ("global", score_mod.sliding_window(7), 32, True, 1)
+    for variant, mod, num_queries, causal, splits in _share([(plain, biased), (capped, windowed)], head_size, sm):
+        q, k, v = random_qkv(2, 4, 2, num_queries, 5200, head_size, dtype)
+        op.launch(q, k, v, mod, starts([8, 0]) if causal else None, starts([200, 7]), variant, causal, 0.1, splits)
+
+
+def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import maxpool_attention as op
+    from msattn.kernels.testing import random_qkv, starts
+
+    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
+    tile = _tile("maxpool_attention", dtype, head_size, sm)
+    block_size = _block_size(head_size)
+    op.launch(q, k, v, starts([8]) if block_size == 128 else None, block_size, True, 0.1, tile)
+
+
+def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.block_sparse_attention import backward
+    from msattn.kernels.block_sparse_attention import forward as op
+    from msattn.kernels.testing import random_block_mask, random_qkv, starts
+
+    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
+    lse = torch.zeros(1, 4, 200)
+    tile, *tiles = (_tile(f"block_sparse_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
+    block_size = _block_size(head_size)
+    blocks = -(-200 // block_size)
+    mask = random_block_mask(1, 2, blocks, blocks, 0.5)
+    options = mask, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+    op.launch(q, k, v, *options, tile)
+    backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+
+
+def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import bucket_decode as op
+    from msattn.kernels.common import bucket_counts
+    from msattn.kernels.common.bucket_index import build_bucket_index
+    from msattn.kernels.testing import random_buckets, random_qkv, starts
+
+    q, k, v = random_qkv(2, 4, 2, 1, 200, head_size, dtype)
+    offsets, order = build_bucket_index(random_buckets(2, 2, 200, 8), 8)
+    few, many = (5, None, None, None), (100, starts([9, 3]), starts([8, 0]), starts([200, 7]))
+    probes, recent, kv_start, kv_len = _share([few, many], head_size, sm)
+    chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
+    op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, kv_start, kv_len)
+    bucket_counts.launch(offsets, order, chosen, 150, 16, 1, kv_start)
+
+
+def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.bucket_mass import forward as op
+    from msattn.kernels.testing import random_qkv
+
+    prompt, token = (200, 200, 8, False, None), (1, 3000, 5, True, 3)
+    num_queries, num_keys, num_buckets, causal, min_distance = _share([prompt, token], head_size, sm)
+    q, k, _ = random_qkv(1, 4, 2, num_queries, num_keys, head_size, dtype)
+    buckets = torch.zeros(1, 2, num_keys, dtype=torch.int32)
+    op.launch(q, k, buckets, None, None, num_buckets, causal, 0.1, min_distance)
+
+
+def _merge_states(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import merge_states as op
+
+    op.launch(torch.zeros(3, 1, 2, 5, head_size, dtype=dtype), torch.zeros(3, 1, 2, 5))
+
+
+def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.multiscale_attention import backward
+    from msattn.kernels.multiscale_attention import forward as op
+    from msattn.kernels.testing import random_qkv, starts
+
+    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
+    tile, *tiles = (_tile(f"multiscale_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
+    block_size = _block_size(head_size)
+    blocks = -(-200 // block_size)
+    zoom = torch.ones(1, 2, blocks, blocks, dtype=torch.uint8)
+    options = zoom, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+    lse = torch.zeros(1, 4, 200)
+    op.launch(q, k, v, *options, tile)
+    backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+
+
+def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import nearest_centroid as op
+
+    k, buckets = torch.zeros(1, 2, 200, head_size, dtype=dtype), torch.zeros(1, 2, 200, dtype=torch.int32)
+    num_buckets = _share([256, 10], head_size, sm)
+    op.launch(k, torch.zeros(2, num_buckets, head_size), _tile("nearest_centroid", dtype, head_size, sm))
+    op.launch_sums(k, buckets, num_buckets, _tile("bucket_sums", dtype, head_size, sm))
+
+
+def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.common import block_pooling as op
+
+    one, two, three = (["avg"], 64, None), (["max", "min"], 16, None), (["min", "avg", "max"], 128, torch.tensor([8, 0]))
+    x = torch.zeros(2, 200, 3, head_size, dtype=dtype).transpose(1, 2)
+    op.launch(x, *_share([two, three, one], head_size, sm))
+
+
+def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import best_blocks as op
+
+    for cols in (1, 7, 512, 2048, 32768):
+        scores, visible = torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
+        op.launch_softmax(scores, visible)
+        op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible)
+
+
+def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import gate_scores as op
+    from msattn.kernels.common import block_counts
+    from msattn.kernels.testing import random_qkv, starts
+
+    q, k, _ = random_qkv(2, 4, 2, 200, 200, head_size, dtype)
+    heads, hidden, kv_start = _share([(4, head_size, None), (2, 24, starts([8, 0]))], head_size, sm)
+    weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
+    op.launch(q, k, *weights, torch.zeros(hidden // 2), ["avg"], ["max", "min"], 16, kv_start)
+    block_counts.launch(torch.zeros(2, 4, 13, 13, dtype=torch.bool))
+
+
+def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import probe_buckets as op
+
+    classifiers, num_buckets = _share([(2, 1024), (4, 10)], head_size, sm)
+    weight_in = torch.zeros(classifiers, head_size, 100, dtype=dtype)
+    weight_out = torch.zeros(classifiers, 100, num_buckets, dtype=dtype)
+    bias_in, bias_out = (torch.zeros(classifiers, 1, size, dtype=dtype) for size in (100, num_buckets))
+    op.launch(torch.zeros(2, 4, 1, head_size, dtype=dtype), weight_in, bias_in, weight_out, bias_out, 2, 5)
+
+
+def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.conv_attention import operation as op
+
+    usual, fewer, one = ((6, 11), None), ((3, 3), torch.tensor([8], dtype=torch.int32)), ((1, 3), None)
+    kernels = {128: (usual, fewer, one)}.get(head_size, (fewer,))
+    for taps, kv_start in kernels if sm == 90 else kernels[:1]:
+        _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None)
+    if head_size == 128 and sm == 90:
+        _with_gradient(op, torch.ones(4, 3, 3), dtype, 64, sm, None, True)
+
+
+def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import conv_decode as op
+    from msattn.kernels.testing import random_qkv, starts
+
+    usual, least, widest = (1, (6, 11)), (2, (1, 1)), (4, (3, 32))
+    kv_heads, taps = {64: least, 128: usual, 256: widest}[head_size]
+    q, k, v = random_qkv(2, 4, kv_heads, taps[0], 200, head_size, dtype)
+    op.launch(q, k, v, torch.ones(4, *taps), starts([8, 0]), starts([200, 7]), 0.1, None)
+
+
+def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.head_mix_attention import operation as op
+
+    kv_start = torch.tensor([8], dtype=torch.int32) if head_size == 256 else None
+    _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, head_size != 64)
+
+
+def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool) -> None:
+    from msattn.kernels.testing import random_qkv
+
+    inputs = [*random_qkv(1, 4, 2, 200, 200, head_size, dtype), weight.to(dtype)]
+    out, lse = op.launch(*inputs, kv_start, causal, 0.1)
+    op.launch_backward(torch.zeros_like(out), torch.zeros_like(lse), *inputs, out, lse, kv_start, causal, 0.1)
+
+
+def _share(cases: Sequence[Case], head_size: int, sm: int) -> Case:
+    """One of the cases, in turn; each GPU has another turn."""
+    return cases[(SIZES.index(head_size) + (sm == 80)) % len(cases)]
+
+
+def _block_size(head_size: int) -> int:
+    """Below, at and above what a tile holds, each with one head size: tiles follow the head, and flags go by the block."""
+    return {64: 16, 256: 128}.get(head_size, 64)
+
+
+def _tile(operation: str, dtype: torch.dtype, head_size: int, sm: int):
+    from msattn.kernels import tuned
+    from msattn.kernels.common.primitives import padded_head
+
+    return tuned.pick(operation, padded_head(head_size), dtype, sm)
+
+
+LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {name: globals()[f"_{name}"] for name in OPERATIONS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_compiles(part: int) -> None:
+    """Some of the operations in one process, which takes long to start."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    operations = list(LAUNCHES)[part::PARTS]
+    command = [sys.executable, __file__, *operations]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    compiled = [f"{operation} sm_{sm}: kernel" for operation in operations for sm in HEADS]
+    assert all(each in done.stdout for each in compiled)
+
+
+class CompileOnly:
+    """A driver for GPUs that are not there: kernels compile, and no launch does anything. A GPU's number is its capability."""
+
+    def __init__(self) -> None:
+        self.operation = ""
+        self.sm = 0
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return self.sm
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY[device]}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int):
+        print(f"{self.operation} sm_{device}: kernel {name}, {shared} bytes of shared memory")
+        return None, None, 0, 0, 1024
+
+    def launcher_cls(self, source, metadata):
+        return lambda *args: None
+
+
+def compile_operations(operations: Sequence[str]) -> None:
+    """For each GPU, each of its data types and head sizes."""
+    import triton
+
+    from msattn.kernels.common import primitives
+
+    driver = CompileOnly()
+    triton.runtime.driver.set_active(driver)  # type: ignore[arg-type]
+    primitives.capability = lambda device: driver.sm  # before other modules have it
+    for driver.operation, driver.sm in itertools.product(operations, HEADS):
+        for dtype, head_size in HEADS[driver.sm]:
+            print(f"{driver.operation} sm_{driver.sm}: {dtype}, heads of {head_size}")
+            LAUNCHES[driver.operation](DTYPES[dtype], head_size, driver.sm)
+
+
+if __name__ == "__main__":
+    compile_operations(sys.argv[1:])

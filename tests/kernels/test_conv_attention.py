@@ -1,0 +1,279 @@
+"""conv_attention: kernels and reference against fp64, gradients, edges, and how it behaves as an operator."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.common import score_products
+from msattn.kernels.conv_attention import band as conv_terms
+from msattn.kernels.conv_attention import conv_attention
+from msattn.kernels.conv_attention import operation as module
+from msattn.kernels.testing import Case, dense_attention, full_product, random_qkv, starts, visible
+from msattn.kernels.types import Backend
+from tests.kernels import mixed_scores
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _long_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels take their time by the number of tiles, whatever their size."""
+    if device == "cpu":
+        monkeypatch.setattr(conv_terms, "ROWS", 64)
+
+
+def convolved_attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """The definition, all scores in memory at once, in ``dtype`` as eager PyTorch would; rows that see nothing are 0.
+
+    ``weight [Hq, c_q, c_k]``, or one for each query, ``[N, Hq, c_q, c_k]``.
+    """
+    statistics = torch.promote_types(dtype, torch.float32)
+    q, k, v, weight = (x.to(dtype) for x in (q, k, v, weight))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.where(seen, (q @ k.mT).to(statistics) * scale, 0).to(dtype)
+    window, taps = weight.shape[-2:]
+    weight = weight.expand(q.shape[2], *weight.shape[-3:])
+    mixed = torch.zeros_like(scores, dtype=statistics)
+    for a, c in itertools.product(range(window), range(taps)):
+        up, right = window - 1 - a, c - (taps - 1) // 2
+        moved = torch.nn.functional.pad(scores, (max(-right, 0), max(right, 0), up, 0))
+        moved = moved[:, :, : scores.shape[2], max(right, 0) : max(right, 0) + scores.shape[3]]
+        mixed = mixed + weight[:, :, a, c].T[..., None] * moved
+    mixed = mixed.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
+    return mixed.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v
+
+
+def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Output, and gradients of q, k, v and weight; in fp64, of the weight that each query uses."""
+    if dtype == torch.float64:
+        inputs = [*inputs[:3], inputs[3].expand(dout.shape[2], -1, -1, -1)]
+    leaves = [x.detach().to(dtype).clone().requires_grad_() for x in inputs]
+    q, k, v, weight = leaves
+    out = convolved_attention(q, k, v, weight, seen, q.shape[3] ** -0.5, dtype)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+
+def random_weight(heads: int, size: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
+    """Kernels whose results are of the size of a score."""
+    return (torch.randn(heads, *size) / (size[0] * size[1]) ** 0.5).to(device, dtype)
+
+
+def check(case: Case, size: tuple[int, int], backend: Backend, device: str) -> None:
+    weight = random_weight(case.q_heads, size, case.dtype, device)
+    mixed = weight.abs().sum((1, 2)).max().item()
+    mixed_scores.assert_agrees(conv_attention, with_gradients, case, weight, mixed, backend, device)
+
+
+CASES = [
+    (Case(1, 2, 1, 1, 1, 64), (3, 3)),
+    (Case(2, 4, 1, 20, 20, 80, HALF, True, (0, 9)), (2, 2)),
+    (Case(1, 1, 1, 63, 63, 128, FULL, True), (3, 3)),
+    (Case(1, 1, 1, 111, 111, 64, HALF), (3, 4)),
+    (Case(1, 2, 2, 33, 65, 64, HALF, True, (50,)), (4, 2)),
+    (Case(1, 7, 1, 20, 33, 24, FULL, False, None), (2, 3)),
+    (Case(2, 2, 1, 33, 33, 16, FULL, False, (0, 20)), (5, 1)),
+    (Case(1, 2, 1, 70, 30, 16, FULL, True, None), (2, 4)),
+    (Case(1, 1, 1, 18, 18, 16, HALF), (6, 11)),
+    (Case(2, 2, 1, 12, 12, 16, HALF, True, (12, 5)), (4, 2)),
+    (Case(1, 4, 2, 40, 40, 8, FULL, True, None), (1, 1)),
+    (Case(1, 1, 1, 50, 50, 256, HALF, True, (3,)), (1, 6)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "size"), CASES, ids=str)
+def test_agrees_with_fp64(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:
+    check(case, size, backend, device)
+
+
+def test_reference_at_length() -> None:
+    case = Case(1, 1, 1, 4095, 4095, 64)
+    q, k, v = case.qkv()
+    weight = random_weight(1, (3, 3), FULL, "cpu")
+    rows = slice(4000, 4095)
+    want = convolved_attention(q[:, :, 3900:], k, v, weight, visible(1, 195, 4095, True, None), 0.125, torch.float64)
+    got = conv_attention(q, k, v, weight)[:, :, rows]
+    torch.testing.assert_close(got, want[:, :, 100:].float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
+    sizes = itertools.cycle([(6, 11), (3, 3), (2, 4), (5, 1), (1, 1)])
+    for case in full_product(head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]):
+        check(case, next(sizes), "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_full_length() -> None:
+    check(Case(1, 4, 2, 4095, 4095, 128, torch.bfloat16), (6, 11), "triton", "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Heads one after the other and rows a few at a time, as when the scratch is too small for all."""
+    q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
+    inputs, dout = (q, k, v, random_weight(2, (2, 2), HALF, device)), torch.randn_like(q)
+    whole = mixed_scores.results(conv_attention, inputs, dout, backend)
+    monkeypatch.setattr(score_products, "SCRATCH", 1)
+    monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
+    torch.testing.assert_close(mixed_scores.results(conv_attention, inputs, dout, backend), whole)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
+    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (3, 4), FULL, device)
+    mixed_scores.assert_padding_equals_unpadded(conv_attention, inputs, causal=causal, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 70, 90, device=device)
+    weight = torch.zeros(2, 3, 6, device=device)
+    weight[:, -1, 2] = 1
+    got = conv_attention(q, k, v, weight, scale=0.3, backend=backend)
+    want = dense_attention(q, k, v, visible(1, 70, 90, True, None, device), 0.3, torch.float32)
+    torch.testing.assert_close(got, want.out)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_future_leaves_no_trace(backend: Backend, device: str) -> None:
+    """Not even in the last bit."""
+    q, k, v = random_qkv(1, 1, 1, 40, head_size=16, dtype=HALF, device=device)
+    weight = random_weight(1, (3, 4), HALF, device)
+    before = conv_attention(q, k, v, weight, backend=backend)[:, :, :30]
+    for x in (q, k, v):
+        x[:, :, 30:] *= 3
+    torch.testing.assert_close(conv_attention(q, k, v, weight, backend=backend)[:, :, :30], before, rtol=0, atol=0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    n=st.integers(1, 60),
+    more=st.integers(0, 40),
+    window=st.integers(1, 6),
+    taps=st.integers(1, 11),
+    cut=st.integers(0, 59),
+)
+def test_chunks_of_a_prefill(n: int, more: int, window: int, taps: int, cut: int) -> None:
+    """Later queries alone, given those that the convolution reaches back to, give what one pass gives."""
+    q, k, v = random_qkv(1, 2, 1, n, n + more, 16)
+    weight = random_weight(2, (window, taps), FULL, "cpu")
+    cut = cut % n
+    reach = max(cut - window + 1, 0)
+    whole = conv_attention(q, k, v, weight)[:, :, cut:]
+    chunk = conv_attention(q[:, :, reach:], k, v, weight)[:, :, cut - reach :]
+    torch.testing.assert_close(chunk, whole)
+
+
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(1, 40), factor=st.floats(-2, 2), causal=st.booleans())
+def test_weight_and_scale_trade(n: int, factor: float, causal: bool) -> None:
+    """Scores are linear in the weight: doubling it is doubling the scale."""
+    q, k, v = random_qkv(1, 1, 1, n, head_size=8)
+    weight = random_weight(1, (2, 3), FULL, "cpu") * factor
+    got = conv_attention(q, k, v, 2 * weight, scale=0.2, causal=causal)
+    torch.testing.assert_close(got, conv_attention(q, k, v, weight, scale=0.4, causal=causal))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weight_of_full_precision(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 1, 1, 30, head_size=16, dtype=HALF, device=device)
+    weight = random_weight(1, (2, 3), FULL, device).requires_grad_()
+    out = conv_attention(q, k, v, weight, backend=backend)
+    (dweight,) = torch.autograd.grad(out.float().sum(), weight)
+    assert dweight.dtype == FULL
+    exact = convolved_attention(q, k, v, weight.detach(), visible(1, 30, 30, True, None, device), 0.25, torch.float64)
+    torch.testing.assert_close(out.detach(), exact.to(HALF), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("padding", [None, (0, 3)])
+def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
+    q, k, v = random_qkv(2, 2, 1, 4, 5, 8, torch.float64)
+    weight = random_weight(2, (3, 4), torch.float64, "cpu")
+    inputs = [x.requires_grad_() for x in (q, k, v, weight)]
+    for f in (conv_attention, reference.conv_attention):  # as an operator, and by autograd
+        assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (2, 2), FULL, device)
+    mixed_scores.assert_operator(module, conv_attention, inputs, backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(2, 3, 3)}, r"weight.shape=\(2, 3, 3\)"),
+        ({"weight": torch.zeros(4, 33, 3)}, r"weight.shape=\(4, 33, 3\)"),
+        ({"weight": torch.zeros(4, 3)}, r"weight.shape=\(4, 3\)"),
+        ({"weight": torch.zeros(4, 3, 3, dtype=HALF)}, r"weight.dtype=torch.float16"),
+        ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
+        ({"scale": -1.0}, r"scale=-1\.0"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 20)
+    arguments: dict[str, Any] = {"weight": torch.ones(4, 3, 3)} | change
+    with pytest.raises(ValueError, match=message):
+        conv_attention(q, k, v, **arguments)
+
+
+def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    q, k, v = random_qkv(1, 4, 2, num_queries, head_size=128, dtype=dtype, device="cuda")
+    return [q, k, v, random_weight(4, (6, 11), dtype, "cuda")], torch.randn_like(q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_products, "SCRATCH", 2**20)
+    mixed_scores.assert_same_bits(conv_attention, *gpu_step(1000, dtype))
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    mixed_scores.assert_cuda_graph(module, *gpu_step(300, torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("long", ["queries", "keys"])
+def test_offsets_beyond_32_bits(long: str) -> None:
+    """A head of more than 2**31 elements: its last rows are those of a short one."""
+    num_queries, num_keys = (2**24 + 64, 32) if long == "queries" else (32, 2**24 + 64)
+    q = torch.randn(1, 1, num_queries, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(1, 1, num_keys, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    weight = random_weight(1, (2, 3), torch.bfloat16, "cuda")
+    if long == "keys":
+        k[:, :, :-64] = 0
+        v[:, :, :-64] = 0
+        kv_start = starts([num_keys - 40], "cuda")
+    else:
+        kv_start = None
+    leaves = [x.requires_grad_() for x in (q, k, v, weight)]
+    out = conv_attention(leaves[0], leaves[1], leaves[2], leaves[3], causal=False, kv_start=kv_start)
+    dout = torch.zeros_like(out)
+    dout[:, :, -20:] = torch.randn_like(dout[:, :, -20:])
+    got = torch.autograd.grad(out, leaves, dout)
+
+    tails = [x.detach()[:, :, -40:].requires_grad_() for x in (q, k, v)]
+    short = [*tails, weight.detach().requires_grad_()]
+    want = conv_attention(short[0], short[1], short[2], short[3], causal=False)
+    torch.testing.assert_close(out[:, :, -20:], want[:, :, -20:])
+    for x, y in zip(got, torch.autograd.grad(want, short, dout[:, :, -want.shape[2] :]), strict=True):
+        torch.testing.assert_close(x[:, :, -20:] if x.dim() == 4 else x, y[:, :, -20:] if y.dim() == 4 else y)

@@ -1,0 +1,366 @@
+"""flash_decode: kernel and reference against fp64, score modifications, its edges, how it behaves as an operator."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.common.primitives import tl, triton
+from msattn.kernels.flash_decode import flash_decode
+from msattn.kernels.flash_decode import forward as module
+from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
+from msattn.kernels.testing import assert_within_budget, dense_attention, query_offset, random_qkv, starts
+from msattn.kernels.types import Backend, ScoreMod, Variant
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+VARIANTS: list[Variant] = ["partial", "global"]
+HALF, FULL = torch.float16, torch.float32
+CAP, WIDTH = 1.5, 40
+
+
+@triton.jit
+def _bias_kernel(score, b, h, i, j, bias, num_keys, factor):
+    """A user's own: a bias for each key of a sequence, times a number, that fades with the query's distance."""
+    return score + tl.load(bias + b * num_keys + j) * factor / (1 + tl.abs(i - j))
+
+
+def _bias(score, b, h, i, j, bias, num_keys, factor):
+    return score + bias.to(score.dtype)[b, j] * factor / (1 + (i - j).abs())
+
+
+class Case(NamedTuple):
+    """One situation. ``padding`` and ``filled`` hold a number for each sequence; ``mod`` is a name."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    dtype: torch.dtype = FULL
+    causal: bool = False
+    mod: str | None = None
+    padding: tuple[int, ...] | None = None
+    filled: tuple[int, ...] | None = None
+    splits: int | None = None
+
+    def score_mod(self, device: str) -> ScoreMod | None:
+        """The modification that is named."""
+        if self.mod == "bias":
+            bias = torch.linspace(-2, 2, self.batch * self.num_keys, device=device).view(self.batch, self.num_keys)
+            bias[:, 3::7] = -math.inf
+            return ScoreMod(_bias_kernel, _bias, (bias,), (self.num_keys, 0.7))
+        slopes = 2.0 ** -torch.arange(1, self.q_heads + 1, device=device)
+        return {None: None, "softcap": softcap(CAP), "alibi": alibi(slopes), "sliding_window": sliding_window(WIDTH)}[self.mod]
+
+    def options(self, device: str) -> dict[str, Any]:
+        """Keyword arguments of the operation."""
+        lengths = {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device)}
+        return {"causal": self.causal, "score_mod": self.score_mod(device), "splits": self.splits, **lengths}
+
+
+def positions(case: Case, device: str) -> tuple[Tensor, Tensor]:
+    """Where queries ``[B, 1, N, 1]`` and keys ``[M]`` stand in the cache."""
+    filled = case.filled or [case.num_keys] * case.batch
+    offset = torch.tensor([query_offset(case.num_queries, end, case.causal) for end in filled], device=device)
+    i = offset[:, None] + torch.arange(case.num_queries, device=device)
+    return i[:, None, :, None], torch.arange(case.num_keys, device=device)
+
+
+def visible(case: Case, device: str) -> tuple[Tensor, Tensor]:
+    """What the definition says: the keys that a query sees ``[B, 1, N, M]``, and those that may be read at all."""
+    i, j = positions(case, device)
+    padding = torch.tensor(case.padding or [0] * case.batch, device=device)[:, None, None, None]
+    filled = torch.tensor(case.filled or [case.num_keys] * case.batch, device=device)[:, None, None, None]
+    real = (j >= padding) & (j < filled)
+    if case.mod == "sliding_window":
+        real = real & (j > i[:, :, :1] - WIDTH)
+    seen = real & (i >= padding)
+    return seen & (j <= i) if case.causal else seen, real
+
+
+def modified(scores: Tensor, case: Case) -> Tensor:
+    """Scores ``[B, Hq, N, M]`` after the modification that is named, from its formula."""
+    i, j = positions(case, str(scores.device))
+    if case.mod == "softcap":
+        return CAP * torch.tanh(scores / CAP)
+    if case.mod == "alibi":
+        slopes = 2.0 ** -torch.arange(1, case.q_heads + 1, device=scores.device).to(scores.dtype)
+        return scores - slopes[:, None, None] * (i - j)
+    if case.mod == "sliding_window":
+        return scores.masked_fill(i - j >= WIDTH, -math.inf)
+    if case.mod == "bias":
+        mod = case.score_mod(str(scores.device))
+        assert mod is not None
+        return scores + 0.7 * mod.tensors[0].to(scores.dtype)[:, None, None] / (1 + (i - j).abs())
+    return scores
+
+
+def check(case: Case, variant: Variant, backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(*case[:6], case.dtype, device)
+    seen, real = visible(case, device)
+    exact, eager, full = (
+        dense_attention(q, k, v, seen, dtype=dtype, score_mod=lambda s: modified(s, case))
+        for dtype in (torch.float64, case.dtype, FULL)
+    )
+    for x in (k, v):
+        x.masked_fill_(~real[:, :, 0, :, None], float("nan"))  # what is not read may hold anything
+    got = flash_decode(q, k, v, variant=variant, **case.options(device), backend=backend)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == FULL
+    assert_within_budget("out", got.out, exact.out, eager.out)
+    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+
+
+# Chosen by hand so that every two values of length, head size, dtype, group, order and modification meet, or nearly so.
+CASES = [
+    Case(1, 1, 1, 1, 1, 64),
+    Case(1, 4, 1, 1, 63, 80, HALF, True, "softcap"),
+    Case(2, 7, 1, 5, 65, 128, FULL, True, "alibi", padding=(0, 30)),
+    Case(2, 4, 4, 2, 111, 64, HALF, False, "sliding_window", filled=(111, 40), splits=2),
+    Case(2, 8, 2, 16, 130, 128, HALF, True, None, padding=(7, 0), filled=(100, 130), splits=3),
+    Case(1, 7, 7, 1, 111, 80, FULL, False, "bias"),
+    Case(3, 4, 1, 3, 65, 64, FULL, True, "bias", padding=(65, 10, 3), filled=(65, 12, 6)),
+    Case(1, 2, 1, 16, 63, 128, HALF, False, "alibi", splits=5),
+    Case(1, 1, 1, 3, 111, 256, FULL, True, "softcap", splits=40),
+    Case(2, 20, 1, 9, 65, 8, HALF, True, "sliding_window", padding=(20, 60), filled=(64, 65)),
+    Case(2, 2, 1, 5, 63, 80, FULL, False, None, padding=(2, 0), filled=(3, 0)),
+    Case(2, 4, 1, 16, 12, 64, HALF, True, "alibi", filled=(12, 4)),
+    Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more than whose maxima are read at a time
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, variant: Variant, device: str, poisoned: None) -> None:
+    check(case, variant, backend, device)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reference_at_length(variant: Variant) -> None:
+    check(Case(2, 8, 2, 4, 4095, 64, FULL, True, "softcap", filled=(4095, 3000), splits=3), variant, "torch", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
+    """Modifications and orders in turn for one query; then some that fill larger tiles."""
+    turns = [(None, False, False), (None, True, True), ("softcap", True, False), ("alibi", False, True)]
+    turns += [("sliding_window", True, True), ("bias", True, True)]
+    few = itertools.product([(2, 2, 1), (4, 1, 1), (7, 1, 2)], turns)
+    many = itertools.product([(7, 1, 5), (4, 1, 16), (7, 1, 16)], turns[1:3])
+    for ((q_heads, kv_heads, n), (mod, causal, padded)), m in itertools.product([*few, *many], [1, 63, 65, 111, 4095]):
+        padding, filled = ((m // 2, 0), (m, m - m // 3)) if padded else (None, None)
+        case = Case(2, q_heads, kv_heads, n, m, head_size, dtype, causal, mod, padding, filled)
+        for variant in VARIANTS:
+            check(case, variant, "triton", "cuda")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sees_nothing(backend: Backend, variant: Variant, device: str) -> None:
+    """An empty cache, one that is all padding, and scores that a modification sets to -inf."""
+    q, k, v = random_qkv(2, 4, 2, 3, 40, device=device)
+    none = Case(2, 4, 2, 3, 40, 64, mod="bias").score_mod(device)
+    assert none is not None
+    none = none._replace(tensors=(torch.full((2, 40), -math.inf, device=device),))
+    nothing: list[dict[str, Any]] = [
+        {"kv_len": starts([0, 0], device)},
+        {"kv_start": starts([40, 40], device), "causal": True},
+        {"score_mod": none, "causal": True},
+    ]
+    for options in nothing:
+        got = flash_decode(q, k, v, variant=variant, **options, backend=backend)
+        assert (got.out == 0).all()
+        assert (got.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mod", [None, "alibi", "sliding_window"])
+def test_padding_equals_unpadded(mod: str | None, backend: Backend, variant: Variant, device: str) -> None:
+    """A row of a padded batch gives what the sequence gives alone: these modifications look at distances."""
+    case = Case(1, 4, 2, 3, 70, 64, mod=mod, causal=True)
+    q, k, v = random_qkv(*case[:6], device=device)
+    alone = flash_decode(q, k, v, variant=variant, **case.options(device), backend=backend)
+    left, right = 45, 20
+    wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, left, right), value=float("nan")) for x in (k, v))
+    options = case._replace(padding=(left,), filled=(left + 70,)).options(device)
+    got = flash_decode(q, wide_k, wide_v, variant=variant, **options, backend=backend)
+    torch.testing.assert_close(got, alone)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_keys=st.integers(1, 90),
+    num_queries=st.integers(1, 6),
+    causal=st.booleans(),
+    mod=st.sampled_from([None, "softcap", "sliding_window"]),
+    splits=st.integers(1, 9),
+    variant=st.sampled_from(VARIANTS),
+    backend=st.sampled_from(BACKENDS),
+)
+def test_splits_and_variant_change_nothing(
+    device: str, num_keys: int, num_queries: int, causal: bool, mod: str | None, splits: int, variant: Variant, backend: Backend
+) -> None:
+    case = Case(1, 2, 1, num_queries, num_keys, 16, causal=causal, mod=mod)
+    q, k, v = random_qkv(*case[:6], device=device)
+    whole = flash_decode(q, k, v, **case.options(device), backend="torch")
+    parts = flash_decode(q, k, v, variant=variant, **case._replace(splits=splits).options(device), backend=backend)
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_causal_queries_are_steps(backend: Backend, device: str) -> None:
+    """N causal queries at once give what N steps of one query give, each on a cache that holds one key more."""
+    q, k, v = random_qkv(1, 4, 2, 4, 60, device=device)
+    together = flash_decode(q, k, v, causal=True, score_mod=sliding_window(30), backend=backend)
+    for n in range(4):
+        filled = starts([57 + n], device)
+        step = flash_decode(q[:, :, n : n + 1], k, v, score_mod=sliding_window(30), kv_len=filled, backend=backend)
+        torch.testing.assert_close(together.out[:, :, n : n + 1], step.out)
+        torch.testing.assert_close(together.lse[:, :, n : n + 1], step.lse)
+
+
+@pytest.mark.parametrize("limit", [0.5, 30.0])
+def test_softcap_is_accurate(limit: float, device: str) -> None:
+    """The kernel's tanh, on both sides of where it changes its formula, through the LSE of one key: the score itself."""
+    scores = torch.linspace(-12 * limit, 12 * limit, 63).tolist() + torch.linspace(-limit, limit, 65).tolist()
+    q = torch.zeros(1, len(scores), 1, 16, device=device)
+    q[0, :, 0, 0] = torch.tensor(scores)
+    k = torch.zeros(1, 1, 1, 16, device=device)
+    k[..., 0] = 1
+    got = flash_decode(q, k, k, scale=1.0, score_mod=softcap(limit), backend="triton").lse.flatten()
+    want = limit * torch.tanh(q[0, :, 0, 0].double() / limit)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7 * limit)
+
+
+def test_reads_views(device: str) -> None:
+    """A cache laid out by token, heads inside, is read where it lies; so is one whose last dimension is not contiguous."""
+    q = random_qkv(2, 4, 2, 3, 70, device=device)[0]
+    cache = torch.randn(2, 70, 2, 2, 64, device=device)
+    k, v = (x.transpose(1, 2) for x in cache.unbind(2))
+    want = flash_decode(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton")
+    turned = k.transpose(2, 3).contiguous().transpose(2, 3)
+    for keys in (k, turned):
+        torch.testing.assert_close(flash_decode(q, keys, v, backend="triton"), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 2, 20, device=device)
+    lengths = starts([3], device), starts([18], device)
+    slopes = torch.rand(2, device=device)
+    mods: list[tuple[str, list[Tensor], list[float]]] = [("", [], []), ("alibi", [slopes], []), ("softcap", [], [2.0])]
+    for mod in mods:
+        torch.library.opcheck(module._operator, (q, k, v, *mod, *lengths, "global", True, 0.1, None, backend))
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_decode, fullgraph=True)
+    for mod in (None, softcap(2.0), sliding_window(20), alibi(slopes)):
+        got, want = (f(q, k, v, score_mod=mod, kv_len=lengths[1], backend=backend) for f in (compiled, flash_decode))
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_own_modification_inside_a_compiled_function(backend: Backend, device: str) -> None:
+    """It breaks the graph and gives what it gives outside."""
+    case = Case(1, 2, 1, 2, 20, 64, mod="bias")
+    q, k, v = random_qkv(*case[:6], device=device)
+    options = case.options(device)
+
+    def twice(q: Tensor) -> Tensor:
+        return flash_decode(q * 2, k, v, **options, backend=backend).out * 2
+
+    torch.testing.assert_close(torch.compile(twice)(q), twice(q), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mod", ["softcap", "bias"])
+def test_has_no_gradient(mod: str, backend: Backend, device: str) -> None:
+    case = Case(1, 2, 1, 1, 20, 64, mod=mod)
+    q, k, v = random_qkv(*case[:6], device=device)
+    out = flash_decode(q.requires_grad_(), k, v, **case.options(device), backend=backend).out
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variant": "both"}, "variant='both'"),
+        ({"splits": 0}, "splits=0"),
+        ({"scale": -1.0}, "scale=-1.0"),
+        ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is torch.int32"),
+        ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
+        ({"kv_len": torch.tensor([21], dtype=torch.int32)}, "kv_len=\\[21\\]"),
+        ({"kv_start": torch.tensor([-1], dtype=torch.int32)}, "kv_start=\\[-1\\]"),
+        ({"score_mod": alibi(torch.zeros(3))}, "3 slopes"),
+        ({"score_mod": alibi(torch.zeros(4, device="meta"))}, "score_mod.tensors\\[0\\].device=meta"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 1, 20)
+    with pytest.raises(ValueError, match=message):
+        reference.flash_decode(q, k, v, **change)
+    if "\\[" not in message:
+        with pytest.raises(ValueError, match=message):
+            flash_decode(q, k, v, **change)
+
+
+def test_modifications_refuse() -> None:
+    for limit in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="limit="):
+            softcap(limit)
+    for width in (0, 2.5):
+        with pytest.raises(ValueError, match="width="):
+            sliding_window(width)  # type: ignore[arg-type]
+    for slopes in (torch.zeros(4, dtype=HALF), torch.zeros(2, 2)):
+        with pytest.raises(ValueError, match="slopes is"):
+            alibi(slopes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cuda_graph(variant: Variant) -> None:
+    """A captured step follows lengths that advance in place."""
+    q, k, v = random_qkv(2, 8, 2, 4, 500, 128, torch.bfloat16, "cuda")
+    kv_len = torch.tensor([400, 300], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"variant": variant, "causal": True, "score_mod": sliding_window(100), "kv_len": kv_len}
+    flash_decode(q, k, v, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = flash_decode(q, k, v, **options)
+    for filled in ([500, 1], [401, 301]):
+        kv_len.copy_(torch.tensor(filled))
+        graph.replay()
+        torch.testing.assert_close(got, flash_decode(q, k, v, **options), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_repeats_bit_by_bit(variant: Variant) -> None:
+    q, k, v = random_qkv(1, 32, 8, 4, 20000, 128, torch.bfloat16, "cuda")
+    first = flash_decode(q, k, v, variant=variant, causal=True)
+    for _ in range(20):
+        torch.testing.assert_close(flash_decode(q, k, v, variant=variant, causal=True), first, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """The last head starts beyond 2**31 elements, and gives what it gives alone."""
+    num_keys = 2**23 + 100
+    cache = torch.randn(1, 3, num_keys, 128, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(1, 3, 1, 128, dtype=torch.bfloat16, device="cuda")
+    for variant in VARIANTS:
+        got = flash_decode(q, cache, cache, variant=variant, splits=64)
+        alone = flash_decode(q[:, 2:], cache[:, 2:], cache[:, 2:], variant=variant, splits=64)
+        assert torch.equal(got.out[:, 2:], alone.out)
+        assert torch.equal(got.lse[:, 2:], alone.lse)

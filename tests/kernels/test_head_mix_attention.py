@@ -1,0 +1,242 @@
+"""head_mix_attention: kernels and reference against fp64, gradients, edges, and how it behaves as an operator."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.common import score_products
+from msattn.kernels.head_mix_attention import head_mix_attention
+from msattn.kernels.head_mix_attention import operation as module
+from msattn.kernels.head_mix_attention import scores as head_mix_scores
+from msattn.kernels.testing import Case, dense_attention, full_product, random_qkv, starts, visible
+from msattn.kernels.types import Backend
+from tests.kernels import mixed_scores
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Output and gradients by the definition, as eager PyTorch would in ``dtype``; rows that see nothing are 0.
+
+    In fp64, the gradient of the weight is that of the weight which each query uses, ``[N, Hq, Hq]``.
+    """
+    if dtype == torch.float64:
+        inputs = [*inputs[:3], inputs[3].expand(dout.shape[2], -1, -1)]
+    q, k, v, weight = leaves = [x.detach().to(dtype).clone().requires_grad_() for x in inputs]
+    by_query = weight.expand(q.shape[2], -1, -1)
+    statistics = torch.promote_types(dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT) * q.shape[3] ** -0.5
+    mixed = torch.stack([(by_query[:, h].T[..., None] * scores).sum(1) for h in range(q.shape[1])], 1).to(statistics)
+    mixed = mixed.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
+    out = mixed.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
+
+
+def random_weight(heads: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Near the identity, as training starts from."""
+    return (torch.eye(heads) + torch.randn(heads, heads) / (2 * heads**0.5)).to(device, dtype)
+
+
+def check(case: Case, backend: Backend, device: str) -> None:
+    weight = random_weight(case.q_heads, case.dtype, device)
+    mixed = weight.abs().sum(0).max().item()
+    of_a_program = head_mix_scores.unmix_stretch(case.q_heads)
+    pairs = of_a_program.rows * of_a_program.keys
+    mixed_scores.assert_agrees(head_mix_attention, mixed_attention, case, weight, mixed, backend, device, pairs)
+
+
+CASES = [
+    Case(1, 2, 1, 1, 1, 64),
+    Case(2, 4, 1, 63, 63, 80, HALF, True, (0, 40)),
+    Case(1, 7, 1, 65, 65, 128, FULL),
+    Case(1, 1, 1, 111, 111, 64, HALF, False),
+    Case(2, 2, 2, 33, 111, 128, HALF, True, (70, 100)),
+    Case(2, 4, 4, 20, 65, 80, FULL, False, (3, 65)),
+    Case(1, 4, 4, 1, 130, 64, HALF),
+    Case(2, 4, 2, 65, 30, 16, FULL, True, (0, 20)),
+    Case(1, 1, 1, 130, 130, 256, HALF),
+    Case(1, 6, 3, 40, 90, 8, FULL, True, (60,)),
+    Case(1, 20, 5, 40, 70, 16, HALF),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
+    for case in full_product(head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]):
+        check(case, "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_full_length() -> None:
+    check(Case(1, 4, 2, 4095, 4095, 128, torch.bfloat16), "triton", "cuda")
+
+
+def test_reference_at_length() -> None:
+    q, k, v = random_qkv(1, 2, 1, 4095)
+    weight = random_weight(2, FULL, "cpu")
+    seen = visible(1, 95, 4095, True, None)
+    want = mixed_attention((q[:, :, 4000:], k, v, weight), seen, torch.zeros(1, 2, 95, 64), torch.float64)[0]
+    torch.testing.assert_close(head_mix_attention(q, k, v, weight)[:, :, 4000:], want.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Rows a few at a time, as when the scratch is too small for all."""
+    q, k, v = random_qkv(1, 4, 2, 140, head_size=16, dtype=HALF, device=device)
+    inputs, dout = (q, k, v, random_weight(4, HALF, device)), torch.randn_like(q)
+    whole = mixed_scores.results(head_mix_attention, inputs, dout, backend)
+    monkeypatch.setattr(score_products, "SCRATCH", 1)
+    monkeypatch.setattr(module, "LEAST_ROWS", 128)
+    monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
+    parts = mixed_scores.results(head_mix_attention, inputs, dout, backend)
+    torch.testing.assert_close(parts, whole, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
+    inputs = *random_qkv(1, 4, 2, 30, head_size=16, device=device), random_weight(4, FULL, device)
+    mixed_scores.assert_padding_equals_unpadded(head_mix_attention, inputs, causal=causal, backend=backend, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 70, 90, device=device)
+    got = head_mix_attention(q, k, v, torch.eye(4, device=device), scale=0.3, backend=backend)
+    want = dense_attention(q, k, v, visible(1, 70, 90, True, None, device), 0.3, torch.float32)
+    torch.testing.assert_close(got, want.out)
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 60), more=st.integers(0, 40), causal=st.booleans(), seed=st.integers(0, 99))
+def test_heads_may_be_renamed(n: int, more: int, causal: bool, seed: int) -> None:
+    """Permuting heads, and rows and columns of the weight with them, permutes the output."""
+    q, k, v = random_qkv(1, 4, 4, n, n + more, 16, seed=seed)
+    weight, order = random_weight(4, FULL, "cpu"), torch.randperm(4, generator=torch.Generator().manual_seed(seed))
+    straight = head_mix_attention(q, k, v, weight, causal=causal)
+    renamed = head_mix_attention(q[:, order], k[:, order], v[:, order], weight[order][:, order], causal=causal)
+    torch.testing.assert_close(renamed, straight[:, order])
+
+
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(1, 40), cut=st.integers(0, 39), backend=st.sampled_from(BACKENDS))
+def test_chunks_of_a_prefill(device: str, n: int, cut: int, backend: Backend) -> None:
+    q, k, v = random_qkv(1, 2, 2, n, head_size=8, device=device)
+    weight, cut = random_weight(2, FULL, device), cut % n
+    whole, chunk = (head_mix_attention(x, k, v, weight, backend=backend) for x in (q, q[:, :, cut:]))
+    torch.testing.assert_close(chunk, whole[:, :, cut:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weight_of_full_precision(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 30, head_size=16, dtype=HALF, device=device)
+    weight = random_weight(2, FULL, device).requires_grad_()
+    out = head_mix_attention(q, k, v, weight, backend=backend)
+    (dweight,) = torch.autograd.grad(out.float().sum(), weight)
+    assert dweight.dtype == FULL
+    seen = visible(1, 30, 30, True, None, device)
+    exact, *_, dweight_exact = mixed_attention((q, k, v, weight), seen, torch.ones_like(out), torch.float64)
+    torch.testing.assert_close(out.detach(), exact.to(HALF), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(dweight, dweight_exact.sum(0).float(), rtol=2e-2, atol=2e-2)
+
+
+def test_scores_beyond_half_precision(device: str) -> None:
+    """They count as the largest number of fp16: one key still takes it all, and nothing becomes NaN."""
+    q, k, v = random_qkv(1, 2, 1, 40, head_size=16, dtype=HALF, device=device)
+    k[:, :, 3] = q[:, :1, 30] * 40
+    inputs = [200 * q, 40 * k, v, torch.eye(2, dtype=HALF, device=device)]
+    out, *gradients = mixed_scores.results(head_mix_attention, inputs, torch.ones_like(q), "triton")
+    torch.testing.assert_close(out[:, :1, 30], v[:, :, 3])
+    assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.parametrize("padding", [None, (0, 3)])
+def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
+    q, k, v = random_qkv(2, 4, 2, 4, 5, 8, torch.float64)
+    inputs = [x.requires_grad_() for x in (q, k, v, random_weight(4, torch.float64, "cpu"))]
+    for f in (head_mix_attention, reference.head_mix_attention):  # as an operator, and by autograd
+        assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    inputs = *random_qkv(1, 4, 2, 20, head_size=16, device=device), random_weight(4, FULL, device)
+    mixed_scores.assert_operator(module, head_mix_attention, inputs, backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(2, 2)}, r"weight.shape=\(2, 2\)"),
+        ({"weight": torch.zeros(4, 4, 1)}, r"weight.shape=\(4, 4, 1\)"),
+        ({"weight": torch.zeros(4, 4, dtype=HALF)}, r"weight.dtype=torch.float16"),
+        ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
+        ({"scale": -1.0}, r"scale=-1\.0"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 20)
+    arguments: dict[str, Any] = {"weight": torch.ones(4, 4)} | change
+    with pytest.raises(ValueError, match=message):
+        head_mix_attention(q, k, v, **arguments)
+
+
+def test_refuses_more_heads_than_kernels_hold(device: str) -> None:
+    q, k, v = random_qkv(1, 129, 1, 3, head_size=8, device=device)
+    weight = torch.eye(129, device=device)
+    assert head_mix_attention(q, k, v, weight, backend="torch").isfinite().all()
+    with pytest.raises(ValueError, match=r"q.shape=\(1, 129, 3, 8\)"):
+        head_mix_attention(q, k, v, weight, backend="triton")
+
+
+def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    q, k, v = random_qkv(1, 8, 4, num_queries, head_size=128, dtype=dtype, device="cuda")
+    return [q, k, v, random_weight(8, dtype, "cuda")], torch.randn_like(q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_products, "SCRATCH", 2**20)
+    mixed_scores.assert_same_bits(head_mix_attention, *gpu_step(1000, dtype))
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    mixed_scores.assert_cuda_graph(module, *gpu_step(300, torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """A head of more than 2**31 elements: its last rows are those of a short one."""
+    q = torch.randn(1, 1, 2**24 + 64, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(1, 1, 32, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    weight = random_weight(1, torch.bfloat16, "cuda")
+    long = [x.requires_grad_() for x in (q, k, v, weight)]
+    short = [x.detach().requires_grad_() for x in (q[:, :, -40:], k, v, weight)]
+    dout = torch.zeros_like(q)
+    dout[:, :, -40:] = torch.randn_like(dout[:, :, -40:])
+    results = []
+    for inputs in (long, short):
+        out = head_mix_attention(inputs[0], inputs[1], inputs[2], inputs[3], causal=False)
+        dq, *rest = torch.autograd.grad(out, inputs, dout[:, :, -out.shape[2] :])
+        results.append((out[:, :, -40:].detach(), dq[:, :, -40:], *rest))
+    torch.testing.assert_close(*results)

@@ -1,0 +1,387 @@
+"""multiscale_attention: kernels and reference against fp64, outputs and gradients, edges, how it behaves as an operator."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.common.checks import ZOOMS, query_offset
+from msattn.kernels.multiscale_attention import forward as module
+from msattn.kernels.multiscale_attention import multiscale_attention
+from msattn.kernels.testing import (
+    CASES,
+    Attention,
+    Case,
+    assert_within_budget,
+    block_numbers,
+    dense_attention,
+    full_product,
+    gradient_rounding,
+    random_block_mask,
+    random_qkv,
+    starts,
+    tokens_of_blocks,
+)
+from msattn.kernels.types import Backend, SparseAttention
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+
+
+def random_zoom(
+    batch: int, heads: int, blocks: tuple[int, int], density: float = 0.7, device: str = "cpu", seed: int = 0
+) -> Tensor:
+    """Random ``uint8 [B, H, Tr, Tc]``: the given share of blocks is read, at zoom 1, 2, 4 and 8 alike."""
+    mask = random_block_mask(batch, heads, *blocks, density, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    levels = torch.randint(0, 4, mask.shape, generator=generator, device=device, dtype=torch.int32)
+    return torch.where(mask, 2**levels, 0).to(torch.uint8)
+
+
+def zoom_of_tokens(zoom: Tensor, case: Case, device: str) -> Tensor:
+    """At which zoom each query sees each key, by the definition: ``uint8 [B, Hq, N, M]``, 0 = not at all."""
+    kv_start = starts(case.padding, device)
+    sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, kv_start, case.block_size
+    by_level = [tokens_of_blocks(zoom == z, *sizes) * z for z in ZOOMS]
+    tokens = torch.stack(by_level).sum(0).to(torch.uint8)
+    if case.causal:
+        start = (torch.zeros(case.batch, dtype=torch.int32, device=device) if kv_start is None else kv_start)[:, None]
+        offset = query_offset(case.num_queries, case.num_keys, True)
+        rows, cols = block_numbers(case.batch, case.num_queries, case.num_keys, True, kv_start, case.block_size)
+        first_query = start.clamp(min=offset) + rows.to(device) * case.block_size  # of the row block, [B, N]
+        last_key = (start + (cols.to(device) + 1) * case.block_size).clamp(max=case.num_keys) - 1  # of the block, [B, M]
+        ahead = last_key[:, None, None, :] > first_query[:, None, :, None]
+        tokens = tokens.where(~ahead, tokens.clamp(max=1))
+    return tokens * case.visible(device)
+
+
+def means(x: Tensor, z: int, kv_start: Tensor | None, rounded_to: torch.dtype) -> Tensor:
+    """Each token of ``x [B, H, M, D]`` replaced by the mean of its group of z, rounded; gradients are not."""
+    rows = []
+    for b, row in enumerate(x.to(torch.promote_types(x.dtype, torch.float32))):
+        start = 0 if kv_start is None else int(kv_start[b])
+        length = x.shape[2] - start
+        groups = -(-length // z)
+        padded = torch.nn.functional.pad(row[:, start:], (0, 0, 0, groups * z - length))
+        sums = padded.reshape(x.shape[1], groups, z, x.shape[3]).sum(2)
+        sizes = torch.full((groups, 1), z, device=x.device)
+        sizes[-1:] = length - (groups - 1) * z
+        rows.append(torch.cat([row[:, :start], (sums / sizes).repeat_interleave(z, 1)[:, :length]], 1))
+    mean = torch.stack(rows)
+    return (mean + (mean.to(rounded_to).to(mean) - mean).detach()).to(x.dtype)
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, case: Case) -> Attention:
+    """In q's dtype, everything in memory. A mean of n keys that weighs n times as much is n keys that all equal it."""
+    statistics = torch.promote_types(q.dtype, torch.float32)
+    kv_start = starts(case.padding, str(q.device))
+    scores = torch.full(tokens.shape, -math.inf, dtype=statistics, device=q.device)
+    views = []
+    for z in ZOOMS:
+        keys, values = (means(x, z, kv_start, case.dtype).repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
+        scores = torch.where(tokens == z, (q @ keys.mT).to(statistics) * case.head_size**-0.5, scores)
+        views.append((tokens == z, values))
+    nothing = (tokens == 0).all(-1)
+    lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)
+    probs = (scores - lse[..., None]).exp()
+    out = torch.stack([(probs * seen).to(q.dtype) @ values for seen, values in views]).sum(0)
+    return Attention(out, lse.masked_fill(nothing, -math.inf), probs)
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def gradients(got: Attention | SparseAttention, inputs: list[Tensor], dout: Tensor, dlse: Tensor) -> Gradients:
+    """Through out and, for rows that have one, lse."""
+    dlse = dlse.masked_fill(~got.lse.isfinite(), 0)
+    return Gradients(*torch.autograd.grad(got[:2], inputs, [dout.to(got.out), dlse.to(got.lse)]))
+
+
+def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradients: bool = True) -> None:
+    tokens = zoom_of_tokens(zoom, case, device)
+    q, k, v = drawn = [x.requires_grad_(with_gradients) for x in case.qkv(device)]
+    got = multiscale_attention(q, k, v, zoom, **case.options(device), backend=backend)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == torch.float32
+    inputs, forms = {}, {}
+    for dtype in {torch.float64, torch.float32, case.dtype}:
+        q, k, v = inputs[dtype] = [x.detach().to(dtype).requires_grad_(with_gradients) for x in drawn]
+        forms[dtype] = by_definition(q, k, v, tokens, case)
+    assert_within_budget("out", got.out, forms[torch.float64].out, forms[case.dtype].out)
+    assert_within_budget("lse", got.lse, forms[torch.float64].lse, forms[torch.float32].lse)
+    if not with_gradients:
+        return
+    dout, dlse = torch.randn(got.out.shape, device=device).to(case.dtype), torch.randn(got.lse.shape, device=device)
+    actual = gradients(got, drawn, dout, dlse)
+    exact, eager = (gradients(forms[x], inputs[x], dout, dlse) for x in (torch.float64, case.dtype))
+    q, k, v = (x.detach() for x in drawn)
+    roundings = gradient_rounding(q, k, v, dout, case.head_size**-0.5)
+    for name, x, y, z, rounding in zip(Gradients._fields, actual, exact, eager, roundings, strict=True):
+        assert_within_budget(name, x, y, z, **rounding._asdict())
+    assert (actual.dq[(tokens == 0).all(-1)] == 0).all()
+    unread = (tokens == 0).unflatten(1, (case.kv_heads, -1)).all(dim=3).all(dim=2)
+    assert (actual.dk[unread] == 0).all()
+    assert (actual.dv[unread] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: None) -> None:
+    """Maps of one sequence or all, and of query heads, key/value heads or none, in turn; rows without a block among them."""
+    case = CASES[number]
+    heads = (case.q_heads, case.kv_heads, 1)[number % 3]
+    zoom = random_zoom(case.batch if number % 2 else 1, heads, case.blocks, device=device)
+    if number % 4 == 3:
+        zoom[:, :, -1] = 0
+    check(case, zoom, backend, device)
+
+
+@pytest.mark.parametrize("last", [8, 4, 2, 0])
+def test_tiles_of_means(last: int, device: str) -> None:
+    """Many means a row: tiles within a zoom, across two, across all; the group cut off at the end is of each zoom in turn."""
+    case = Case(1, 1, 1, 16, 493, 16, causal=False, block_size=16)
+    for zooms in ((8, 4, 2), (8, 8, 8, 8, 4, 2), (4, 1)):
+        zoom = torch.tensor(zooms, dtype=torch.uint8, device=device).repeat(31)[:31].repeat(1, 1, 1, 1)
+        zoom[..., -1] = last
+        check(case, zoom, "triton", device, with_gradients=False)
+
+
+def test_reference_at_length() -> None:
+    case = Case(1, 1, 1, 4095, 4095, 64)
+    check(case, random_zoom(1, 1, case.blocks, 0.2), "torch", "cpu", with_gradients=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_size", "block_size"), [*itertools.product([64, 80, 128], [16, 64, 128]), (256, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
+    lengths = [(1, 1), (63, 63), (65, 65), (1, 333), (111, 300), (1100, 1100), (130, 65)]
+    if head_size == 256:  # beyond the usual sizes, and minutes of compilation in fp32
+        lengths = [(65, 65), (111, 300), (130, 65)]
+    for case in full_product(head_size, dtype, lengths, block_size):
+        check(case, random_zoom(1, case.q_heads, case.blocks, 0.5, "cuda"), "triton", "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 100, head_size=64, device=device)
+    zoom = random_zoom(1, 2, (5, 5), device=device)
+    alone = multiscale_attention(q, k, v, zoom[:, :, :4, :4], block_size=32, backend=backend)
+    pad = 45
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in (q, k, v))
+    got = multiscale_attention(q, k, v, zoom, block_size=32, kv_start=starts([pad], device), backend=backend)
+    assert (got.out[:, :, :pad] == 0).all()
+    assert (got.lse[:, :, :pad] == -torch.inf).all()
+    torch.testing.assert_close(got.out[:, :, pad:], alone.out)
+    torch.testing.assert_close(got.lse[:, :, pad:], alone.lse)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reads_only_what_the_zooms_select(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 2, 200, head_size=16, device=device)
+    zoom = torch.zeros(1, 2, 4, 4, dtype=torch.uint8, device=device)
+    zoom[:, 0, :, 0] = 1
+    zoom[:, 1, :, 0] = zoom[:, :, 2, 1] = 8
+    want = multiscale_attention(q, k, v, zoom, backend=backend)
+    k[:, :, 128:], v[:, :, 128:] = float("nan"), float("nan")  # above the diagonal or not selected
+    got = multiscale_attention(q, k, v, zoom, backend=backend)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_selected(backend: Backend, device: str) -> None:
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, device=device)]
+    zoom = torch.zeros(1, 1, 2, 2, dtype=torch.uint8, device=device)
+    got = multiscale_attention(q, k, v, zoom, backend=backend)
+    assert (got.out == 0).all()
+    assert (got.lse == -torch.inf).all()
+    assert all((x == 0).all() for x in torch.autograd.grad(got.out.sum(), inputs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zoom_1_is_block_sparse_attention(backend: Backend, device: str) -> None:
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, 100, 16, device=device)]
+    mask = random_block_mask(1, 2, 3, 4, 0.5, device)
+    got = multiscale_attention(q, k, v, mask.to(torch.uint8), block_size=32, backend=backend)
+    want = block_sparse_attention(q, k, v, mask, block_size=32, backend="torch")
+    torch.testing.assert_close(got, SparseAttention(*want))
+    dout, dlse = torch.randn_like(want.out), torch.randn_like(want.lse)
+    torch.testing.assert_close(*(gradients(x, inputs, dout, dlse) for x in (got, want)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 150), more=st.integers(0, 90), causal=st.booleans(), block=st.sampled_from([16, 64]))
+def test_all_zooms_1_is_dense(n: int, more: int, causal: bool, block: int) -> None:
+    case = Case(1, 2, 1, n, n + more, 16, causal=causal, block_size=block)
+    q, k, v = case.qkv()
+    got = multiscale_attention(q, k, v, torch.ones(1, 1, *case.blocks, dtype=torch.uint8), **case.options())
+    want = dense_attention(q, k, v, case.visible(), dtype=torch.float32)
+    torch.testing.assert_close(got.out, want.out)
+    torch.testing.assert_close(got.lse, want.lse)
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 100), more=st.integers(0, 90), causal=st.booleans(), seed=st.integers(0, 99))
+def test_equal_neighbours_lose_nothing(n: int, more: int, causal: bool, seed: int) -> None:
+    """Means of equal keys, weighted by their number, are those keys: any zooms give block-sparse attention."""
+    case = Case(1, 2, 1, n, n + more, 16, causal=causal, block_size=16)
+    q, k, v = case.qkv(seed=seed)
+    k, v = (x[:, :, ::8].repeat_interleave(8, dim=2)[:, :, : n + more] for x in (k, v))
+    zoom = random_zoom(1, 2, case.blocks, seed=seed)
+    got = multiscale_attention(q, k, v, zoom, **case.options())
+    torch.testing.assert_close(got, SparseAttention(*block_sparse_attention(q, k, v, zoom > 0, **case.options())))
+
+
+@settings(max_examples=8, deadline=None)
+@given(n=st.integers(1, 100), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
+def test_the_future_is_not_seen(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
+    """Whatever the zooms, also above the diagonal, keys after a query change nothing of its result."""
+    case = Case(1, 2, 1, n, n + more, 16, block_size=32)
+    q, k, v = case.qkv(device, seed=seed)
+    zoom = random_zoom(1, 2, case.blocks, device=device, seed=seed)
+    want = multiscale_attention(q, k, v, zoom, **case.options(device), backend=backend)
+    query = seed % n
+    k[:, :, query + more + 1 :] += 1
+    v[:, :, query + more + 1 :] += 1
+    got = multiscale_attention(q, k, v, zoom, **case.options(device), backend=backend)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x[:, :, : query + 1], y[:, :, : query + 1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequences_are_independent(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(3, 2, 1, 70, head_size=16, device=device)
+    zoom = random_zoom(3, 2, (3, 3), device=device)
+    order = torch.tensor([2, 0, 1], device=device)
+    straight = multiscale_attention(q, k, v, zoom, block_size=32, backend=backend)
+    shuffled = multiscale_attention(q[order], k[order], v[order], zoom[order], block_size=32, backend=backend)
+    for x, y in zip(straight, shuffled, strict=True):
+        torch.testing.assert_close(x[order], y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=device)]
+    zoom = random_zoom(1, 1, (2, 2), device=device)
+    torch.library.opcheck(module._operator, (q, k, v, zoom, starts([3], device), 32, True, 0.1, backend))
+    compiled = torch.compile(multiscale_attention, fullgraph=True)
+    got, want = (f(q, k, v, zoom, block_size=32, backend=backend) for f in (compiled, multiscale_attention))
+    torch.testing.assert_close(tuple(got), tuple(want), rtol=0, atol=0)
+    dout, dlse = torch.randn_like(want.out), torch.randn_like(want.lse)
+    torch.testing.assert_close(*(gradients(x, inputs, dout, dlse) for x in (got, want)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("attention", [reference.multiscale_attention, multiscale_attention])
+def test_gradients_are_those_of_finite_differences(attention: Callable[..., SparseAttention]) -> None:
+    """Of the reference, by autograd and by its own backward; a last group of 5 keys, padding, a row that sees nothing."""
+    inputs = [x.requires_grad_() for x in random_qkv(2, 2, 1, 24, 45, 8, torch.float64)]
+    zoom = random_zoom(2, 1, (2, 3))
+    zoom[:, :, 1, 1] = 8
+    zoom[0, :, 0] = 0
+
+    def finite(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q, k, v, zoom, block_size=16, kv_start=starts([0, 3]))
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    assert torch.autograd.gradcheck(finite, inputs, fast_mode=True)
+
+
+def test_chunks_of_a_prefill_select_alike(device: str) -> None:
+    """Chunked prefill in multiples of the block gives what one pass gives."""
+    q, k, v = random_qkv(1, 2, 1, 96, head_size=16, device=device)
+    zoom = random_zoom(1, 2, (3, 3), device=device)
+    whole = multiscale_attention(q, k, v, zoom, block_size=32).out
+    tail = multiscale_attention(q[:, :, 64:], k, v, zoom[:, :, 2:], block_size=32).out
+    torch.testing.assert_close(tail, whole[:, :, 64:])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 48}, "block_size=48"),
+        ({"zoom": torch.ones(1, 2, 1, 1)}, "zoom is torch.float32"),
+        ({"zoom": torch.ones(1, 2, 1, 1, dtype=torch.bool)}, "zoom is torch.bool"),
+        ({"zoom": torch.ones(1, 2, 2, 1, dtype=torch.uint8)}, "row blocks must be 1"),
+        ({"zoom": torch.ones(1, 3, 1, 1, dtype=torch.uint8)}, "heads must be 4 or 2 or 1"),
+        ({"zoom": torch.full((1, 2, 1, 1), 3, dtype=torch.uint8)}, "zoom holds 3: expected 0 .skip., 1, 2, 4 or 8"),
+        ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
+        ({"kv_start": starts([21])}, "kv_start=.21."),
+        ({"scale": float("nan")}, "scale=nan"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 20)
+    arguments: dict[str, Any] = {"zoom": torch.ones(1, 2, 1, 1, dtype=torch.uint8)} | change
+    for attention in (multiscale_attention, reference.multiscale_attention):
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeats_bit_for_bit(dtype: torch.dtype) -> None:
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(2, 8, 2, 2000, head_size=128, dtype=dtype, device="cuda")]
+    zoom = random_zoom(2, 8, (32, 32), 0.4, "cuda")
+    runs = []
+    for _ in range(3):
+        got = multiscale_attention(q, k, v, zoom)
+        runs.append((*got, *torch.autograd.grad(got.out.sum() + got.lse.sum(), inputs)))
+    for again in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured step, forward and backward, follows zooms that change in place."""
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 4, 2, 300, dtype=torch.bfloat16, device="cuda")]
+    zoom = random_zoom(1, 4, (5, 5), 0.4, "cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        got = multiscale_attention(q, k, v, zoom)
+        return (*got, *torch.autograd.grad(got.out.sum(), inputs))
+
+    step()  # kernels compile before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    zoom.copy_(random_zoom(1, 4, (5, 5), 0.8, "cuda", seed=1))
+    graph.replay()
+    torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("long", ["keys", "queries"])
+def test_offsets_beyond_32_bits(long: str) -> None:
+    """The last tokens of tensors that 32-bit offsets do not reach give what they give alone; up to 50 GB."""
+    tokens, tail, head_size = 2**24 + 192, 192, 128
+    num_queries, num_keys = (tail, tokens) if long == "keys" else (tokens, tail)
+    q, k, v = (x.cuda() for x in random_qkv(1, 1, 1, tail, head_size=head_size, dtype=torch.bfloat16, strided=False))
+
+    def lengthen(x: Tensor, length: int) -> Tensor:
+        wide = torch.zeros(1, 1, length, head_size, dtype=x.dtype, device="cuda")
+        wide[:, :, -tail:] = x
+        return wide
+
+    causal = long == "keys"
+    zoom = random_zoom(1, 1, (3, 3), 1.0, "cuda")
+    wide_zoom = torch.zeros(1, 1, -(-num_queries // 64), -(-num_keys // 64), dtype=torch.uint8, device="cuda")
+    wide_zoom[:, :, -3:, -3:] = zoom
+    dout = torch.randn_like(q)
+    results = []
+    for length_q, length_k, levels in ((num_queries, num_keys, wide_zoom), (tail, tail, zoom)):
+        long_q, long_k, long_v = (lengthen(x, n).requires_grad_() for x, n in ((q, length_q), (k, length_k), (v, length_k)))
+        got = multiscale_attention(long_q, long_k, long_v, levels, causal=causal)
+        grads = torch.autograd.grad(got.out, (long_q, long_k, long_v), lengthen(dout, length_q))
+        results.append([x[:, :, -tail:].clone() for x in (*got, *grads)])
+        del long_q, long_k, long_v, got, grads
+    torch.testing.assert_close(*results, rtol=0, atol=0)

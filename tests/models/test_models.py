@@ -1,0 +1,217 @@
+"""Loading: what is served, what is refused and how that reads, and fingerprints."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from msattn.trainer.config import ModelConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.devices import resolve_device, resolve_dtype
+from msattn.trainer.models.families import check_length, check_supported, head_dim, max_length, num_kv_heads
+from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.loading import load
+from tests.factory import FAMILIES, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model and its tokenizer as ``save_pretrained`` leaves them."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+def pretrained(path: Path | str, **options: Any) -> ModelConfig:
+    return ModelConfig(name="tiny", path=str(path), **options)
+
+
+def random_init(path: Path, **overrides: Any) -> ModelConfig:
+    save_tokenizer(path)
+    return ModelConfig(name="tiny", path=str(path), init="random", architecture=tiny_architecture(**overrides))
+
+
+def test_loads_a_folder_frozen(folder: Path) -> None:
+    loaded = load(pretrained(folder), device="cpu")
+    assert not loaded.model.training
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    assert loaded.tokenizer("t3 t5")["input_ids"] == [3, 5]
+    tokens = random_tokens(1, 9)
+    assert torch.equal(loaded.model(tokens).logits, tiny_model("llama")(tokens).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_follow_the_seed(tmp_path: Path, family: str) -> None:
+    cfg = random_init(tmp_path, family=family)
+    state = torch.get_rng_state()
+    prints = [load(cfg, device="cpu", seed=seed).fingerprint["weights_hash"] for seed in (1, 1, 2)]
+    assert prints[0] == prints[1] != prints[2]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_fingerprint_is_the_same_in_every_dtype(folder: Path) -> None:
+    prints = [load(pretrained(folder), device="cpu", dtype=dtype).fingerprint for dtype in ("float32", "bfloat16")]
+    assert prints[0] == prints[1]
+    half = tiny_model("llama").half()
+    half.save_pretrained(folder)
+    prints = [load(pretrained(folder), dtype=d, device="cpu").fingerprint for d in ("float32", "float16", "bfloat16")]
+    assert prints[0] == prints[1] == prints[2]
+
+
+def test_fingerprint_tells_models_apart() -> None:
+    base = fingerprint(tiny_model("llama"))
+    assert base == fingerprint(tiny_model("llama"))
+    assert base["num_kv_heads"] == 2
+    for other, fields in (
+        (tiny_model("llama", seed=1), {"weights_hash"}),
+        (tiny_model("llama", "yarn"), {"rope"}),
+        (tiny_model("mistral"), {"config_hash"}),
+    ):
+        found = fingerprint(other)
+        assert {key for key in base if base[key] != found[key]} == fields
+
+
+def test_rope_scaling_stretches_the_context(folder: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    loaded = load(pretrained(folder, rope_scaling=scaling), device="cpu")
+    assert max_length(loaded.model.config) == 1024
+    assert loaded.model.config.rope_parameters["original_max_position_embeddings"] == 256
+    assert loaded.fingerprint["rope"]["rope_type"] == "yarn"
+    for wrong, message in (
+        ({"rope_type": "yarnn"}, r"model\.rope_scaling\.rope_type=yarnn: accepted are default, linear"),
+        ({"rope_type": "linear"}, r"Missing required keys in .*factor"),
+        ({"rope_type": "yarn", "factor": 0.5}, "rope_type=yarn, factor=0.5"),
+        ({"rope_type": "yarn", "factor": "x"}, "model.rope_scaling=.*could not convert string to float"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(pretrained(folder, rope_scaling=wrong), device="cpu")
+
+
+def test_lengths() -> None:
+    check_length(tiny_config(), 256)
+    check_length(tiny_config(rope="dynamic"), 512)
+    with pytest.raises(UserError, match="seq_len=257: the model has positions for 256 tokens"):
+        check_length(tiny_config(), 257)
+
+
+def test_shapes_without_head_dim() -> None:
+    config = tiny_config("qwen2", head_dim=None)
+    assert (head_dim(config), num_kv_heads(config)) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("mistral", {"sliding_window": 64}, "layers 0, 1 attend through a sliding window of 64"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "layers 1 attend"),
+        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}, "layers 0 attend"),
+        ("gemma2", {}, "attn_logit_softcapping=50"),
+        ("gpt_neox", {}, "model_type=gpt_neox: accepted are the decoders llama, mistral, qwen2, qwen3"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: accepted are multiples of num_key_value_heads=3"),
+        ("llama", {"head_dim": 12}, "head_dim=12: accepted are multiples of 8"),
+    ],
+)
+def test_unsupported_architectures_are_named(family: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_supported(tiny_config(family, **overrides))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_pass(family: str) -> None:
+    check_supported(tiny_config(family))
+
+
+def test_missing_and_broken_folders(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(UserError, match=r"nowhere/model: no such folder"):
+        load(pretrained(folder / "nowhere/model"), device="cpu")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load(pretrained(empty), device="cpu")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        load(pretrained(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+    weights.unlink()
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load(pretrained(folder), device="cpu")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="the folder has no tokenizer"):
+        load(pretrained(folder), device="cpu")
+
+
+def test_missing_weights_are_not_drawn_at_random(folder: Path) -> None:
+    model = tiny_model("llama")
+    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.k_proj" not in name}
+    model.save_pretrained(folder, state_dict=state)
+    with pytest.raises(UserError, match=r"weights lack model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load(pretrained(folder), device="cpu")
+
+
+@pytest.mark.parametrize("made", [pretrained, random_init])
+def test_weights_that_the_gpu_does_not_hold(folder: Path, monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for way in ("from_pretrained", "from_config"):
+        monkeypatch.setattr(AutoModelForCausalLM, way, full)
+    with pytest.raises(UserError, match=r"model=tiny: the GPU's memory does not hold its weights in torch\.float32"):
+        load(made(folder), device="cpu")
+
+
+def test_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"model\.path=nobody/nothing: no local folder, and the Hugging Face Hub") as caught:
+        load(pretrained("nobody/nothing"), device="cpu")
+    assert "\n" not in str(caught.value)
+    assert "model.init=random" in str(caught.value)
+
+
+def test_architecture_typos_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.architecture\.hidden_sise \(did you mean hidden_size\?\)"):
+        load(random_init(tmp_path, hidden_sise=3), device="cpu")
+    with pytest.raises(UserError, match="model_type=bert"):
+        load(random_init(tmp_path, family="bert"), device="cpu")
+    with pytest.raises(UserError, match=r"model\.architecture: .*low_freq_factor"):
+        load(random_init(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}), device="cpu")
+    with pytest.raises(UserError, match="vocab_size=64: the tokenizer has 128 tokens"):
+        load(random_init(tmp_path, vocab_size=64), device="cpu")
+
+
+def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", cpu) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    with pytest.raises(UserError, match=r"dtype=float8: accepted are auto, float32"):
+        resolve_dtype("float8", cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == cpu
+    with pytest.raises(UserError, match="device=cuda: PyTorch sees no CUDA GPU"):
+        resolve_device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_random_8b_is_up_in_seconds(tmp_path: Path) -> None:
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    heads = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    loaded = load(random_init(tmp_path, **shape, **heads), device="cuda")
+    torch.cuda.synchronize()
+    assert time.perf_counter() - begin < 30
+    assert loaded.model.dtype == torch.bfloat16
+    assert torch.cuda.max_memory_allocated() < 1.2 * 2 * loaded.model.num_parameters()
+
+
+def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve_device("cuda") == torch.device("cuda", 1)
+    assert resolve_device("cpu") == torch.device("cpu")

@@ -1,0 +1,57 @@
+"""Rotation: the model's own frequencies and angles, and an exact inverse."""
+
+import pytest
+import torch
+
+from msattn.trainer.models.families import ROPE_TYPES
+from msattn.trainer.models.rope import cos_sin, inverse_frequencies, rotate, unrotate
+from tests.factory import tiny_config, tiny_model
+
+
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+def test_frequencies_are_the_models_own(kind: str) -> None:
+    model = tiny_model("llama", kind)
+    inv_freq, scaling = inverse_frequencies(model.config)
+    torch.testing.assert_close(inv_freq, model.base_model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    assert scaling == pytest.approx(model.base_model.rotary_emb.attention_scaling)
+
+
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+def test_rotate_then_unrotate_is_the_identity(kind: str) -> None:
+    model = tiny_model("qwen3", kind)
+    x = torch.randn(2, 3, 50, 16)
+    cos, sin = model.base_model.rotary_emb(x, torch.arange(50)[None])
+    torch.testing.assert_close(unrotate(rotate(x, cos, sin), cos, sin), x, rtol=1e-5, atol=1e-6)
+
+
+def test_yarn_scales_cos_and_sin() -> None:
+    inv_freq, scaling = inverse_frequencies(tiny_config("llama", "yarn"))
+    assert scaling == pytest.approx(1.1386, abs=1e-4)
+    cos, sin = cos_sin(inv_freq, torch.arange(5))
+    assert torch.allclose(cos**2 + sin**2, torch.ones(5, 16))
+
+
+@pytest.mark.parametrize("kind", ROPE_TYPES)
+def test_other_sizes_keep_the_base(kind: str) -> None:
+    config = tiny_config("llama", kind)
+    own, _ = inverse_frequencies(config)
+    wide, _ = inverse_frequencies(config, dim=32)
+    assert wide.shape == (16,)
+    assert config.head_dim == 16
+    if kind == "default":
+        torch.testing.assert_close(wide[::2], own)
+
+
+def test_cos_sin_matches_the_model() -> None:
+    model = tiny_model("llama")
+    positions = torch.tensor([[3, 4, 5], [0, 1, 2]])
+    cos, sin = cos_sin(inverse_frequencies(model.config)[0], positions)
+    expected = model.base_model.rotary_emb(torch.zeros(1), positions)
+    torch.testing.assert_close((cos, sin), expected)
+
+
+def test_unknown_type_is_refused() -> None:
+    config = tiny_config("llama")
+    config.rope_parameters["rope_type"] = "longrope"
+    with pytest.raises(ValueError, match="rope_type=longrope: accepted are default"):
+        inverse_frequencies(config)

@@ -1,0 +1,184 @@
+"""The tap: sees what the model computes, changes nothing it is not told to, leaves no trace."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import ROPE_TYPES
+from msattn.trainer.models.rope import rotate, unrotate
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", ROPE_TYPES)
+@torch.no_grad()
+def test_rerotated_equals_the_models_own(family: str, rope: str) -> None:
+    model, seen = tiny_model(family, rope), []
+
+    def attend(x: LayerInputs) -> torch.Tensor:
+        torch.testing.assert_close(rotate(x.q_nope, x.cos, x.sin), x.q, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(rotate(x.k_nope, x.cos, x.sin), x.k, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(unrotate(x.q, x.cos, x.sin), x.q_nope, rtol=1e-5, atol=1e-5)
+        seen.append((x.layer, x.scale, x.q.shape, x.k.shape))
+        return dense_attention(x)
+
+    tokens = random_tokens(2, 300 if rope == "dynamic" else 40)  # dynamic changes its frequencies past 256 positions
+    expected = model(tokens).logits
+    with tap(model, attend):
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    n = tokens.shape[1]
+    assert seen == [(layer, 0.25, (2, 4, n, 16), (2, 2, n, 16)) for layer in range(2)]
+
+
+@torch.no_grad()
+def test_leaves_no_trace() -> None:
+    model, tokens = tiny_model("qwen3"), random_tokens(1, 20)
+    before, config = model(tokens).logits, model.config.to_dict()
+    with pytest.raises(ZeroDivisionError), tap(model, lambda x: x.q / (1 // 0)):
+        model(tokens)
+    assert torch.equal(model(tokens).logits, before)
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == "sdpa"
+    for module in model.modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        assert not any(hooks)
+
+
+def test_nesting_is_refused() -> None:
+    model = tiny_model()
+    with tap(model, dense_attention):
+        with pytest.raises(UserError, match="tapped"), tap(model, dense_attention):
+            pass
+        model(random_tokens(1, 4))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+def test_nothing_outlives_its_layer() -> None:
+    model, held = tiny_model(), []
+
+    def attend(x: LayerInputs) -> torch.Tensor:
+        assert all(ref() is None for ref in held)
+        held[:] = [weakref.ref(t) for t in (x.q, x.k, x.v, x.q_nope, x.k_nope)]
+        out = dense_attention(x)
+        gc.collect()
+        return out
+
+    with tap(model, attend):
+        run_backbone(model, random_tokens(1, 20))
+
+
+@torch.no_grad()
+def test_left_padded_batch_equals_each_row_alone() -> None:
+    model = tiny_model("qwen2")
+    rows = [random_tokens(1, n, seed=n)[0] for n in (5, 17, 11)]
+    ids, mask = left_padded(rows)
+    starts = []
+    with tap(model, lambda x: (starts.append(x.kv_start), dense_attention(x))[1]):
+        together = model(ids, attention_mask=mask).logits
+        alone = [model(row[None]).logits[0] for row in rows]
+    for row, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(row[-len(expected) :], expected, rtol=1e-4, atol=1e-4)
+    assert starts[0].tolist() == [12, 0, 6]
+    assert starts[0].dtype == torch.int32
+    assert starts[-1] is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_generate_and_chunked_prefill(padded: bool) -> None:
+    model = tiny_model("llama")
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in ((9, 20) if padded else (20, 20))])
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    logits = model(ids, attention_mask=mask).logits
+    with tap(model, dense_attention):
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :13], attention_mask=mask[:, :13], past_key_values=cache)
+        rest = model(ids[:, 13:], attention_mask=mask, past_key_values=cache).logits
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(rest, logits[:, 13:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_cache_layer_is_handed_over() -> None:
+    model, cache, seen = tiny_model(), DynamicCache(), []
+    with tap(model, lambda x: (seen.append(x.cache), dense_attention(x))[1]):
+        model(random_tokens(1, 6), past_key_values=cache)
+    assert seen == cache.layers
+    assert cache.get_seq_length() == 6
+
+
+@torch.no_grad()
+def test_all_padding_row_is_zero_not_nan() -> None:
+    model = tiny_model()
+    ids, mask = random_tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0] = 0
+    outs = []
+    with tap(model, lambda x: (outs.append(dense_attention(x)), outs[-1])[1]):
+        model(ids, attention_mask=mask)
+        model(ids[:, :1], attention_mask=mask[:, :1])
+    for out in outs:
+        assert torch.equal(out[0], torch.zeros_like(out[0]))
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_flow(checkpointing: bool) -> None:
+    tokens, grads = random_tokens(2, 12), []
+    for context in (nullcontext, lambda model: tap(model, dense_attention)):
+        model = tiny_model().requires_grad_(True).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        with context(model):
+            model(tokens, labels=tokens).loss.backward()
+        grads.append(model.base_model.layers[0].self_attn.q_proj.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_dense_attention_on_the_gpu(dtype: torch.dtype) -> None:
+    model = tiny_model(head_dim=64).to("cuda", dtype)
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (70, 200)])
+    ids, mask = ids.cuda(), mask.cuda()
+
+    def attend(x: LayerInputs) -> torch.Tensor:
+        exact = {name: getattr(x, name).double().cpu() for name in ("q", "k", "v")}
+        start = None if x.kv_start is None else x.kv_start.cpu()
+        out = dense_attention(x)
+        expected = dense_attention(replace(x, **exact, kv_start=start))
+        error = 2 * torch.finfo(dtype).eps + 1e-5  # probabilities and output rounded; fp32 scores of some tens
+        torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=error * float(exact["v"].abs().max()))
+        return out
+
+    with tap(model, attend):
+        cache = DynamicCache(config=model.config)
+        for begin, end in ((0, 150), (150, 199), (199, 200)):  # a prompt, a chunk after it, a single token
+            model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+        model(ids[1:])
+
+
+@torch.no_grad()
+def test_what_cannot_be_served_is_refused() -> None:
+    model, ids = tiny_model(), random_tokens(1, 6)
+    right = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    with tap(model, dense_attention):
+        with pytest.raises(UserError, match="left padding only"):
+            model(ids, attention_mask=right)
+        with pytest.raises(UserError, match=r"accepted is \[batch, 6\]"):
+            model(ids, attention_mask=right[:, :3])
+        with pytest.raises(UserError, match="2D mask"):
+            model(ids, attention_mask=torch.zeros(1, 1, 6, 6))
+        with pytest.raises(UserError, match="packed"):
+            model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+        with pytest.raises(UserError, match="DynamicCache"):
+            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))

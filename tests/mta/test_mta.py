@@ -1,0 +1,397 @@
+"""Multi-token attention in a Llama model: it starts as the model was, decodes with a cache as without; and the letters task."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.tap import dense_attention, tap
+from msattn.trainer.mta import block_retrieval as letters
+from msattn.trainer.mta.attention import MultiTokenAttention, convert, kv_start_of
+from msattn.trainer.mta.cache import ROLLBACK, QueryWindowLayer
+from tests.factory import left_padded, random_tokens, tiny_model
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kernel": {"kernel": (4, 5)},
+    "even kernel": {"kernel": (2, 4)},
+    "one layer": {"kernel": (3, 3), "layers": (1,)},
+    "kernel and group": {"kernel": (3, 3), "head_mixing": "group"},
+    "scores": {"kernel": None, "head_mixing": "scores"},
+    "group": {"kernel": None, "head_mixing": "group"},
+    "norm": {"kernel": (3, 3), "group_norm": True},
+}
+UNCHANGED = [name for name in OPTIONS if name != "norm"]
+
+
+def new_weights(model: Any) -> dict[str, torch.nn.Parameter]:
+    names = ("score_kernel", "score_mix", "group_mix", "head_norm.weight")
+    return {name: weight for name, weight in model.named_parameters() if name.endswith(names)}
+
+
+def converted(name: str, *, disturbed: bool = True) -> Any:
+    """A tiny Llama with multi-token attention; ``disturbed``, its new weights are not the identity any more."""
+    model = convert(tiny_model(), **OPTIONS[name])
+    if disturbed:
+        for seed, weight in enumerate(new_weights(model).values()):
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+            weight.data.add_(noise, alpha=0.3)
+    return model.requires_grad_(False)
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    return left_padded([random_tokens(1, n, seed=n)[0] for n in (5, 14)])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", UNCHANGED)
+@torch.no_grad()
+def test_a_model_starts_unchanged(name: str, implementation: str) -> None:
+    ids, mask = padded()
+    model = tiny_model()
+    model.config._attn_implementation = implementation
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    assert convert(model, **OPTIONS[name]) is model
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_under_bfloat16_autocast_a_model_starts_unchanged_to_its_rounding() -> None:
+    ids, model = random_tokens(2, 14), tiny_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids).logits.float()
+        logits = convert(model, kernel=(3, 3), head_mixing="group")(ids).logits.float()
+    assert (logits - expected).norm() < 0.03 * expected.norm()
+
+
+@torch.no_grad()
+def test_the_norm_is_of_each_head_apart_and_shrinks_with_depth() -> None:
+    attention = convert(tiny_model(), kernel=None, group_norm=True).model.layers[1].self_attn
+    x = torch.randn(2, 4, 3, 16)
+    attention.head_norm.weight[2] = 5.0
+    normed = attention.head_norm(x) / (0.2 + 0.6 * np.exp(-0.3))
+    rms = x.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(normed, x / rms * torch.tensor([1.0, 1.0, 5.0, 1.0])[:, None, None], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_group_mixes_probabilities() -> None:
+    """Mixed outputs are what mixed probabilities would give."""
+    model = converted("group")
+    attention, layer = model.model.layers[0].self_attn, model.model.layers[0]
+    q, k, v = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.randn(1, 2, 6, 16)
+    seen: list[Tensor] = []
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    flat = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
+    for name, value in zip(("q_proj", "k_proj", "v_proj"), flat, strict=True):
+        getattr(attention, name).register_forward_hook(lambda module, args, out, value=value: value)
+    no_rotation = torch.ones(1, 6, 16), torch.zeros(1, 6, 16)
+    attention(torch.zeros(1, 6, 64), no_rotation)
+
+    scores = (q.unflatten(1, (2, 2)) @ k[:, :, None].mT * 0.25).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    mixed = torch.einsum("kgh,bkhij->bkgij", attention.group_mix, scores.softmax(-1))
+    expected = (mixed @ v[:, :, None]).flatten(1, 2).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["kernel and group", "scores", "norm"])
+def test_gradients_reach_every_weight(name: str, checkpointing: bool) -> None:
+    model, ids = converted(name).requires_grad_(True).train(), random_tokens(2, 12)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    assert len(new_weights(model)) == 2 * (1 + (name != "scores"))
+    for weight in model.parameters():
+        assert weight.grad is not None
+        assert weight.grad.isfinite().all()
+        assert weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_rows_of_a_padded_batch_are_the_unpadded_sequences(name: str) -> None:
+    model = converted(name)
+    ids, mask = padded()
+    logits = model(ids, attention_mask=mask).logits
+    for row, start in enumerate((9, 0)):
+        alone = model(ids[row : row + 1, start:]).logits
+        torch.testing.assert_close(logits[row : row + 1, start:], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+@torch.no_grad()
+def test_generation_with_a_cache_equals_generation_without(name: str, batched: bool) -> None:
+    model = converted(name)
+    ids, mask = padded() if batched else (random_tokens(1, 2), torch.ones(1, 2, dtype=torch.long))
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("ends", [(3, 4, 14), (1, 2, 3, 4, 14), (9, 12, 14)])
+@pytest.mark.parametrize("name", ["kernel", "even kernel", "scores"])
+@torch.no_grad()
+def test_chunks_after_a_cache_give_what_one_pass_does(name: str, ends: tuple[int, ...]) -> None:
+    model, cache, chunks = converted(name), DynamicCache(), []
+    ids, mask = padded()
+    for begin, end in zip((0, *ends), ends, strict=False):
+        chunks.append(model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+    expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat(chunks, 1)[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_after_a_cache_can_be_learnt_from() -> None:
+    """Decoding is for inference alone; with gradients the convolution is used, which has them."""
+    model, ids, cache = converted("kernel").requires_grad_(True), random_tokens(1, 6), DynamicCache()
+    model(ids[:, :5], past_key_values=cache)
+    logits = model(ids[:, 5:], past_key_values=cache).logits
+    grads = [
+        torch.autograd.grad(x[:, -1].square().sum(), list(new_weights(model).values())) for x in (logits, model(ids).logits)
+    ]
+    for with_cache, without in zip(*grads, strict=True):
+        torch.testing.assert_close(with_cache, without, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_beam_search_and_tokens_taken_back_keep_the_queries() -> None:
+    model = converted("kernel")
+    ids = random_tokens(1, 4).repeat(1, 3)  # a repetition, so that looking up the prompt guesses something
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(
+        model.generate(ids, num_beams=3, **options), model.generate(ids, num_beams=3, use_cache=False, **options)
+    )
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **options), model.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_rows_repeated_selected_and_forgotten() -> None:
+    model, ids, cache = converted("kernel"), random_tokens(2, 10), DynamicCache()
+    expected = model(ids).logits[1]
+    model(ids[:, :9], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3]))
+    torch.testing.assert_close(model(ids[1:, 9:], past_key_values=cache).logits[0], expected[9:], rtol=1e-4, atol=1e-4)
+    cache.reset()
+    torch.testing.assert_close(model(ids[1:], past_key_values=cache).logits[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("taken_back", "works"), [(0, True), (5, True), (ROLLBACK, True), (ROLLBACK + 1, False)])
+def test_taking_tokens_back_from_the_cache(taken_back: int, works: bool) -> None:
+    layer, rows = QueryWindowLayer(3), torch.randn(1, 2, 50, 8)
+    for part in (rows[:, :, :30], rows[:, :, 30:49], rows[:, :, 49:]):
+        layer.extend(part)
+        layer.update(part, part)
+    layer.crop(-taken_back)
+    left = 50 - taken_back
+    if works:
+        assert torch.equal(layer.extend(rows[:, :, left:]), rows[:, :, left - 3 :])
+    else:
+        with pytest.raises(UserError, match="cropped by more than 32 tokens"):
+            layer.extend(rows[:, :, left:])
+
+
+@torch.no_grad()
+def test_the_window_holds_no_more_than_it_needs() -> None:
+    model, cache = converted("kernel"), DynamicCache()
+    model(random_tokens(1, 100), past_key_values=cache)
+    window = cache.layers[0].query_window  # pyright: ignore[reportAttributeAccessIssue]
+    assert window.shape == (1, 4, 3 + ROLLBACK, 16)
+    assert window.untyped_storage().nbytes() <= window.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_on_the_gpu(name: str) -> None:
+    """The kernels in a model: logits and gradients of the CPU, in fp32 and under autocast; a cache changes no token."""
+    ids, mask = padded()
+    logits: list[Tensor] = []
+    gradients: list[list[Tensor]] = []
+    for device, half in (("cpu", False), ("cuda", False), ("cuda", True)):
+        model = converted(name).requires_grad_(True).to(device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            out = model(ids.to(device), attention_mask=mask.to(device)).logits[mask.bool().to(device)].float()
+        out.square().mean().backward()
+        logits.append(out.detach().cpu())
+        gradients.append([weight.grad.cpu() for weight in new_weights(model).values() if weight.grad is not None])
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-3)
+    assert (logits[2] - logits[0]).norm() < 0.05 * logits[0].norm()
+    for exact, rounded in zip(gradients[0], gradients[2], strict=True):
+        assert (rounded - exact).norm() < 0.2 * exact.norm()
+
+    model, options = converted(name).cuda(), {"max_new_tokens": 8, "do_sample": False}
+    inputs = {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
+    assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("name", ["kernel and group", "scores", "norm"])
+@torch.no_grad()
+def test_weights_are_saved_and_read_back(name: str, tmp_path: Path) -> None:
+    model, ids = converted(name), random_tokens(1, 12)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    again = convert(tiny_model(seed=1), **OPTIONS[name])
+    load_model(again, tmp_path / "model.safetensors")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    plain = tiny_model(seed=2).state_dict()  # a plain model's weights go in as they are, the new ones stay
+    missing, unexpected = again.load_state_dict(plain, strict=False)
+    assert set(missing) == set(new_weights(again))
+    assert not unexpected
+
+
+@torch.no_grad()
+def test_masks_and_caches_that_cannot_be_served_are_refused() -> None:
+    model, ids = converted("kernel"), random_tokens(1, 6)
+    right, hole = torch.tensor([[1, 1, 1, 1, 0, 0]]), torch.tensor([[1, 1, 0, 1, 1, 1]])
+    for mask in (right, hole):
+        with pytest.raises(UserError, match="left padding only"):
+            model(ids, attention_mask=mask)
+        with pytest.raises(UserError, match="left padding only"):
+            kv_start_of(mask, 6, 6)
+    with pytest.raises(UserError, match=r"accepted is \[batch, 6\] or \[batch, 1, 6, 6\]"):
+        kv_start_of(right[:, :3], 6, 6)
+    with pytest.raises(UserError, match="one sequence a row"):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    with pytest.raises(UserError, match="one sequence a row"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+    with pytest.raises(UserError, match="not a StaticLayer"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+    cache = DynamicCache()
+    tiny_model()(ids, past_key_values=cache)
+    with pytest.raises(UserError, match="filled by other attention"):
+        model(ids, past_key_values=cache)
+    with tap(model, dense_attention), pytest.raises(UserError, match="cannot be tapped"):
+        model(ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head_mixing": "scores"}, "one of them.*as many products"),
+        ({"head_mixing": "heads"}, "accepted are 'scores', 'group', None"),
+        ({"kernel": (0, 3)}, r"kernel=\(0, 3\)"),
+        ({"layers": (0, 2)}, "accepted are 0 to 1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    model = tiny_model()
+    with pytest.raises(UserError, match=message):
+        convert(model, **options)
+    assert not new_weights(model)
+
+
+def test_other_attention_is_refused() -> None:
+    with pytest.raises(UserError, match="attention=Qwen3Attention: accepted is LlamaAttention"):
+        convert(tiny_model("qwen3"))
+    with pytest.raises(UserError, match=r"attention_dropout=0\.1"):
+        convert(tiny_model(attention_dropout=0.1))
+    with pytest.raises(UserError, match="attention=MultiTokenAttention"):
+        convert(converted("kernel"))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 12), st.data())
+@settings(max_examples=100, deadline=None)
+def test_exactly_one_block_holds_the_letters_and_is_the_answer(seed: int, blocks: int, size: int, data: st.DataObject) -> None:
+    asked = data.draw(st.integers(1 if blocks == 1 or size < 3 else 2, size))
+    ids = letters.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked)
+    assert np.array_equal(ids, letters.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked))
+    text, rest = ids[: blocks * (size + 1)].reshape(blocks, -1), ids[blocks * (size + 1) :]
+    assert set(text[:, -1]) == {letters.BLOCK_END}
+    assert rest[0] == letters.QUESTION
+    question, answer = set(rest[1 : 1 + asked]), rest[1 + asked :]
+    assert len(question) == asked
+    assert len(answer) == size
+    held = [block[:-1] for block in text if question <= set(block[:-1])]
+    assert len(held) == 1
+    assert np.array_equal(held[0], answer)
+    assert all(len(set(block)) == size + 1 for block in text)
+    assert max(text[:, :-1].max(), answer.max()) < letters.ALPHABET
+
+
+@pytest.mark.parametrize(("size", "asked"), [(2, 3), (26, 2), (3, 0)])
+def test_problems_that_have_no_answer_are_refused(size: int, asked: int) -> None:
+    with pytest.raises(ValueError, match=f"letters={size}, asked={asked}: expected"):
+        letters.problem(np.random.default_rng(0), blocks=3, letters=size, asked=asked)
+
+
+def plan(attention: Any = "multi_token", **changes: Any) -> letters.Plan:
+    """Few letters, all of them asked for, and a small model: it learns something within seconds."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **heads}
+    usual: dict[str, Any] = {"architecture": sizes, "blocks": 3, "letters": 2, "asked": 2, "test_problems": 24}
+    usual |= {"steps": 60, "batch_size": 16, "lr": 1e-2, "warmup_steps": 2, "log_every": 10, "eval_every": 20}
+    return letters.Plan(attention, **(usual | changes))
+
+
+def test_both_kinds_of_attention_start_with_the_same_loss() -> None:
+    problems = letters.Problems(plan(), 4, seed=(0, 0))
+    ids = torch.stack([problems[index]["input_ids"] for index in range(4)])
+    plain, mixed = (letters.build(plan(kind)) for kind in ("plain", "multi_token"))
+    assert all(isinstance(layer.self_attn, MultiTokenAttention) for layer in mixed.model.model.layers)
+    losses = [solver(ids)["loss"] for solver in (plain, mixed)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    logits = plain.model(input_ids=ids).logits[:, -3:-1].transpose(1, 2)
+    torch.testing.assert_close(losses[0], torch.nn.functional.cross_entropy(logits, ids[:, -2:]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_answer_is_right_only_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    solver, seen = letters.build(plan()), 0
+
+    def logits(input_ids: Tensor) -> Tensor:
+        nonlocal seen
+        guesses = input_ids[:, -2:].clone()
+        wrong = torch.arange(seen, seen + len(guesses)) % 3 == 0
+        guesses[wrong, 1] = letters.QUESTION
+        seen += len(guesses)
+        return 9.0 * torch.nn.functional.one_hot(guesses, letters.VOCABULARY)
+
+    monkeypatch.setattr(solver, "logits", logits)
+    figures = letters.accuracy(solver, letters.Problems(plan(), 24, seed=(0, 1)), batch_size=7)
+    assert figures["exact_match"] == 16 / 24
+    assert figures["test_loss"] == pytest.approx(9 * 8 / 48, abs=0.01)
+
+
+@pytest.mark.parametrize("attention", ["plain", "multi_token"])
+def test_letters_are_learnt_and_a_cut_run_goes_on_to_the_same_weights(attention: Any, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    figures = letters.train(plan(attention), whole, device=torch.device("cpu"))
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.9 * losses[0]
+    assert figures == json.loads((whole / "result.json").read_text())["figures"]
+    assert set(figures) == {"exact_match", "test_loss"}
+
+    calls = 0
+
+    def stop(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 50:
+            raise RuntimeError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(letters.Solver, "_call_impl", lambda self, *args, **named: (stop(), self.forward(*args, **named))[1])
+        with pytest.raises(RuntimeError, match="killed"):
+            letters.train(plan(attention), cut, device=torch.device("cpu"))
+    letters.train(plan(attention), cut, device=torch.device("cpu"), resume=True)
+    files = [folder / "checkpoints" / "checkpoint-60" / "model.safetensors" for folder in (whole, cut)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--blocks 2 --letters 2 --asked 1 --steps 2 --batch-size 2 --eval-every 2 --test-problems 4 --warmup-steps 1"
+    where = ["--attention", "multi_token", "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
+    letters.main([*where, *sizes.split()])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["plan"]["attention"] == "multi_token"
+    assert result["plan"]["steps"] == 2
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.rindex("{") :]) == result["figures"]

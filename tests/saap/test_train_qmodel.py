@@ -1,0 +1,369 @@
+"""`fit-kmeans` and `train-qmodel`, from text to artifacts, and the pieces between."""
+
+import gc
+import json
+import shutil
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from msattn.trainer import artifacts
+from msattn.trainer.config import (
+    ArtifactsConfig,
+    DataConfig,
+    FitKMeansConfig,
+    KMeansConfig,
+    ModelConfig,
+    QModelConfig,
+    TrackerConfig,
+    TrainConfig,
+    TrainQModelConfig,
+)
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.saap import kmeans, pairs
+from msattn.trainer.saap.distillation import Distiller
+from msattn.trainer.saap.fit_kmeans import fit_kmeans
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.pairs import Pairs, layer_pairs
+from msattn.trainer.saap.parts import FinishedParts
+from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.train_qmodel import groups_of, train_qmodel
+from tests.factory import random_tokens, tiny_architecture, tiny_model
+from tests.jobs import Job
+
+LENGTH, BUCKETS = 128, 8
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents that repeat words from far back."""
+    folder = tmp_path_factory.mktemp("text")
+    generator = torch.Generator().manual_seed(0)
+    for number in range(24):
+        words = [f"w{i}" for i in torch.randint(0, 60, (400,), generator=generator).tolist()]
+        (folder / f"{number}.txt").write_text(" ".join(words))
+    return folder
+
+
+def configs(text: Path, outputs: Path) -> tuple[FitKMeansConfig, TrainQModelConfig]:
+    shared: dict[str, Any] = {
+        "model": ModelConfig("toy", "none", init="random", architecture=tiny_architecture(vocab_size=4096)),
+        "data": DataConfig("text", path=str(text), seq_len=LENGTH),
+        "tracker": TrackerConfig("none"),
+        "outputs": str(outputs),
+        "device": "cpu",
+    }
+    settings = QModelConfig(hidden=16, num_prompts=4, queries_per_prompt=40, long_range=16, batch_queries=64)
+    train = TrainConfig(lr=1e-2, steps=30, log_every=10, save_every=10, max_grad_norm=0)
+    return (
+        FitKMeansConfig(kmeans=KMeansConfig(num_buckets=BUCKETS, iterations=4, num_prompts=4), **shared),
+        TrainQModelConfig(qmodel=settings, train=train, **shared),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    outputs = tmp_path_factory.mktemp("outputs")
+    for_kmeans, for_qmodel = configs(text, outputs)
+    fit_kmeans(for_kmeans)
+    train_qmodel(for_qmodel)
+    return outputs
+
+
+def test_artifacts(trained: Path) -> None:
+    partition = KMeans.load(trained / "toy" / "base" / "kmeans")
+    assert partition.centroids.shape == (2, 2, BUCKETS, 16)
+    assert partition.artifact is not None
+    details = partition.artifact.manifest["details"]
+    assert details["layers"] == partition.layers == [0, 1]
+    assert details["stats"][1][0]["points"] == 4 * (LENGTH - 1)  # the sink of each prompt is left out
+    assert {"objective", "imbalance", "empty_buckets"} <= details["stats"][0][1].keys()
+    assert not (trained / "toy" / "base" / "runs" / "kmeans" / "layers").exists()
+
+    qmodel = QModel.load(trained / "toy" / "base" / "qmodel")
+    assert qmodel.artifact is not None
+    manifest = qmodel.artifact.manifest
+    assert manifest["details"]["kmeans_hash"] == partition.artifact.manifest["content_hash"]
+    assert torch.equal(qmodel.partition.centroids, partition.centroids)
+    assert not qmodel.training
+    assert not any(parameter.requires_grad for parameter in qmodel.parameters())
+    query = torch.randn(1, 4, 1, 16)
+    assert torch.isfinite(qmodel.scores(1, query, query)).all()
+
+
+def test_training_beats_routing_by_centroids(trained: Path) -> None:
+    metrics = artifacts.read(trained / "toy" / "base" / "qmodel").manifest["metrics"]
+    for probes in (1, 2, 4):
+        oracle, learnt, untrained = (metrics[f"recall_{name}@{probes}"] for name in ("oracle", "qmodel", "kmeans"))
+        assert untrained < learnt <= oracle <= 1
+    assert metrics["recall_oracle@8"] == pytest.approx(1, abs=2e-3)  # all buckets; targets are kept in fp16
+    assert metrics["loss"] == pytest.approx((metrics["loss/layer 0"] + metrics["loss/layer 1"]) / 2)
+    assert metrics["recall_qmodel@8/layer 1"] <= metrics["recall_oracle@8/layer 1"]
+    assert metrics["cache_seconds_a_kv_head"] > 0
+    assert metrics["training_seconds_a_kv_head"] > 0
+    lines = (trained / "toy" / "base" / "runs" / "qmodel" / "layers_0-1" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    assert losses[-1] < losses[0]
+
+
+def interrupted_after(times: int, function: Any) -> Any:
+    """``function``, until it has been called so often: then Ctrl-C."""
+    left = iter([function] * times)
+
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return next(left)(*args, **named)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    return call
+
+
+def test_interrupted_runs_end_the_same(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for_kmeans, for_qmodel = configs(text, tmp_path)
+    for_kmeans, for_qmodel = replace(for_kmeans, resume=True), replace(for_qmodel, resume=True)
+
+    def run_until(module: Any, name: str, times: int, job: Any, cfg: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, interrupted_after(times, getattr(module, name)))
+            with pytest.raises(KeyboardInterrupt):
+                job(cfg)
+
+    run_until(kmeans, "fit_points", 1, fit_kmeans, for_kmeans)
+    with pytest.raises(UserError, match=r"resume=true: .* made with other settings"):
+        fit_kmeans(replace(for_kmeans, seed=1))
+    fit_kmeans(for_kmeans)
+    run_until(pairs, "prompt_pairs", 2, train_qmodel, for_qmodel)
+    for_qmodel = replace(for_qmodel, qmodel=replace(for_qmodel.qmodel, layers_at_once=1))
+    run_until(Distiller, "forward", 55, train_qmodel, for_qmodel)  # the second layer's
+    run_until(Distiller, "forward", 4, train_qmodel, for_qmodel)  # from its checkpoint at step 20, to 24
+    with monkeypatch.context() as patch:
+        patch.setattr(Distiller, "forward", interrupted_after(10, Distiller.forward))  # no layer begins again
+        train_qmodel(for_qmodel)
+    assert not any(type(each) is Pairs for each in gc.get_objects()), "a group leaves nothing on the device"
+    for kind in ("kmeans", "qmodel"):
+        ours, theirs = (artifacts.read(root / "toy" / "base" / kind) for root in (tmp_path, trained))
+        assert ours.manifest["content_hash"] == theirs.manifest["content_hash"]
+
+
+JOB = """
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from msattn.trainer.saap.train_qmodel import train_qmodel
+from tests.saap.test_train_qmodel import configs
+
+cfg = configs(Path(sys.argv[1]), Path(sys.argv[2]))[1]
+train_qmodel(replace(cfg, resume=True, train=replace(cfg.train, save_every=int(sys.argv[3]))))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_make_what_one_makes_and_go_on_when_killed(text: Path, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "toy" / "base"
+    shutil.copytree(trained / "toy" / "base" / "kmeans", folder / "kmeans")
+    killed = Job(JOB, tmp_path, text, tmp_path, 1, processes=2)  # saves every step
+    killed.wait_for(lambda: list(folder.glob("runs/qmodel/layers_*/checkpoints/*/complete.json")))
+    killed.kill()
+    assert not (folder / "qmodel").exists()
+
+    job = Job(JOB, tmp_path, text, tmp_path, 10, processes=2)
+    printed = job.succeeded()
+    assert "targets of" not in printed + job.err.read_text(), "the cached pairs are all there"
+    assert printed.count(f"{folder / 'qmodel'}  ") == 1
+    assert [line for line in printed.splitlines() if line.startswith("layers ")] == ["layers 0: 2 classifiers train at once"]
+    shared, alone = (artifacts.read(root / "toy" / "base" / "qmodel").manifest for root in (tmp_path, trained))
+    assert shared["content_hash"] == alone["content_hash"]
+    for name in ("loss/layer 1", "recall_qmodel@4", "recall_oracle@8/layer 1"):
+        assert shared["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5)
+    assert not (folder / "runs" / "qmodel" / "layers").exists()
+
+
+def refused(cfg: TrainQModelConfig, message: str, **qmodel: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        train_qmodel(replace(cfg, qmodel=replace(cfg.qmodel, **qmodel)))
+
+
+def test_what_cannot_be_trained_is_refused(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for_kmeans, cfg = configs(text, trained)
+    refused(cfg, "an artifact stands there; overwrite=true")
+    cfg = replace(cfg, name="second")
+    refused(cfg, "there is no k-means in .*; make it with msattn fit-kmeans")
+    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
+    refused(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
+    refused(cfg, "qmodel.long_range=127: no query looks that far back in 4 prompts", long_range=127, causal=True)
+    refused(
+        cfg, "qmodel.min_distance=126: a head has no query with keys so far away in 4 prompts", min_distance=126, causal=True
+    )
+    refused(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
+    refused(cfg, "qmodel.min_distance=-1: null, or 0 or more tokens", min_distance=-1)
+    with pytest.raises(UserError, match=r"train.max_grad_norm=1.0: accepted is 0: a norm over layers"):
+        replace(cfg, train=replace(cfg.train, max_grad_norm=1.0))
+    refused(replace(cfg, seed=1), "its weights_hash is")
+    with pytest.raises(UserError, match=r"qmodel.layers_at_once=0: null or a positive number"):
+        replace(cfg.qmodel, layers_at_once=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+        refused(cfg, r"qmodel.num_prompts=4: training one layer takes .* GB of memory, 0.0 GB are free")
+        refused(cfg, r"qmodel.layers_at_once=9: training 2 layers takes .* leave it to null", layers_at_once=9)
+        other = replace(for_kmeans, outputs=str(tmp_path))
+        with pytest.raises(UserError, match=r"kmeans.num_prompts=4: the keys take 0.0 GB of memory, 0.0 GB are free"):
+            fit_kmeans(other)
+    monkeypatch.setattr(pairs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    refused(cfg, r"qmodel.num_prompts=4: cached queries take up to 0.0 GB .* where 0.0 GB are free", queries_per_prompt=39)
+    with pytest.raises(UserError, match=r"kmeans.num_buckets=509: .* at most as many as there are keys, 508"):
+        fit_kmeans(replace(other, kmeans=replace(for_kmeans.kmeans, num_buckets=509)))
+    assert not list(tmp_path.rglob("*")), "refused before any work"
+
+
+def test_targets_of_another_dtype_are_not_used(text: Path, trained: Path, device: str) -> None:
+    """Where weights are identified alike in every dtype, the cached queries and targets are not. GPUs draw other weights."""
+    _, cfg = configs(text, trained)
+    cfg = replace(cfg, name="third", artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
+    cfg = replace(cfg, train=replace(cfg.train, steps=2))
+    train_qmodel(cfg)
+    says = r"resume=true: .*cache was made with other settings \(dtype\)" if device == "cpu" else "its weights_hash is"
+    with pytest.raises(UserError, match=says):
+        train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
+
+
+def test_a_resumed_run_leaves_no_checkpoints(
+    text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its layers are grouped otherwise than before."""
+    _, cfg = configs(text, tmp_path)
+    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")), resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Distiller, "forward", interrupted_after(15, Distiller.forward))
+        with pytest.raises(KeyboardInterrupt):
+            train_qmodel(cfg)
+    work = tmp_path / "toy" / "base" / "runs" / "qmodel"
+    assert list(work.glob("layers_0-1/checkpoints/*"))
+    train_qmodel(replace(cfg, qmodel=replace(cfg.qmodel, layers_at_once=1)))
+    assert not list(work.glob("*/checkpoints"))
+
+
+def tapped(model: Any, tokens: torch.Tensor) -> list[LayerInputs]:
+    seen: list[LayerInputs] = []
+
+    def attend(x: LayerInputs) -> torch.Tensor:
+        seen.append(x)
+        return dense_attention(x)
+
+    with tap(model, attend), torch.no_grad():
+        run_backbone(model, tokens)
+    return seen
+
+
+def partition_of(x: LayerInputs, rope: bool = False) -> KMeans:
+    return KMeans(normalize(torch.randn(2, x.k.shape[1], BUCKETS, x.k.shape[3]), dim=-1), [0, 1], rope)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("min_distance", [None, 10])
+@pytest.mark.parametrize("rope", [False, True])
+def test_pairs_are_long_range_queries_and_their_attention(causal: bool, min_distance: int | None, rope: bool) -> None:
+    x = tapped(tiny_model(), random_tokens(1, 60))[1]
+    partition = partition_of(x, rope)
+    cfg = QModelConfig(queries_per_prompt=20, long_range=12, causal=causal, min_distance=min_distance)
+    positions = torch.arange(0, 60, 2, dtype=torch.int32)
+    found = layer_pairs(x, partition, cfg, positions, torch.Generator().manual_seed(0))
+    ends = found["counts"].cumsum(0).tolist()
+
+    buckets = partition.assign(1, x.k_nope, x.k)[0]
+    keys = torch.arange(60)
+    distance = (keys[:, None] - keys).abs()
+    shown = (keys > 0) & ((keys <= keys[:, None]) if causal else torch.ones(60, 60, dtype=torch.bool))
+    for head in range(4):
+        scores = (x.q[0, head].double() @ x.k[0, head // 2].double().T * x.scale).masked_fill(~shown, -torch.inf)
+        top = scores.argmax(-1)
+        farther = scores if min_distance is None else scores.masked_fill(distance <= min_distance, -torch.inf)
+        one_hot = torch.nn.functional.one_hot(buckets[head // 2].long(), BUCKETS).double()
+        mass = farther.softmax(-1).nan_to_num(0) @ one_hot
+        usable = mass.sum(-1) > 0
+        far = ((distance[keys, top] > 12) & usable)[::2].nonzero().flatten() * 2
+        source = (x.q if rope else x.q_nope)[0, head].half()
+
+        count, long_range = int(found["counts"][head]), int(found["long_range"][head])
+        rows = slice(ends[head] - count, ends[head])
+        assert long_range == min(len(far), 20)
+        assert count == min(max(len(far), 16), 20, int(usable[::2].sum()))
+        chosen = [int((source == row).all(-1).nonzero()[0]) for row in found["queries"][rows]]
+        assert len(set(chosen)) == count
+        assert set(chosen[:long_range]) <= set(far.tolist())
+        torch.testing.assert_close(found["targets"][rows].double(), mass[chosen], rtol=0, atol=1e-3)  # fp16
+
+
+def test_without_a_long_range_every_query_counts() -> None:
+    x = tapped(tiny_model(), random_tokens(1, 60))[1]
+    cfg = QModelConfig(queries_per_prompt=60, long_range=0)
+    found = layer_pairs(x, partition_of(x), cfg, torch.arange(60, dtype=torch.int32), torch.Generator().manual_seed(0))
+    assert found["counts"].tolist() == found["long_range"].tolist() == [60] * 4
+
+
+def test_cached_rows_come_back_by_classifier(trained: Path, text: Path) -> None:
+    """The rows of a query group lie together, prompt after prompt; a layer alone is read from its own places."""
+    _, cfg = configs(text, trained)
+    partition = KMeans.load(trained / "toy" / "base" / "kmeans")
+    work = trained / "toy" / "base" / "runs" / "qmodel"
+    parts = FinishedParts(work / "cache", json.loads((work / "cache" / "settings.json").read_text()), resume=True)
+    cache = pairs.PairCache(parts, "train", [None] * 4, partition, cfg)  # pyright: ignore[reportArgumentType]
+    files = [parts.load(cache.name(i))[0] for i in range(4)]
+    whole = cache.load([0, 1], 2, torch.device("cpu"))
+    assert whole.count.sum() == len(whole.queries) == cache.totals("counts").sum()
+    for slot, head in ((0, 0), (1, 0), (1, 1)):
+        expected = []
+        for file in files:
+            heads = file[f"{slot}.targets"].split(file[f"{slot}.counts"].tolist())
+            expected += heads[2 * head : 2 * head + 2]
+        first = int(whole.start[slot, head])
+        own = whole.targets[first : first + int(whole.count[slot, head])]
+        assert torch.equal(own, torch.cat(expected))
+    alone = cache.load([1], 2, torch.device("cpu"))
+    assert torch.equal(alone.queries, whole.queries[int(whole.start[1, 0]) :])
+    torch.testing.assert_close(alone.entropy, -torch.xlogy(alone.targets.float(), alone.targets.float()).sum(-1))
+
+
+def test_groups_stay_the_same_when_some_are_done() -> None:
+    for number in range(1, 40):
+        for at_once in range(1, 40):
+            groups = groups_of(list(range(number)), at_once)
+            assert list(chain(*groups)) == list(range(number))
+            assert max(map(len, groups)) <= at_once
+            for finished in range(len(groups)):
+                assert groups_of(list(chain(*groups[finished:])), at_once) == groups[finished:]
+    assert groups_of([], 3) == []
+
+
+def test_parts_are_whole_or_not_there(tmp_path: Path) -> None:
+    parts = FinishedParts(tmp_path / "parts", {"seed": 0}, resume=False)
+    parts.save("one", {"x": torch.arange(3)}, {"note": 1})
+    again = FinishedParts(tmp_path / "parts", {"seed": 0}, resume=True)
+    tensors, note = again.load("one")
+    assert torch.equal(tensors["x"], torch.arange(3))
+    assert note == {"note": 1}
+    (parts.folder / "two.123.partial").write_text("cut short by a kill")
+    FinishedParts(tmp_path / "parts", {"seed": 0}, resume=True)
+    assert sorted(path.name for path in parts.folder.iterdir()) == ["one.safetensors", "settings.json"]
+    with pytest.raises(UserError, match="resume=true"):
+        FinishedParts(tmp_path / "parts", {"seed": 1}, resume=True)
+    assert not FinishedParts(tmp_path / "parts", {"seed": 1}, resume=False).path("one").exists()
+
+
+def test_a_full_disk_is_said_when_parts_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *_: Any) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r"settings.json cannot be written \(No space left on device\)"):
+        FinishedParts(tmp_path / "parts", {"seed": 0}, resume=False)
+    assert not list((tmp_path / "parts").iterdir())

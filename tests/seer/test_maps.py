@@ -1,0 +1,50 @@
+"""Pictures of block maps: which heads are kept, at what size, and that they are drawn."""
+
+import pytest
+import torch
+
+from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.seer.maps import LARGEST, BlockMaps, spread
+
+BLOCK = 16
+
+
+def layer_inputs(layer: int, tokens: int, heads: int = 4) -> LayerInputs:
+    q, k = torch.zeros(1, heads, tokens, 8), torch.zeros(1, 2, tokens, 8)
+    none = torch.empty(0)
+    return LayerInputs(layer=layer, q=q, k=k, v=k, q_nope=q, k_nope=k, cos=none, sin=none, scale=1.0, kv_start=None, cache=None)
+
+
+@pytest.mark.parametrize(("count", "shown"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (32, [0, 16, 31])])
+def test_layers_from_the_first_to_the_last_are_shown(count, shown):
+    assert spread(count, 3) == shown
+
+
+def test_what_is_kept_is_the_map_of_the_head_and_nothing_unseen(tmp_path):
+    maps = BlockMaps(num_layers=5, num_heads=4)
+    size = 6
+    true = torch.rand(1, 4, size, size).tril()
+    gate = torch.rand(1, 2, size, size).tril()  # one a query group
+    read = torch.eye(size, dtype=torch.bool).expand(1, 1, -1, -1)
+    for layer in range(5):
+        maps.add(layer_inputs(layer, size * BLOCK), BLOCK, true + layer, gate, read)
+    assert list(maps.maps) == [(layer, head) for layer in (0, 2, 4) for head in (0, 3)]
+    kept = maps.maps[2, 3]
+    unseen = torch.ones(size, size).triu(1).bool()
+    for each, expected in zip(kept, (true[0, 3] + 2, gate[0, 1], read[0, 0].float()), strict=True):
+        assert each[unseen].isnan().all()
+        assert torch.equal(each[~unseen], expected[~unseen])
+    picture = tmp_path / "maps" / "step.png"
+    maps.save(picture, ("attention", "gate", "read"))
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_long_maps_largest_values_stay():
+    maps, size = BlockMaps(num_layers=1, num_heads=1), 2 * LARGEST
+    true = torch.zeros(1, 1, size, size)
+    true[0, 0, size - 1, 7] = 0.5
+    maps.add(layer_inputs(0, size * BLOCK, heads=2), BLOCK, true, true, true > 0)
+    shown, _, read = maps.maps[0, 0]
+    assert shown.shape == (LARGEST, LARGEST)
+    assert shown[-1, 3] == 0.5
+    assert read.nansum() == 1

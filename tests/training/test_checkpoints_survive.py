@@ -1,0 +1,385 @@
+"""Runs that are killed, stopped, left alone or out of room go on to the same bits, on one process and on several."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.utils.data import Dataset
+
+from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.errors import Fault, Terminated, UserError, leave, say
+from msattn.trainer.training import checkpoints as checkpoint_files
+from msattn.trainer.training.checkpoints import KEPT, MARKER, WEIGHTS, newest_checkpoint
+from msattn.trainer.training.distributed import LOST_RANK_MESSAGE, fail_together
+from msattn.trainer.training.loop import fit
+from msattn.trainer.training.tracker import Tracker
+from tests.jobs import Job, Launched, LaunchedOnGPUs
+
+TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
+ITEMS = 20
+Kind = TypeVar("Kind", bound=Job)
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2
+
+
+class Numbers(Dataset[dict[str, Tensor]]):
+    """Item ``i`` is ``i``."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"number": torch.tensor(float(index))}
+
+
+class Line(nn.Module):
+    """Fits a line through dropout, so that the random state counts; notes in ``seen`` what it sees; saving takes a while."""
+
+    def __init__(self, seen: Path, pause: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.line = nn.Linear(1, 1)
+        self.seen = seen
+        self.pause = pause
+        self.stop: tuple[int, int] | None = None  # after so many micro-batches, this signal
+        self.calls = 0
+        self.register_state_dict_post_hook(lambda *_: time.sleep(10 * pause))
+
+    def forward(self, number: Tensor) -> dict[str, Any]:
+        time.sleep(self.pause)
+        self.calls += 1
+        if self.stop is not None and self.calls == self.stop[0]:
+            signal.raise_signal(self.stop[1])
+        with self.seen.open("a") as file:
+            file.writelines(f"{int(value)}\n" for value in number)
+        x = nn.functional.dropout(number[:, None] / ITEMS, 0.2, self.training)
+        return {"loss": (self.line(x) - 1).square().mean()}
+
+
+def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, device: str = "cpu") -> None:
+    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
+        fit(
+            module,
+            Numbers(),
+            train=train,
+            folder=folder,
+            tracker=tracker,
+            device=torch.device(device),
+            seed=5,
+            resume=resume,
+        )
+
+
+def job(folder: Path, resume: bool, device: str, pause: float) -> None:
+    """What a process of :func:`started` does; ends as the command line would."""
+    rank = os.environ.get("RANK", "0")
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        with fail_together():
+            run(Line(folder / f"seen-{rank}", pause), folder, resume=resume, device=device)
+    except KeyboardInterrupt as stop:
+        say(f"interrupted: {stop}")
+        leave(143 if isinstance(stop, Terminated) else 130)
+    except (UserError, Fault) as error:
+        say(str(error))
+        leave(1 if isinstance(error, Fault) else 2)
+    leave(0)
+
+
+JOB = """
+import sys
+from pathlib import Path
+from tests.training.test_checkpoints_survive import job
+folder, resume, device, pause = sys.argv[1:]
+job(Path(folder), resume == "resume", device, float(pause))
+"""
+
+
+def started(kind: type[Kind], folder: Path, processes: int, *, resume: bool, device: str = "cpu", pause: float = 0.01) -> Kind:
+    """The same run in one process or in several."""
+    folder.mkdir(exist_ok=True)
+    for pid in folder.glob("pid-*"):
+        pid.unlink()
+    return kind(JOB, folder, folder, "resume" if resume else "new", device, pause, processes=processes)
+
+
+def ended(running: Job) -> tuple[int, list[str]]:
+    """Exit code and our own lines."""
+    code = running.ended()
+    return code, [line for line in running.err.read_text().splitlines() if line.startswith("msattn: ")]
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("pid-*"))]
+
+
+def final(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "checkpoints" / f"checkpoint-{TRAIN.steps}" / WEIGHTS)
+
+
+def same(a: Path, b: Path) -> bool:
+    left, right = final(a), final(b)
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def seen(folder: Path, rank: int = 0) -> list[int]:
+    return [int(line) for line in (folder / f"seen-{rank}").read_text().split()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(Line(folder / "seen-0"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of four processes."""
+    folder = tmp_path_factory.mktemp("whole_of_four")
+    assert ended(started(Job, folder, 4, resume=False, pause=0.0)) == (0, [])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "workers"), [(signal.SIGTERM, Terminated, 0), (signal.SIGINT, KeyboardInterrupt, 2)]
+)
+def test_signals_stop_after_a_saved_step(
+    whole: Path, tmp_path: Path, number: signal.Signals, error: type[BaseException], workers: int
+) -> None:
+    train = replace(TRAIN, num_workers=workers)
+    usual = signal.getsignal(number)
+    stops = [3, 8 * 5 + 8, 8 * 9 + 1]  # micro-batches of a continuation: in the first step, a last one, within a step
+    for attempt, calls in enumerate(stops):
+        module = Line(tmp_path / "seen-0")
+        module.stop = (calls, number)
+        with pytest.raises(error, match=r"after step \d+ of 24, saved in .*; resume=true goes on") as stopped:
+            run(module, tmp_path, train, resume=attempt > 0)
+        assert type(stopped.value) is error
+        assert signal.getsignal(number) is usual
+    run(Line(tmp_path / "seen-0"), tmp_path, train, resume=True)
+    assert same(tmp_path, whole)
+    assert seen(tmp_path) == seen(whole)
+    passes = [seen(whole)[i : i + ITEMS] for i in range(0, 8 * 24 - ITEMS, ITEMS)]
+    assert all(sorted(each) == list(range(ITEMS)) for each in passes)
+    assert all(a != b for a, b in pairwise(passes))
+
+
+def test_a_signal_in_the_last_step_is_not_lost(whole: Path, tmp_path: Path) -> None:
+    module = Line(tmp_path / "seen-0")
+    module.stop = (8 * 24, signal.SIGTERM)
+    with pytest.raises(Terminated, match="after step 24 of 24"):
+        run(module, tmp_path)
+    assert same(tmp_path, whole)
+
+
+def test_a_checkpoint_goes_only_once_two_newer_ones_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[tuple[list[int], list[int]]] = []
+    mark = checkpoint_files.mark_complete
+
+    def complete() -> list[int]:
+        return sorted(int(path.parent.name.split("-")[1]) for path in (tmp_path / "checkpoints").glob(f"*/{MARKER}"))
+
+    def watched(*arguments: Any) -> None:
+        before = complete()
+        mark(*arguments)
+        states.append((before, complete()))
+
+    monkeypatch.setattr("msattn.trainer.training.callbacks.mark_complete", watched)
+    run(Line(tmp_path / "seen-0"), tmp_path)
+    assert states[:3] == [([], [3]), ([3], [3, 6]), ([3, 6], [6, 9])]
+    assert all(len(after) <= KEPT and after[-1] > before[-1] for before, after in states[1:])
+
+
+def test_an_older_run_is_unmarked_before_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(Line(tmp_path / "seen-0"), tmp_path)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(Line(tmp_path / "seen-0"), tmp_path)
+    left = list((tmp_path / "checkpoints").glob("checkpoint-*"))
+    assert [path for path in left if not (path / MARKER).exists()], "half removed, it must not count"
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What a quota or a full disk does to whatever is written in one piece."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+class Wide(Line):
+    """Some weights more: 64 KiB, and as much again twice for Adam."""
+
+    def __init__(self, seen: Path) -> None:
+        super().__init__(seen)
+        self.more = nn.Parameter(torch.zeros(2**14))
+
+    def forward(self, number: Tensor) -> dict[str, Any]:
+        outputs = super().forward(number)
+        return {"loss": outputs["loss"] + self.more.square().sum()}
+
+
+@pytest.mark.parametrize("limit", [2**15, 2**16 + 2**14])  # below the weights, below the optimizer's state
+def test_a_checkpoint_that_cannot_be_written_keeps_the_last_good_one(tmp_path: Path, limit: int) -> None:
+    run(Wide(tmp_path / "seen-0"), tmp_path, replace(TRAIN, steps=4, save_every=4, schedule="constant"))
+    good = newest_checkpoint(tmp_path / "checkpoints")
+    assert good is not None
+    marker = json.loads((good / MARKER).read_text())
+    marker["settings"]["train.steps"] = 8  # as if it had been a longer run's, that then met the limit
+    (good / MARKER).write_text(json.dumps(marker))
+    longer = replace(TRAIN, steps=8, save_every=4, schedule="constant")
+    with files_of_at_most(limit), pytest.raises(UserError, match=r"checkpoint-8 cannot be written .* are free in") as stopped:
+        run(Wide(tmp_path / "seen-0"), tmp_path, longer, resume=True)
+    assert f"the last good checkpoint is {good}: make room, then resume=true goes on" in str(stopped.value)
+    assert "\n" not in str(stopped.value)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-4"], "its room is given back"
+    run(Wide(tmp_path / "seen-0"), tmp_path, longer, resume=True)
+    straight = tmp_path / "straight"
+    run(Wide(tmp_path / "seen-1"), straight, longer)
+    kept, wanted = (load_file(folder / f"checkpoints/checkpoint-8/{WEIGHTS}") for folder in (tmp_path, straight))
+    assert all(torch.equal(kept[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_shares_of_a_checkpoint_that_cannot_be_written_end_in_one_line(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    weights = {"weight": torch.zeros(2**14)}
+    with (
+        files_of_at_most(2**15),
+        pytest.raises(UserError, match="checkpoint-3 cannot be written") as stopped,
+        checkpoint_files.writing(checkpoint),
+    ):
+        save_shards({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+    assert "\n" not in str(stopped.value)
+    assert not checkpoint.exists(), "its room is given back"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 600 KiB: room for two checkpoints of :class:`Wide`."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("no permission to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    train = replace(TRAIN, save_every=3)
+    with pytest.raises(
+        UserError, match=r"checkpoint-9 cannot be written \(.*(the disk refuses|No space left).*\), 0\.0 GB are free"
+    ):
+        run(Wide(tmp_path / "seen-0"), small_disk, train)
+    assert newest_checkpoint(small_disk / "checkpoints") == small_disk / "checkpoints" / "checkpoint-6"
+    subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
+    run(Wide(tmp_path / "seen-0"), small_disk, train, resume=True)
+    run(Wide(tmp_path / "seen-1"), tmp_path / "straight", train)
+    assert same(small_disk, tmp_path / "straight")
+
+
+def test_a_lost_process_ends_the_others_with_one_line(tmp_path: Path) -> None:
+    running = started(Launched, tmp_path, 2, resume=False, pause=0.03)
+    running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
+    since = time.monotonic()
+    os.kill(pids(tmp_path)[1], signal.SIGKILL)
+    code, lines = ended(running)
+    assert time.monotonic() - since < 45
+    assert (code, lines) == (1, [f"msattn: {LOST_RANK_MESSAGE}"])
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for attempt, moment in enumerate(("checkpoint-6", "checkpoint-12/model.safetensors", f"checkpoint-18/{MARKER}")):
+        running = started(Job, folder, 1, resume=attempt > 0)
+        place = folder / "checkpoints" / moment  # being saved, half saved, just saved
+        running.wait_for(place.exists)
+        running.kill()
+        assert ended(running)[0] == -signal.SIGKILL
+    assert ended(started(Job, folder, 1, resume=True)) == (0, [])
+    assert same(folder, whole)
+
+
+@pytest.mark.slow
+def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    killed = started(Job, folder, 4, resume=False)
+    killed.wait_for((folder / "checkpoints/checkpoint-6").exists)
+    killed.kill()
+    assert ended(killed)[0] == -signal.SIGKILL
+    for rank in range(4):
+        (folder / f"seen-{rank}").unlink()
+    # A cluster ends the launcher, whose processes speak as one; Ctrl-C in a terminal reaches every process.
+    stops = (Launched, signal.SIGTERM, "checkpoint-9", 1), (Job, signal.SIGINT, "checkpoint-15", 4)
+    for kind, number, moment, voices in stops:
+        running = started(kind, folder, 4, resume=True)
+        running.wait_for((folder / "checkpoints" / moment / MARKER).exists)
+        running.send_signal(number)
+        _, lines = ended(running)
+        last = newest_checkpoint(folder / "checkpoints")
+        assert last is not None
+        line = (
+            f"msattn: interrupted: stopped after step {last.name.split('-')[1]} of 24, "
+            f"saved in {folder / 'checkpoints'}; resume=true goes on from there"
+        )
+        assert lines == [line] * voices
+    assert ended(started(Job, folder, 4, resume=True)) == (0, [])
+    assert same(folder, whole_of_four)
+    for rank in range(4):  # from checkpoint 3, which the kill left, on
+        assert seen(folder, rank) == seen(whole_of_four, rank)[2 * 3 :]
+    taken = [number for step in zip(*(seen(whole_of_four, rank) for rank in range(4)), strict=True) for number in step]
+    assert all(sorted(taken[i : i + ITEMS]) == list(range(ITEMS)) for i in range(0, 8 * 24 - ITEMS, ITEMS))
+
+
+@pytest.fixture(scope="module")
+def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of several processes, each with a GPU."""
+    folder = tmp_path_factory.mktemp("whole_on_gpus")
+    assert ended(started(LaunchedOnGPUs, folder, GPUS, resume=False, device="cuda", pause=0.0)) == (0, [])
+    return folder
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signals) -> None:
+    running = started(LaunchedOnGPUs, tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
+    running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
+    since = time.monotonic()
+    if number == signal.SIGKILL:
+        os.kill(pids(tmp_path)[1], number)
+    else:
+        running.send_signal(number)
+    code, lines = ended(running)
+    assert time.monotonic() - since < 45
+    assert code == 1  # torchrun's own
+    assert len(lines) == 1
+    assert ("another process of this run ended" if number == signal.SIGKILL else "interrupted: stopped after step") in lines[0]
+    assert ended(started(LaunchedOnGPUs, tmp_path, GPUS, resume=True, device="cuda", pause=0.0)) == (0, [])
+    assert same(tmp_path, whole_on_gpus)

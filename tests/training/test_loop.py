@@ -1,0 +1,293 @@
+"""The training loop: resuming to the bit, stopping what diverges, Ctrl-C, accumulation, refusals."""
+
+import io
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.training import loop
+from msattn.trainer.training.callbacks import TrainingCallback
+from msattn.trainer.training.distributed import StopConsensus
+from msattn.trainer.training.loop import Summary, TrainingDiverged, fit, newest_checkpoint
+from msattn.trainer.training.tracker import Tracker
+from tests.jobs import Job
+
+TRAIN = TrainConfig(lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_every=3, save_every=4, weight_decay=0.1)
+
+
+class Points(Dataset[dict[str, Tensor]]):
+    """Inputs and targets of a linear map; item ``i`` is drawn from ``i``."""
+
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.from_numpy(np.random.default_rng(index).normal(size=4)).float()
+        return {"x": x, "y": x.sum(0, keepdim=True)}
+
+
+class Regression(nn.Module):
+    """A linear map with dropout (so that the random state counts) and a tied weight."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.out = nn.Linear(4, 1)
+        self.dropout = nn.Dropout(dropout)
+        self.calls = 0
+        self.poison: tuple[int, str] | None = None
+        self.interrupt_at: int | None = None
+
+    def forward(self, x: Tensor, y: Tensor, **unused: Any) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls == self.interrupt_at:
+            signal.raise_signal(signal.SIGINT)
+        loss = (self.out(self.dropout(self.second(self.first(x)))) - y).square().mean()
+        parts = {"layer 2": loss.detach(), "layer 3": loss.detach().clone()}
+        if self.poison is not None and self.calls >= self.poison[0]:
+            parts[self.poison[1]] = parts[self.poison[1]] * torch.nan
+            loss = loss * torch.nan
+        return {"loss": loss, "parts": parts}
+
+
+def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, **options: Any) -> Summary:
+    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
+        return fit(
+            module,
+            options.pop("dataset", Points()),
+            train=train,
+            folder=folder,
+            tracker=tracker,
+            device=torch.device("cpu"),
+            seed=5,
+            resume=resume,
+            **options,
+        )
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [weight.detach().clone() for weight in module.parameters()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
+    """The weights that a run in one go ends with."""
+    module = Regression()
+    run(module, tmp_path_factory.mktemp("whole"))
+    return weights(module)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stopped_after", [5, 9, 11])  # the 10 items are passed over 4.8 times: also within a later pass
+def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterrupted: list[Tensor]) -> None:
+    class Stopped(Exception):
+        pass
+
+    cut = Regression()
+    calls = 0
+
+    def stop(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2 * stopped_after:
+            raise Stopped
+
+    cut.register_forward_pre_hook(stop)
+    with pytest.raises(Stopped):
+        run(cut, tmp_path)
+    again = Regression()
+    summary = run(again, tmp_path, resume=True)
+    assert again.calls == 2 * (12 - stopped_after // 4 * 4)
+    assert summary.steps == 12
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
+
+
+def test_kill_while_saving_falls_back_to_the_complete_checkpoint(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+import msattn.trainer.training.loop as loop
+from tests.training.test_loop import Regression, run
+save = loop._Trainer._save_rng_state
+def die(self, folder):
+    if self.state.global_step == 8:
+        os.kill(os.getpid(), 9)
+    save(self, folder)
+loop._Trainer._save_rng_state = die
+run(Regression(), Path(sys.argv[1]))
+"""
+    killed = Job(script, tmp_path, tmp_path)
+    assert killed.ended() == -signal.SIGKILL, killed.err.read_text()
+    checkpoints = tmp_path / "checkpoints"
+    assert (checkpoints / "checkpoint-8" / "model.safetensors").exists()
+    assert newest_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
+    again = Regression()
+    run(again, tmp_path, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
+
+
+def test_a_finished_run_is_read_back_without_a_step(tmp_path: Path) -> None:
+    first, again = Regression(), Regression()
+    summary = run(first, tmp_path)
+    read = run(again, tmp_path, resume=True)
+    assert replace(read, seconds=summary.seconds) == summary
+    assert 0 < read.seconds <= summary.seconds
+    assert again.calls == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights(first), weights(again), strict=True))
+
+
+@pytest.mark.parametrize("part", ["layer 2", "layer 3"])
+def test_nan_stops_the_run_and_names_the_part(tmp_path: Path, part: str) -> None:
+    module = Regression()
+    module.poison = (2 * 6 + 1, part)
+    with pytest.raises(TrainingDiverged, match=f"the loss of {part} is not finite, seen at step 8.*checkpoint-4"):
+        run(module, tmp_path, replace(TRAIN, log_every=100))
+    assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
+
+
+def test_an_infinite_gradient_never_reaches_a_checkpoint(tmp_path: Path) -> None:
+    module = Regression()
+    module.out.weight.register_hook(lambda gradient: gradient * (torch.inf if module.calls > 9 else 1.0))
+    with pytest.raises(TrainingDiverged, match=r"gradient|weight out\.weight|loss"):
+        run(module, tmp_path)
+    state = torch.load(tmp_path / "checkpoints" / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert all(value["exp_avg"].isfinite().all() for value in state["state"].values())
+    assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
+
+
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
+    usual = signal.getsignal(signal.SIGINT)
+    module = Regression()
+    module.interrupt_at = 2 * 5 + 1  # within step 6
+    with pytest.raises(KeyboardInterrupt, match=r"after step 6 of 12.*resume=true"):
+        run(module, tmp_path)
+    assert signal.getsignal(signal.SIGINT) is usual
+    again = Regression()
+    run(again, tmp_path, resume=True)
+    assert again.calls == 2 * 6
+    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
+
+
+def test_accumulated_batches_equal_whole_ones(tmp_path: Path) -> None:
+    # A forward with **kwargs must not switch the division by the number of micro-batches off.
+    train = replace(TRAIN, max_grad_norm=0.0, steps=6)
+    split, whole = Regression(dropout=0.0), Regression(dropout=0.0)
+    run(split, tmp_path / "split", replace(train, micro_batch_size=1))
+    run(whole, tmp_path / "whole", replace(train, micro_batch_size=4))
+    for a, b in zip(weights(split), weights(whole), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    losses = [[line["loss"] for line in lines(tmp_path / name)] for name in ("split", "whole")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_each_pass_takes_every_item_once(tmp_path: Path) -> None:
+    taken: list[int] = []
+
+    class Watched(Points):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            taken.append(index)
+            return super().__getitem__(index)
+
+    run(Regression(), tmp_path, dataset=Watched())
+    passes = [taken[start : start + 10] for start in range(0, 40, 10)]
+    assert all(sorted(indices) == list(range(10)) for indices in passes)
+    assert passes[0] != passes[1]
+
+
+def test_evaluation_runs_in_eval_mode_and_is_logged(tmp_path: Path) -> None:
+    module = Regression()
+    modes: list[bool] = []
+
+    def evaluate() -> dict[str, float]:
+        modes.append(module.training)
+        return {"recall": float(len(modes))}
+
+    summary = run(module, tmp_path, replace(TRAIN, eval_every=5), evaluate=evaluate)
+    assert modes == [False] * 3  # after 5, 10 and the last step
+    assert summary.metrics == {"recall": 3.0}
+    assert [line["step"] for line in lines(tmp_path) if "recall" in line] == [5, 10, 12]
+    logged = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["step"] for line in logged] == [3, 6, 9, 12]
+    assert {"layer 2", "layer 3", "grad_norm", "lr"} <= set(logged[0])
+    assert logged[-1]["loss"] == summary.losses["loss"]
+
+
+def test_adam_decays_inside_the_gradient(tmp_path: Path) -> None:
+    results: dict[str, list[Tensor]] = {}
+    for optimizer in ("adam", "adamw"):
+        module = Regression()
+        run(module, tmp_path / optimizer, replace(TRAIN, steps=2), optimizer=optimizer)
+        results[optimizer] = weights(module)
+    assert not torch.equal(results["adam"][0], results["adamw"][0])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"schedule": "cosin"}, "train.schedule=cosin"),
+        ({"schedule": "reduce_lr_on_plateau"}, "train.schedule=reduce_lr_on_plateau: accepted are linear, cosine"),
+        ({"warmup_steps": 13}, "train.warmup_steps=13"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        run(Regression(), tmp_path, replace(TRAIN, **change))
+
+
+@pytest.mark.parametrize("schedule", loop._SCHEDULES)
+def test_every_schedule_that_is_accepted_runs(tmp_path: Path, schedule: str) -> None:
+    assert run(Regression(), tmp_path, replace(TRAIN, steps=2, warmup_steps=1, schedule=schedule)).steps == 2
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+    train, job = replace(TRAIN, steps=1), {"tasks": 0.5, "gate.q_pool": ["avg"]}
+    run(Regression(), tmp_path, train, job=job)
+    run(Regression(), tmp_path, replace(train, log_every=1), resume=True, job=job)
+    with pytest.raises(UserError, match=r"train\.lr=0\.01, not 0\.02"):
+        run(Regression(), tmp_path, replace(train, lr=0.02), resume=True, job=job)
+    with pytest.raises(UserError, match=r"tasks=0\.5, not 0\.4"):
+        run(Regression(), tmp_path, train, resume=True, job={**job, "tasks": 0.4})
+    wider = nn.ModuleDict({"other": nn.Linear(2, 2)})
+    with pytest.raises(UserError, match="does not fit the module"):
+        run(wider, tmp_path, train, resume=True, job=job)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_several_processes_one_shows_its_progress(tmp_path: Path, first: bool) -> None:
+    with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
+        watch = TrainingCallback(Regression(), TRAIN, tracker, None, {}, Summary(0, 0.0, {}, {}), StopConsensus(1))
+    watch.console = Console(file=io.StringIO(), force_terminal=True)
+    with watch.shown(first=first):
+        pass
+    assert bool(watch.console.file.getvalue()) == first  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:
+    run(Regression(), tmp_path, replace(TRAIN, steps=4))
+    run(Regression(), tmp_path, replace(TRAIN, steps=3))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-3"]
+
+
+def test_no_items_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no item"):
+        run(Regression(), tmp_path, dataset=Points(0))

@@ -1,0 +1,224 @@
+"""Where figures go: metrics.jsonl always, wandb without a key, a prompt or a network."""
+
+import builtins
+import getpass
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn.trainer.config import TrackerConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.training.tracker import Tracker
+
+NONE, WANDB = TrackerConfig("none"), TrackerConfig("wandb", project="tests")
+
+
+def start(cfg: TrackerConfig, folder: Path) -> Tracker:
+    return Tracker.start(cfg, folder=folder, run_name="name", config={"lr": 0.1})
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line, parse_constant=no_constant) for line in text.splitlines()]
+
+
+def made(folder: Path) -> Path:
+    """What stands for an artifact's folder."""
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"content_hash": "c0ffee"}')
+    return folder
+
+
+def test_what_a_run_made_is_linked(tmp_path: Path) -> None:
+    gate = made(tmp_path / "gate")
+    model = tmp_path / "model"
+    model.mkdir()
+    with start(NONE, tmp_path) as tracker:
+        tracker.artifact(gate)
+        hashes = []
+        for weights in (b"1", b"2"):
+            (model / "model.safetensors").write_bytes(weights)
+            tracker.artifact(model)
+            hashes.append(lines(tmp_path)[-1]["artifact"]["content_hash"])
+    assert lines(tmp_path)[0] == {"artifact": {"kind": "gate", "folder": str(gate), "content_hash": "c0ffee"}}
+    assert hashes[0] != hashes[1]
+
+
+def test_a_full_disk_leaves_figures_out_whole_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with start(NONE, tmp_path) as tracker:
+        tracker.log({"loss": 1.0}, 1)
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, usual[1]))  # room for a part of a line
+        try:
+            tracker.log({"loss": 2.0}, 2)
+            tracker.log({"loss": 3.0}, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        tracker.log({"loss": 4.0}, 4)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 4]
+    said = capsys.readouterr().err
+    assert said.count("metrics.jsonl: ") == 1
+    assert said.endswith("figures are left out of it\n")
+
+
+@pytest.fixture
+def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is logged in, and nobody can be asked."""
+    pytest.importorskip("wandb")
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise AssertionError("asked for a key")
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(builtins, "input", refuse)
+    monkeypatch.setattr(getpass, "getpass", refuse)
+
+
+def test_figures_go_to_a_file_in_a_folder_that_is_made(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    with start(NONE, folder) as tracker:
+        tracker.log({"loss": 2.5, "recall": float("nan")}, 10)
+        assert lines(folder)[0]["step"] == 10  # at once: a killed run keeps its figures
+        tracker.log({"loss": float("inf")}, 20)
+        tracker.offset = 100
+        tracker.log({"loss": 1}, 5)
+        tracker.image("grid", tmp_path / "none.png")  # nowhere to show it
+        tracker.summary({"best": 0.5})
+    found = lines(folder)
+    assert [line.get("step") for line in found] == [10, 20, 105, None]
+    assert (found[0]["loss"], found[0]["recall"], found[1]["loss"], found[2]["loss"]) == (2.5, None, None, 1.0)
+    assert 0 <= found[0]["seconds"] <= found[2]["seconds"]
+    assert found[3] == {"summary": {"best": 0.5}}
+
+
+def test_a_continued_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with start(NONE, tmp_path) as tracker:
+            tracker.log({"loss": 0.0}, step)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_only_the_first_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not even asked for
+    with start(WANDB, tmp_path / "run") as tracker:
+        tracker.log({"loss": 1.0}, 1)
+        tracker.summary({"best": 1.0})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_account")
+def test_wandb_without_a_key_stays_offline_and_says_how_to_upload(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with start(WANDB, tmp_path) as tracker:
+        tracker.log({"loss": 2.5}, 1)
+        tracker.summary({"best": 0.5})
+        tracker.artifact(made(tmp_path / "gate"))
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.strip()]
+    assert line.startswith("wandb sync ")
+    folder = Path(line.removeprefix("wandb sync "))
+    assert folder.parent == tmp_path / "wandb"
+    assert list(folder.glob("run-*.wandb"))
+    assert [line["step"] for line in lines(tmp_path)[:1]] == [1]
+
+
+class FakeRun:
+    def __init__(self, folder: str, mode: str) -> None:
+        self.offline = mode == "offline"
+        self.dir = f"{folder}/wandb/run/files"
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
+        self.summary: dict[str, Any] = {}
+        self.finished = False
+        self.name = "name"
+        self.artifacts: list[Any] = []
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append(artifact)
+
+    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.logged.append((metrics, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]]:
+    """The runs that wandb, logged in, is asked to start."""
+    wandb = pytest.importorskip("wandb")
+    started: list[tuple[FakeRun, dict[str, Any]]] = []
+
+    def init(**options: Any) -> FakeRun:
+        started.append((FakeRun(options["dir"], options["mode"]), options))
+        return started[-1][0]
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda prompt: True)
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "Image", lambda path: f"picture {path}")
+    return started
+
+
+def test_wandb_with_a_key_is_online_and_gets_everything(
+    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start(WANDB, tmp_path) as tracker:
+        tracker.log({"loss": 2.5}, 1)
+        tracker.image("grid", tmp_path / "grid.png")
+        tracker.summary({"best": 0.5})
+        tracker.artifact(made(tmp_path / "gate"))
+    ((run, options),) = runs
+    assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
+    assert options["config"] == {"lr": 0.1}
+    assert run.logged == [({"loss": 2.5}, 1), ({"grid": f"picture {tmp_path / 'grid.png'}"}, None)]
+    assert run.summary == {
+        "best": 0.5,
+        "artifact/kind": "gate",
+        "artifact/folder": str(tmp_path / "gate"),
+        "artifact/content_hash": "c0ffee",
+    }
+    (linked,) = run.artifacts
+    assert (linked.type, linked.metadata["content_hash"]) == ("gate", "c0ffee")
+    (reference,) = linked.manifest.entries.values()
+    assert reference.ref == (tmp_path / "gate" / "manifest.json").as_uri()
+    assert run.finished
+    assert capsys.readouterr().out == ""
+    assert len(lines(tmp_path)) == 3
+
+
+def test_the_environment_chooses_the_mode_and_a_failed_run_is_finished(
+    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(RuntimeError, match="boom"), start(WANDB, tmp_path):
+        raise RuntimeError("boom")
+    assert runs[0][1]["mode"] == "offline"
+    assert runs[0][0].finished
+
+
+def test_wandb_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def unreachable(prompt: bool) -> bool:
+        raise wandb.errors.CommError("no answer")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", unreachable)
+    with pytest.raises(UserError, match=r"tracker=wandb: no answer; WANDB_MODE=offline keeps the run here, or tracker=none"):
+        start(WANDB, tmp_path)
+
+
+def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"tracker=wandb: wandb is not installed"):
+        start(WANDB, tmp_path)

@@ -1,0 +1,279 @@
+"""From a command's name and Hydra overrides to a typed configuration, and to one run of the command's job.
+
+Each run keeps its composed configuration in ``.hydra`` of its own folder, as Hydra does. Whatever a user can mend leaves here
+as a :class:`~msattn.trainer.errors.UserError` of one line.
+"""
+
+import functools
+import importlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer import config as schemas
+from msattn.trainer.config import JobConfig, known_keys, nearest, typed
+from msattn.trainer.errors import Fault, TrainingDiverged, UserError
+
+MAIN_RANK = "0"
+QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command needs: its YAML in ``conf/``, the schema of that, and the job as ``module:function``."""
+
+    config: str
+    schema: type[JobConfig]
+    job: str
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job writes an artifact; the others read them, or need none."""
+        return issubclass(self.schema, schemas.RunConfig) and not issubclass(self.schema, schemas.ServingConfig)
+
+    def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
+        """Import the job and call it."""
+        module, function = self.job.split(":")
+        return getattr(importlib.import_module(f"msattn.trainer.{module}"), function)(cfg, **arguments)
+
+
+COMMANDS = {
+    "train-gate": Command("train_gate", schemas.TrainGateConfig, "seer.train_gate:train_gate"),
+    "fit-kmeans": Command("fit_kmeans", schemas.FitKMeansConfig, "saap.fit_kmeans:fit_kmeans"),
+    "train-qmodel": Command("train_qmodel", schemas.TrainQModelConfig, "saap.train_qmodel:train_qmodel"),
+    "finetune": Command("finetune", schemas.FinetuneConfig, "finetune.run:finetune"),
+    "eval": Command("eval", schemas.EvalRunConfig, "evaluate.run:evaluate"),
+    "generate": Command("generate", schemas.GenerateConfig, "commands.generate:generate"),
+    "bench": Command("bench", schemas.BenchRunConfig, "commands.bench:bench"),
+}
+
+
+def compose(command: str, overrides: Sequence[str] = ()) -> Any:
+    """The configuration of ``command`` under ``overrides``, as its schema types it; nothing runs and nothing is written.
+
+    Raises
+    ------
+    UserError : an override that Hydra or the schema refuses.
+    """
+    with _hydra(command, None) as hydra:
+        return _typed(hydra.compose_config(COMMANDS[command].config, list(overrides), _run_mode("RUN")), command)
+
+
+def compose_sweep(command: str, overrides: Sequence[str] = ()) -> list[Any]:
+    """:func:`compose` for each point of a sweep, in the order that they would run."""
+    with _hydra(command, None) as hydra:
+        sweep = hydra.compose_config(COMMANDS[command].config, list(overrides), _run_mode("MULTIRUN"))
+        return _points(hydra, sweep, command)
+
+
+def launch(
+    command: str, overrides: Sequence[str], *, config_dir: Path | None = None, multirun: bool = False, **arguments: Any
+) -> list[Any]:
+    """Run the job of ``command`` once, or once for each point of a sweep.
+
+    Parameters
+    ----------
+    command : a key of :data:`COMMANDS`.
+    overrides : Hydra overrides.
+    config_dir : a further folder of configuration groups.
+    multirun : sweep over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. Training jobs are named
+        by their number unless ``name`` is given, or refers to what is swept.
+    **arguments : passed to the job beside its configuration.
+
+    Returns
+    -------
+    What each job returned.
+
+    Raises
+    ------
+    UserError : the user's mistake, from composing or from the job.
+    Fault : from the job.
+    """
+    name = COMMANDS[command].config
+    overrides = _with_search_path(overrides, config_dir)
+    task = functools.partial(_task, command=command, arguments=arguments)
+    with _hydra(command, config_dir) as hydra:
+        if multirun:
+            sweep = hydra.compose_config(name, overrides, _run_mode("MULTIRUN"))
+            _points(hydra, sweep, command)  # a mistake in a later point stops the sweep before its first
+            # What trains writes an artifact a job; what serves reads those of the name it is given.
+            if COMMANDS[command].trains and not _names_its_jobs(sweep, overrides):
+                overrides = [*overrides, "name=${hydra:job.num}"]
+            batches = hydra.multirun(config_name=name, task_function=task, overrides=overrides)
+            results = [job.return_value for batch in batches for job in batch]
+        else:
+            # Typed before Hydra makes the run's folder: a mistake leaves nothing behind.
+            composed = hydra.compose_config(name, overrides, _run_mode("RUN"))
+            _check_outputs(_typed(composed, command))
+            if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process keeps the run's folder
+                results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
+            else:
+                results = [task(_job(composed))]
+    for number, result in enumerate(results):
+        if isinstance(result, UserError | Fault):
+            raise type(result)(f"job {number}: {result}") if multirun else result
+    return results
+
+
+def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
+    """Whether the jobs of ``sweep`` have names: given or swept, or made of other values, ``yarn-${select.sparsity}``."""
+    from omegaconf import OmegaConf
+
+    given = any(override.startswith("name=") for override in overrides)
+    return given or "name" in (sweep.hydra.sweeper.params or {}) or OmegaConf.is_interpolation(sweep, "name")
+
+
+def _points(hydra: Any, sweep: Any, command: str) -> list[JobConfig]:
+    """Every point of ``sweep``, typed: those of Hydra's own sweeper. Others make theirs as they go: none."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.utils import get_class
+
+    split = getattr(get_class(sweep.hydra.sweeper._target_), "split_arguments", None)
+    if split is None:
+        return []
+    swept = [f"{key}={values}" for key, values in (sweep.hydra.sweeper.params or {}).items()]
+    given = sweep.hydra.overrides
+    parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
+    points = []
+    for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
+        try:
+            composed = hydra.compose_config(COMMANDS[command].config, [*given.hydra, *point], _run_mode("RUN"))
+            points.append(_typed(composed, command))
+        except UserError as error:
+            raise UserError(f"job {number}: {error}") from error
+    return points
+
+
+def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path | None = None) -> None:
+    """Print the composed YAML: ``kind`` is ``job``, ``hydra`` or ``all``."""
+    overrides = _with_search_path(overrides, config_dir)
+    with _hydra(command, config_dir) as hydra:
+        _typed(hydra.compose_config(COMMANDS[command].config, overrides, _run_mode("RUN")), command)
+        hydra.show_cfg(COMMANDS[command].config, overrides, cfg_type=kind, package=None)
+
+
+def describe(command: str) -> str:
+    """The groups that ``command`` chooses from, and its defaults, as text for ``--help``."""
+    from omegaconf import OmegaConf
+
+    with _hydra(command, None) as hydra:
+        cfg = hydra.compose_config(COMMANDS[command].config, [], _run_mode("RUN"))
+        chosen = cfg.hydra.runtime.choices
+        groups = [g for g in hydra.list_all_config_groups() if not g.startswith("hydra") and g in chosen]
+        lines = [f"  {group}={{{','.join(hydra.config_loader.get_group_options(group))}}}" for group in groups]
+        defaults = OmegaConf.to_yaml(hydra.get_sanitized_cfg(cfg, "job"))
+    body = "\n".join(f"  {line}" for line in defaults.splitlines())
+    return "Groups (group=option):\n{}\n\nDefaults (key=value):\n{}".format("\n".join(lines), body)
+
+
+def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
+    """Overrides of ``command`` that begin with ``incomplete``: groups, options and keys.
+
+    Bash hands ``key=val`` over as ``key``, ``=``, ``val``; only what follows the equals sign is completed then.
+    """
+    words, prefix = list(words), ""
+    if words and words[-1] == "=":
+        words.pop()
+    if words and "=" not in words[-1] and not words[-1].startswith("~"):
+        prefix = f"{words.pop()}="
+    with _hydra(command, None) as hydra:
+        plugin = hydra.get_shell_to_plugin_map(hydra.config_loader)["bash"][0]
+        found = plugin._query(config_name=COMMANDS[command].config, line=" ".join([*words, prefix + incomplete]))
+    return [match.removeprefix(prefix) for match in found if not match.startswith("hydra")]
+
+
+def _task(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
+    """What Hydra calls. What one line can say is returned, not raised: Hydra would add lines of its own."""
+    import torch
+
+    from msattn.trainer.training.distributed import fail_together
+
+    try:
+        with fail_together():
+            return COMMANDS[command].run(typed(config, COMMANDS[command].schema), arguments)
+    except (UserError, Fault) as error:
+        return error
+    except TrainingDiverged as error:
+        return UserError(str(error))
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        return UserError(f"device=cuda: the run does not fit ({reason}); a smaller data.seq_len or batch takes less memory")
+
+
+def _typed(composed: Any, command: str) -> JobConfig:
+    return typed(_job(composed), COMMANDS[command].schema)
+
+
+def _job(composed: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
+
+
+def _run_mode(name: str) -> Any:
+    from hydra.types import RunMode
+
+    return RunMode[name]
+
+
+def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
+    if config_dir is None:
+        return list(overrides)
+    if not config_dir.is_dir():
+        raise UserError(f"--config-dir {config_dir}: no such folder")
+    path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [*overrides, f"hydra.searchpath=['file://{path}']"]
+
+
+def _check_outputs(cfg: JobConfig) -> None:
+    """Hydra makes the run's folder before the job can say anything about it."""
+    folder = cfg.folder / "runs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"outputs={cfg.outputs}: {folder} cannot be made ({error.strerror})") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"outputs={cfg.outputs}: {folder} cannot be written")
+
+
+@contextmanager
+def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
+    """Hydra, set up for ``conf/``; its refusals become one line each."""
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    OmegaConf.register_new_resolver("joined", "-".join, replace=True)  # names of runs hold lists: ${joined:${gate.q_pool}}
+    with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            yield hydra
+        except (HydraException, OmegaConfBaseException) as error:
+            chosen = hydra.compose_config(COMMANDS[command].config, [], _run_mode("RUN")).hydra.runtime.choices
+            keys = [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
+            raise UserError(_explain(error, keys)) from error
+
+
+def _explain(error: Exception, accepted: list[str]) -> str:
+    """One line for what Hydra refused, with the nearest of the ``accepted`` groups and keys."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+
+    message = str(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
+        group, choice = error.missing_cfg_file.rsplit("/", 1)
+        options = list(error.options or [])
+        return f"{group}={choice}: accepted are {', '.join(options)}{nearest(choice, options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: not understood; write key=value, {QUOTING}"
+    if ambiguous := re.match(r"Ambiguous value for argument '(.+)'", message):
+        return f"{ambiguous[1]}: a comma is a sweep: add --multirun, write a list as key=[a,b], {QUOTING}"
+    if refused := re.match(r"Could not (?:override|append to config|delete|append)[^']*'(.+?)'", message):
+        return f"unknown key {refused[1]}{nearest(refused[1], accepted)}"
+    return " ".join(message.split())

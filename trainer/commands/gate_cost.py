@@ -1,0 +1,239 @@
+"""What training gates costs on this machine, beside plain inference and beside a plain implementation.
+
+    python -m msattn.trainer.commands.gate_cost [overrides of train-gate]
+
+takes the model, chunk length and gate that ``msattn train-gate`` would take, on tokens drawn at random, and times
+
+    forward, <attention>   the model's forward pass without logits: the inference that training is measured against
+    forward, maxpool       the same with ``maxpool_attention`` in place of attention: the teacher's own part of a step
+    train-gate             a step as it is: forward, block maps, the gates' gradients, AdamW
+    one graph              the gates' losses of all layers kept in one autograd graph, gone back through at the end
+
+Rows go to ``outputs/<model.name>/<name>/cost/train_gate.csv`` as they are measured.
+"""
+
+import csv
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.bench.timing import peak_memory_gb, time_ms
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer import models
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.config import TrainGateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.report.context import CPU_NOTE
+from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.seer.blocks import visible_blocks
+from msattn.trainer.seer.distillation import GateDistiller, gate_loss
+from msattn.trainer.seer.gate import Gate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+REPEATS = 3  # a step at 128k tokens takes ten seconds and more
+GB_PER_GIB = 2**30 / 1e9
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One measurement, or why there is none (``seconds`` is None and ``note`` says it).
+
+    Attributes
+    ----------
+    variant : what was run on ``batch`` chunks of ``seq_len`` tokens.
+    seconds : median time of one run.
+    peak_gib : device memory at its peak, weights included; None on a CPU, where PyTorch keeps no count.
+    over_inference, over_maxpool : ``seconds`` over those of the first forward pass, and of the one with the map kernel.
+    memory_over_inference : ``peak_gib`` over that of the first forward pass.
+    model, device, torch : what was run, where and with what.
+    """
+
+    variant: str
+    batch: int
+    seq_len: int
+    model: str
+    device: str
+    torch: str = torch.__version__
+    seconds: float | None = None
+    peak_gib: float | None = None
+    over_inference: float | None = None
+    over_maxpool: float | None = None
+    memory_over_inference: float | None = None
+    note: str = ""
+
+
+def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
+    """Rows as they are measured; those that others are compared with come first.
+
+    Raises
+    ------
+    UserError : as ``models.load`` and ``models.check_length``.
+    """
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    teacher, device = loaded.model, loaded.model.device
+    models.check_length(teacher.config, cfg.data.seq_len)
+    generator = torch.Generator(device).manual_seed(cfg.seed)
+    size = (cfg.train.micro_batch_size, cfg.data.seq_len)
+    ids = torch.randint(len(loaded.tokenizer), size, generator=generator, device=device)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    empty = CostRow("", *size, cfg.model.name, where)
+
+    inference: CostRow | None = None
+    for name, kernel in SDPA_BACKENDS[device.type].items():
+        row = _timed(replace(empty, variant=f"forward, {name}"), partial(_infer, teacher, ids), device, kernel)
+        inference = inference or (row if row.seconds else None)
+        yield _beside(row, inference, None)
+    maxpool = _timed(replace(empty, variant="forward, maxpool"), partial(_infer_with_maps, teacher, ids, cfg), device)
+    yield _beside(maxpool, inference, maxpool)
+
+    gate = Gate.build(teacher.config, cfg.gate).to(device)
+    optimizer = torch.optim.AdamW(gate.parameters(), lr=cfg.train.lr, fused=True)
+    distiller = GateDistiller(gate, teacher)
+    for name, loss in (("train-gate", lambda: distiller(ids)["loss"]), ("one graph", partial(one_graph, gate, teacher, ids))):
+        row = _timed(replace(empty, variant=name), partial(_step, loss, optimizer), device)
+        yield _beside(row, inference, maxpool)
+
+
+def _infer(teacher: "PreTrainedModel", ids: Tensor) -> None:
+    with torch.no_grad():
+        run_backbone(teacher, ids)
+
+
+def _infer_with_maps(teacher: "PreTrainedModel", ids: Tensor, cfg: TrainGateConfig) -> None:
+    def attend(x: LayerInputs) -> Tensor:
+        return maxpool_attention(x.q, x.k, x.v, block_size=cfg.gate.block_size, scale=x.scale, kv_start=x.kv_start).out
+
+    with torch.no_grad(), tap(teacher, attend):
+        run_backbone(teacher, ids)
+
+
+def _step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
+    loss().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)  # as while gradients accumulate, they stay through the next forward pass
+
+
+def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
+    """The loss of :class:`GateDistiller` with its graph over all layers."""
+    losses = []
+
+    def attend(x: LayerInputs) -> Tensor:
+        size = gate.cfg.block_size
+        dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+        with torch.enable_grad():
+            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+            losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))
+        return dense.out
+
+    with torch.no_grad(), tap(teacher, attend):
+        run_backbone(teacher, ids)
+    return torch.stack(losses).sum()
+
+
+def _timed(row: CostRow, call: Callable[[], None], device: torch.device, kernel: str | None = None) -> CostRow:
+    """``row`` with the time and peak memory of ``call``, dense attention by ``kernel``."""
+    try:
+        with use_backend(kernel):
+            took = time_ms(call, device.type, repeats=REPEATS, least=REPEATS)
+            resident = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            more = peak_memory_gb(call, device.type)
+    except BackendUnavailable as error:
+        return replace(row, note=str(error))
+    return replace(row, seconds=took.median / 1e3, peak_gib=None if more is None else resident + more / GB_PER_GIB)
+
+
+def _beside(row: CostRow, inference: CostRow | None, maxpool: CostRow | None) -> CostRow:
+    """``row`` with its ratios to what was measured before it."""
+    return replace(
+        row,
+        over_inference=_ratio(row.seconds, inference and inference.seconds),
+        over_maxpool=_ratio(row.seconds, maxpool and maxpool.seconds),
+        memory_over_inference=_ratio(row.peak_gib, inference and inference.peak_gib),
+    )
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value and base else None
+
+
+def cost(cfg: TrainGateConfig) -> Path:
+    """Measure, print a table, and write the rows.
+
+    Returns
+    -------
+    Path
+        The CSV file; an earlier one is replaced.
+
+    Raises
+    ------
+    UserError : as :func:`measure`; a folder that cannot be written.
+    """
+    from rich.console import Console
+
+    console = Console()
+    path = cfg.folder / "cost" / "train_gate.csv"
+    rows: list[CostRow] = []
+    with _table_file(path, cfg.outputs) as write, console.status("plain inference") as status:
+        for row in measure(cfg):
+            rows.append(row)
+            write(row)
+            status.update(f"{row.variant}: done")
+    _show(rows, console)
+    console.print(f"Figures: [bold]{path}[/bold]", soft_wrap=True)
+    return path
+
+
+@contextmanager
+def _table_file(path: Path, outputs: str) -> Iterator[Callable[[CostRow], Any]]:
+    """A CSV file that holds each row as soon as it is written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", newline="", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise UserError(f"outputs={outputs}: {path} cannot be written ({error.strerror})") from error
+    with file:
+        writer = csv.DictWriter(file, list(CostRow.__dataclass_fields__))
+        writer.writeheader()
+        yield lambda row: writer.writerow(asdict(row))
+
+
+def _show(rows: list[CostRow], console: Any) -> None:
+    from rich import box
+    from rich.table import Table
+
+    first = rows[0]
+    title = f"{first.model}, {first.batch} x {first.seq_len:,} tokens; {first.device}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = ("s", "x inference", "x maxpool", "peak GiB", "x inference")
+    for name in ("", *columns):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in (row for row in rows if row.seconds):
+        values = (row.seconds, row.over_inference, row.over_maxpool, row.peak_gib, row.memory_over_inference)
+        table.add_row(row.variant, *("" if value is None else f"{value:.4g}" for value in values))
+    console.print(table)
+    notes = [f"{row.variant}: {row.note}" for row in rows if row.note]
+    for note in (*notes, *([CPU_NOTE] if first.device.startswith("CPU") else [])):
+        console.print(note, style="yellow", soft_wrap=True)
+
+
+def main() -> None:
+    """Measure what the command line's overrides describe."""
+    try:
+        cost(compose("train-gate", sys.argv[1:]))
+    except UserError as error:
+        print(f"msattn: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""Text to tokens to chunks, and the retrieval tasks that are mixed into them.
+
+Import :func:`chunks`, :func:`documents` and their classes from here; retrieval tasks from
+:mod:`~msattn.trainer.data.retrieval` and :mod:`~msattn.trainer.data.mixture`. Nothing here loads a model.
+"""
+
+from msattn.trainer.data.chunking import Chunks, chunks, encode
+from msattn.trainer.data.sources import Document, documents, is_held_out
+
+__all__ = ["Chunks", "Document", "chunks", "documents", "encode", "is_held_out"]

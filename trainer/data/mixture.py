@@ -1,0 +1,58 @@
+"""Retrieval tasks among chunks of text: what plain text seldom asks for, made anew for every step."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from msattn.trainer.data.chunking import Chunks
+from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, Phrases, Tokens
+from msattn.trainer.errors import UserError
+
+
+class RetrievalMixture(Dataset[dict[str, Tensor]]):
+    """Chunks of text, a share of them given over to needles, lists of pairs and copied passages.
+
+    Item ``i`` depends on (seed, i) alone: ``input_ids`` int64 ``[seq_len]`` and ``weights`` fp32 ``[seq_len]``, what each token
+    counts in the loss: 1 in text, more in an answer, 0 where nothing can be known.
+
+    Parameters
+    ----------
+    chunks : the text; it also surrounds the tasks.
+    share : of the items that are tasks, in [0, 1].
+    length : number of items.
+
+    Raises
+    ------
+    UserError : a tokenizer whose words the tasks cannot spell.
+    """
+
+    def __init__(self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int) -> None:
+        self.chunks = chunks
+        self.phrases = Phrases(tokenizer)
+        self.share = share
+        self.length = length
+        self.seed = seed
+        if not len(self.phrases.vocabulary_words):
+            raise UserError(f"tasks={share}: needs a byte-level tokenizer, as Llama 3's, Qwen's and the embedded model's are")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rng = np.random.default_rng((self.seed, index))
+        ids = self._tokens(index % len(self.chunks))
+        weights = np.ones(len(ids), np.float32)
+        if rng.random() < self.share:
+            ids, weights = TASKS[str(rng.choice(list(TASKS)))](rng, len(ids), self._crop, self.phrases, ANSWER_WEIGHT)
+        return {"input_ids": torch.from_numpy(ids), "weights": torch.from_numpy(weights)}
+
+    def _tokens(self, index: int) -> Tokens:
+        return self.chunks[index]["input_ids"].numpy()
+
+    def _crop(self, rng: np.random.Generator, length: int) -> Tokens:
+        chunk = self._tokens(int(rng.integers(len(self.chunks))))
+        start = int(rng.integers(len(chunk) - length + 1))
+        return chunk[start : start + length]

@@ -1,0 +1,72 @@
+"""Facts that every result carries: machine, versions, commit, configuration, artifacts."""
+
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGES = ("msattn", "torch", "triton", "transformers", "numpy")
+CPU_NOTE = "CPU times say nothing of GPUs: here an operation runs as plain PyTorch."
+KEPT = ("path", "kind", "content_hash", "created", "seed")  # of an artifact's manifest
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every file says besides its rows: where, with what and from what the figures come.
+
+    Attributes
+    ----------
+    title : of the page.
+    machine, versions : facts by name.
+    commit : of the checkout that ran; None outside one.
+    config : the resolved configuration, seeds included.
+    artifacts : path, hash and age of what was measured, by kind.
+    notes : what a reader has to know first.
+    created : when, UTC.
+    """
+
+    title: str
+    machine: dict[str, str]
+    versions: dict[str, str]
+    commit: str | None
+    config: dict[str, Any]
+    artifacts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def context(
+    title: str, config: dict[str, Any], manifests: dict[str, dict[str, Any]], notes: list[str], device: "torch.device"
+) -> Context:
+    """Look at the machine, the versions and the checkout."""
+    from importlib.metadata import distributions, version
+
+    installed = {distribution.metadata["Name"] for distribution in distributions()}
+    versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if name in installed}
+    artifacts = {kind: {key: manifest[key] for key in KEPT if key in manifest} for kind, manifest in manifests.items()}
+    return Context(title, _machine(device), versions, _commit(), config, artifacts, notes)
+
+
+def _machine(device: "torch.device") -> dict[str, str]:
+    import torch
+
+    system = f"{platform.system()} {platform.machine()}"
+    facts = {"system": system, "threads": str(torch.get_num_threads()), "device": device.type}
+    if device.type == "cuda":
+        facts |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+    return facts
+
+
+def _commit() -> str | None:
+    """The checkout's commit, marked where files differ from it; None outside a checkout."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        said = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip() or None

@@ -1,0 +1,51 @@
+"""Rows to files: ``results.json``, ``results.csv``, figures, and one HTML page that holds them all."""
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.evaluate.report import plots
+from msattn.trainer.evaluate.report.context import Context
+from msattn.trainer.evaluate.report.page import page
+from msattn.trainer.evaluate.row import EvalRow
+
+if TYPE_CHECKING:
+    pass
+
+
+def write(folder: Path, rows: Sequence[EvalRow], about: Context) -> dict[str, Path]:
+    """Write everything into ``folder``; return the figures by name."""
+    rows = list(rows)
+    figures = plots.draw(rows, folder)
+    document = finite({**asdict(about), "rows": [asdict(row) for row in rows]})
+    (folder / "results.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _write_csv(folder / "results.csv", rows)
+    (folder / "report.html").write_text(page(rows, asdict(about), figures), encoding="utf-8")
+    return figures
+
+
+def finite(value: Any) -> Any:
+    """``value`` for JSON, which has no infinity: null in its place."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_csv(path: Path, rows: list[EvalRow]) -> None:
+    """One line a row: its fields, the interval as two columns, and of ``extra`` what is one number or word."""
+    lines = []
+    for row in rows:
+        line = asdict(row)
+        extra = line.pop("extra")
+        line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
+        lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)))
+        writer.writeheader()
+        writer.writerows(lines)

@@ -1,0 +1,120 @@
+"""The report as one HTML file: no scripts, nothing loaded from elsewhere."""
+
+import base64
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer.evaluate.report.tables import HEADINGS, TRAINED, caption, table
+from msattn.trainer.evaluate.row import EvalRow
+
+READING = (
+    "Every figure was measured through the operation that would serve (on a CPU its plain reference, which reads only what is "
+    "selected), never through masked dense attention. <i>Sparsity</i> is the share of the causally visible blocks that is not "
+    "read; <i>keys read</i> the share of the visible keys that is; <i>recall</i> the share of the attention mass in what is "
+    "read; <i>latency</i> that of a prefill, or of a decoded token where decoding is routed. Latency on a CPU says little "
+    "about a GPU."
+)
+EXPLAINED = {
+    "perplexity": (
+        "How much worse the next token is predicted when part of the context is not read. Left to right, less is read; the "
+        "lower, the better. <i>Oracle</i> chooses blocks by the true attention map, which costs dense attention to know: it is "
+        "what a gate could reach, not a way to serve. Bars are 95 % intervals of the difference to dense attention on the same "
+        "chunks. The scale is logarithmic above 0.1 %."
+    ),
+    "recall": (
+        "Left: the share of the dense model's attention that falls on what is read, mean over layers, heads and queries. "
+        "Right: how far the output of attention moves from the dense one (squared, relative). Block selections are measured on "
+        "every query of a prefill, routing on decoding queries with its dense window included, so compare curves within a "
+        "family. Every method is shown the dense model's queries, keys and values."
+    ),
+    "recall_heads": (
+        "The same, head by head, at the setting of each method that reads least. A dark cell is a head that loses most of what "
+        "it attends to; one dark head can hold the retrieval that a task needs."
+    ),
+    "needle": (
+        "How many of the hidden numbers are found, against the share of keys read. The closer to the upper left corner, the "
+        "better. Bars are 95 % Wilson intervals; every method sees the same prompts. A prompt counts when all its answer "
+        "tokens are the model's first choice."
+    ),
+    "needle_grid": (
+        "The same by where the needle lies (0 %: start of the context) and how long the context is: a gap at one depth is a "
+        "region that a method does not reach."
+    ),
+    "latency": (
+        "Left: how many times sooner than with the fastest dense attention the first token is there, by length. Below 1 dense "
+        "attention is faster: <code>select.dense_below</code> says from which length on prompts are served sparsely. Right: "
+        "where the time goes at the longest prompt."
+    ),
+}
+CSS = """
+body { font: 16px/1.55 system-ui, sans-serif; color: #222; background: #fff; max-width: 64rem;
+  margin: 2.5rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem; margin-bottom: .2rem }
+h2 { font-size: 1.25rem; margin-top: 2.6rem; border-bottom: 1px solid #ddd }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; font-size: .9rem }
+dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere }
+.note { background: #fff8e5; padding: .5rem .8rem; margin: .4rem 0 }
+figure { margin: 1.6rem 0 } figcaption { color: #555; font-size: .9rem } img { max-width: 100%; height: auto }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums }
+th, td { padding: .22rem .8rem .22rem 0; text-align: right; white-space: nowrap } th { border-bottom: 1px solid #999 }
+th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left }
+tr.trained td { font-weight: 600 } tbody tr:hover { background: #f5f7fa }
+pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: .8rem }
+""".strip()
+
+
+def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path]) -> str:
+    """The whole page.
+
+    Parameters
+    ----------
+    rows : of any tasks.
+    about : the fields of :class:`~msattn.trainer.evaluate.report.context.Context`.
+    figures : ``{name: PNG file}``; they are embedded.
+    """
+    parts = [f"<h1>{escape(about['title'])}</h1>", _facts(about), f"<p>{READING}</p>"]
+    parts += [f'<p class="note">{escape(note)}</p>' for note in about["notes"]]
+    for task in HEADINGS:
+        own = [row for row in rows if row.task == task]
+        if own:
+            parts.append(f"<h2>{escape(caption(own))}</h2>")
+            parts += [_figure(path, EXPLAINED[name]) for name, path in figures.items() if name.split("_")[0] == task]
+            parts.append(_table(own))
+    settings = escape(json.dumps(about["config"], indent=2))
+    parts.append(f"<details><summary>Configuration of this run</summary><pre>{settings}</pre></details>")
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(about["title"])}</title>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head><body>\n{body}\n</body></html>\n'
+
+
+def _facts(about: dict[str, Any]) -> str:
+    facts = {
+        "made": about["created"],
+        "machine": ", ".join(f"{key} {value}" for key, value in about["machine"].items()),
+        "versions": ", ".join(f"{key} {value}" for key, value in about["versions"].items()),
+        "commit": about["commit"] or "not run from a checkout",
+        "seed": str(about["config"].get("seed", "")),
+    }
+    for kind, artifact in about["artifacts"].items():
+        facts[kind] = f"{artifact['path']} (sha256 {artifact['content_hash'][:16]}, made {artifact['created']})"
+    lines = (f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def _figure(path: Path, explanation: str) -> str:
+    picture = base64.b64encode(path.read_bytes()).decode()
+    image = f'<img alt="{path.stem}" src="data:image/png;base64,{picture}">'
+    return f"<figure>{image}<figcaption>{explanation}</figcaption></figure>"
+
+
+def _table(rows: list[EvalRow]) -> str:
+    columns = table(rows)
+    lines = []
+    for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True):
+        trained = ' class="trained"' if row.method in TRAINED else ""
+        lines.append(f"<tr{trained}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'

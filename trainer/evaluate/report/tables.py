@@ -1,0 +1,146 @@
+"""Rows as tables: the cells that the terminal and the page share, and the terminal's layout."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from msattn.trainer.evaluate.report import plots
+from msattn.trainer.evaluate.row import EvalRow
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+HEADINGS = {
+    "perplexity": "Perplexity of held-out text",
+    "recall": "Attention mass read",
+    "needle": "Needles in a haystack",
+    "latency": "Time to the first token",
+    "decoding": "Tokens a second in decoding",
+}
+TRAINED = ("gate", "classifier")  # methods that stand out
+COUNTED = {"needle": "prompts a row", "latency": "prompts a row", "decoding": "tokens a row"}
+SPARE = ("peak memory", "sparsity", "bits a byte", "latency", "95 % interval")  # a narrow terminal goes without, in this order
+
+
+def caption(rows: list[EvalRow]) -> str:
+    """Heading of one task's table, with how much it was measured on."""
+    first, counts = rows[0], sorted({row.samples for row in rows})
+    span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    length = f" of {first.extra['length']:,} tokens" if first.task == "perplexity" else ""
+    return f"{HEADINGS[first.task]}: {span} {COUNTED.get(first.task, 'chunks')}{length}"
+
+
+def table(rows: list[EvalRow]) -> dict[str, list[str]]:
+    """``{column: cells}`` of the rows of one task; columns that say nothing are left out."""
+    columns = {"method": [plots.title(row.method) for row in rows], "setting": [row.setting for row in rows]}
+    columns |= {"perplexity": _perplexity, "recall": _recall, "needle": _needle, "latency": _latency, "decoding": _decoding}[
+        rows[0].task
+    ](rows)
+    columns |= {
+        "sparsity": [_percent(row.sparsity) for row in rows],
+        "keys read": [_percent(row.selectivity) for row in rows],
+        "recall": [_percent(row.recall) if row.task != "recall" else "" for row in rows],
+        "latency": [_seconds(row.latency_s) if row.task != "decoding" else "" for row in rows],
+        "peak memory": [f"{row.peak_memory_mb:,.0f} MiB" if row.peak_memory_mb is not None else "" for row in rows],
+    }
+    return {name: cells for name, cells in columns.items() if any(cells)}
+
+
+def _perplexity(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "perplexity": [f"{row.score:.3f}" for row in rows],
+        "to dense": [f"{row.ratio_to_dense:.4f}" for row in rows],
+        "95 % interval": ["" if row.method == "dense" else _interval(row.extra["ratio_interval"], "{:.4f}") for row in rows],
+        "bits a byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
+    }
+
+
+def _recall(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "mass read": [_percent(row.score) for row in rows],
+        "95 % interval": [_interval(row.interval, "{:.1%}") for row in rows],
+        "output error": [f"{row.extra['output_error']:.4f}" for row in rows],
+    }
+
+
+def _needle(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "tokens": [f"{row.extra['length']:,}" for row in rows],
+        "found": [_percent(row.score) for row in rows],
+        "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
+        "to dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
+    }
+
+
+def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "tokens": [f"{row.extra['length']:,}" for row in rows],
+        **_faster(rows, "times_"),
+        "choosing": [_percent(row.extra["selection_share"]) for row in rows],
+        "attention": [_percent(row.extra["attention_share"]) for row in rows],
+        "breaks even": [f"{row.extra['break_even']:,}" if row.extra["break_even"] else "" for row in rows],
+    }
+
+
+def _decoding(rows: list[EvalRow]) -> dict[str, list[str]]:
+    device = [row.extra["device_tokens_per_s"] for row in rows]
+    return {
+        "keys": [f"{row.extra['length']:,}" for row in rows],
+        "tokens/s": [f"{row.score:.4g}" for row in rows],
+        **_faster(rows, "times_"),
+        "device alone": [f"{rate:.4g}" if rate else "" for rate in device],
+        **_faster(rows, "device_times_"),
+    }
+
+
+def _faster(rows: list[EvalRow], prefix: str) -> dict[str, list[str]]:
+    """A column for each dense kernel: how many times faster than it."""
+    keys = dict.fromkeys(key for row in rows for key in row.extra if key.startswith(prefix))
+    suffix = ", device" if prefix.startswith("device") else ""
+    return {
+        f"x {key.removeprefix(prefix)}{suffix}": [f"{row.extra[key]:.2f}" if key in row.extra else "" for row in rows]
+        for key in keys
+    }
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _interval(bounds: Sequence[float] | None, form: str) -> str:
+    return "" if bounds is None else f"{form.format(bounds[0])} – {form.format(bounds[1])}"
+
+
+def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
+    """One table a task, then the notes."""
+    for task in HEADINGS:
+        own = [row for row in rows if row.task == task]
+        if own:
+            console.print(_terminal(own, console.width))
+    for note in notes:
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
+
+
+def _terminal(rows: list[EvalRow], width: int) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    columns = table(rows)
+    for name in SPARE:
+        if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
+            columns.pop(name, None)
+    shown = Table(title=caption(rows), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        shown.add_column(name, justify="left" if name in ("method", "setting") else "right", no_wrap=True)
+    before = None
+    for row, (method, *cells) in zip(rows, zip(*columns.values(), strict=True), strict=True):
+        group = (row.method, row.extra.get("length"))
+        shown.add_row("" if group == before else method, *cells, style="bold" if row.method in TRAINED else None)
+        before = group
+    return shown

@@ -1,0 +1,43 @@
+"""The frozen model and what is seen of it: loading, families, RoPE, the tap on each layer's attention.
+
+Import loading, configuration and device functions from here; :mod:`~msattn.trainer.models.tap`,
+:mod:`~msattn.trainer.models.rope` and the others from their modules. Nothing here knows gates or buckets.
+"""
+
+from msattn.trainer.models.devices import DTYPES, resolve_device, resolve_dtype
+from msattn.trainer.models.families import (
+    FAMILIES,
+    ROPE_TYPES,
+    check_length,
+    check_supported,
+    head_dim,
+    max_length,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+    sliding_layers,
+)
+from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.loading import EMBEDDED, Loaded, load, no_bar, random_config
+
+__all__ = [
+    "DTYPES",
+    "EMBEDDED",
+    "FAMILIES",
+    "ROPE_TYPES",
+    "Loaded",
+    "check_length",
+    "check_supported",
+    "fingerprint",
+    "head_dim",
+    "load",
+    "max_length",
+    "no_bar",
+    "num_heads",
+    "num_kv_heads",
+    "num_layers",
+    "random_config",
+    "resolve_device",
+    "resolve_dtype",
+    "sliding_layers",
+]

@@ -1,0 +1,33 @@
+"""Resolution of the ``device`` and ``dtype`` settings."""
+
+import os
+
+import torch
+
+from msattn.trainer.config import nearest
+from msattn.trainer.errors import UserError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is CUDA where there is one; of several GPUs under ``torchrun``, the process's own.
+
+    Raises
+    ------
+    UserError : ``cuda`` without a GPU.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: PyTorch sees no CUDA GPU; device=cpu works everywhere")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bfloat16 on CUDA, float32 elsewhere."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype}: accepted are auto, {', '.join(DTYPES)}{nearest(dtype, list(DTYPES))}")
+    return DTYPES[dtype]

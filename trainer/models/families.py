@@ -1,0 +1,89 @@
+"""Model families that msattn serves, and what it reads from their configurations."""
+
+from typing import TYPE_CHECKING
+
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def num_layers(config: "PreTrainedConfig") -> int:
+    return config.num_hidden_layers
+
+
+def num_heads(config: "PreTrainedConfig") -> int:
+    return config.num_attention_heads  # pyright: ignore[reportReturnType]
+
+
+def num_kv_heads(config: "PreTrainedConfig") -> int:
+    return getattr(config, "num_key_value_heads", None) or num_heads(config)
+
+
+def head_dim(config: "PreTrainedConfig") -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // num_heads(config)
+
+
+def max_length(config: "PreTrainedConfig") -> int:
+    """The longest sequence, in tokens; dynamic RoPE stretches on the fly, the others have stretched the config already."""
+    rope, positions = config.rope_parameters, int(config.max_position_embeddings)
+    return int(positions * rope["factor"]) if rope["rope_type"] == "dynamic" else positions
+
+
+def check_length(config: "PreTrainedConfig", seq_len: int) -> None:
+    """Refuse a sequence longer than the model's positions.
+
+    Raises
+    ------
+    UserError
+    """
+    longest = max_length(config)
+    if seq_len > longest:
+        raise UserError(
+            f"seq_len={seq_len}: the model has positions for {longest} tokens; "
+            "shorten it, or stretch the model with model.rope_scaling={rope_type: yarn, factor: ...}"
+        )
+
+
+def check_supported(config: "PreTrainedConfig") -> None:
+    """Refuse what the tap and the kernels would get wrong.
+
+    Raises
+    ------
+    UserError : another family, soft-capped scores, sliding-window layers (named), another RoPE type, head counts or head sizes
+        that do not fit.
+    """
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UserError(f"model: soft-capped attention scores (attn_logit_softcapping={config.attn_logit_softcapping})")
+    if config.model_type not in FAMILIES:
+        raise UserError(f"model_type={config.model_type}: accepted are the decoders {', '.join(FAMILIES)}")
+    sliding = sliding_layers(config)
+    if sliding:
+        raise UserError(
+            f"model: layers {', '.join(map(str, sliding))} attend through a sliding window of {config.sliding_window} tokens; "
+            "accepted are full-attention layers"
+        )
+    rope = config.rope_parameters
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise UserError(f"rope_type={rope['rope_type']}: accepted are {', '.join(ROPE_TYPES)}")
+    factor = rope.get("factor", 1.0 if rope["rope_type"] == "default" else None)
+    if not isinstance(factor, int | float) or factor < 1:
+        raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: accepted is a number of 1 or more")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(f"partial_rotary_factor={rope['partial_rotary_factor']}: accepted is 1 (all channels rotate)")
+    heads, kv_heads, size = num_heads(config), num_kv_heads(config), head_dim(config)
+    if heads % kv_heads:
+        raise UserError(f"num_attention_heads={heads}: accepted are multiples of num_key_value_heads={kv_heads}")
+    if size % 8 or not 8 <= size <= 256:
+        raise UserError(f"head_dim={size}: accepted are multiples of 8 up to 256")
+
+
+def sliding_layers(config: "PreTrainedConfig") -> list[int]:
+    """Indices of the layers that attend through a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type == "mistral" or kinds is None:  # Mistral's code looks at sliding_window alone
+        return list(range(num_layers(config))) if getattr(config, "sliding_window", None) else []
+    return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]

@@ -1,0 +1,81 @@
+"""Fingerprint of a model: its shape, RoPE, and hashes of configuration, weights and tokenizer."""
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads, num_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HASHED = (  # what decides the meaning of q, k and v, whatever version of transformers wrote the config
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "attention_bias",
+    "tie_word_embeddings",
+)
+SAMPLE = 4096  # values hashed of each sampled tensor
+
+
+def fingerprint(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    *,
+    id: str = "",
+    revision: str | None = None,
+) -> dict[str, Any]:
+    """What identifies a model in a manifest.
+
+    Returns
+    -------
+    dict with ``id``, ``revision``, ``num_layers``, ``num_heads``, ``num_kv_heads``, ``head_dim``, ``rope``, ``config_hash``,
+    ``weights_hash`` (of a sample; the same in every dtype that the checkpoint is loaded in) and ``tokenizer_hash`` (None
+    without a tokenizer).
+    """
+    config = model.config
+    shape = {key: getattr(config, key, None) for key in HASHED}
+    return {
+        "id": id,
+        "revision": revision,
+        "num_layers": num_layers(config),
+        "num_heads": num_heads(config),
+        "num_kv_heads": num_kv_heads(config),
+        "head_dim": head_dim(config),
+        "rope": {key: value for key, value in sorted(config.rope_parameters.items()) if value is not None},
+        "config_hash": _hash(json.dumps(shape, sort_keys=True).encode()),
+        "weights_hash": _hash(*(_sample(tensor) for tensor in _sampled_tensors(model))),
+        "tokenizer_hash": None if tokenizer is None else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()),
+    }
+
+
+def _sampled_tensors(model: "PreTrainedModel") -> list[Tensor]:
+    base: Any = model.base_model
+    layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
+    weights = [w for layer in layers for w in (layer.self_attn.q_proj.weight, layer.mlp.down_proj.weight)]
+    return [base.embed_tokens.weight, *weights, base.norm.weight]
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Some values, rounded so that a checkpoint loaded in another dtype gives the same bytes.
+
+    Values below fp16's normal range count as 0: that is where fp16 is coarser than bfloat16.
+    """
+    values = tensor.detach().flatten()
+    values = values[:: max(1, values.numel() // SAMPLE)].float()
+    values = values.masked_fill(values.abs() < 1e-4, 0).bfloat16()
+    return values.view(torch.int16).cpu().numpy().tobytes()
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
