@@ -60,7 +60,7 @@ app = typer.Typer(
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Ctrl-C and SIGTERM end with the job's own last word, e.g. where its checkpoint lies."""
-    from msattn.trainer.errors import Terminated, say
+    from msattn.trainer.errors import Terminated, print_once
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -69,7 +69,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        say(f"interrupted{f': {stop}' if stop.args else ''}")
+        print_once(f"interrupted{f': {stop}' if stop.args else ''}")
         raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from stop
     finally:
         signal.signal(signal.SIGTERM, usual)
@@ -160,16 +160,16 @@ def doctor() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run ``msattn`` on ``arguments`` (default: those of the process) and exit."""
-    from msattn.trainer.errors import Fault, UserError, leave, say
+    from msattn.trainer.errors import Fault, UserError, exit_process, print_once
 
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments or ["--help"], prog_name="msattn", standalone_mode=False)
     except (UserError, typer.TyperException) as error:
         message = str(error) if isinstance(error, UserError) else error.format_message()
-        say(" ".join(message.split()))
-        leave(2)
+        print_once(" ".join(message.split()))
+        exit_process(2)
     except Fault as error:
-        say(" ".join(str(error).split()))
-        leave(1)
-    leave(code if isinstance(code, int) else 0)
+        print_once(" ".join(str(error).split()))
+        exit_process(1)
+    exit_process(code if isinstance(code, int) else 0)

@@ -15,7 +15,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-PATIENCE = 300  # seconds for what takes ten on a machine at rest: only what hangs may fail for its time
+TIMEOUT = 300  # seconds for what takes ten on a machine at rest: only what hangs may fail for its time
 
 sys.path.append(str(ROOT))  # forked processes take it over, and find tests there
 _forks = multiprocessing.get_context("forkserver")
@@ -73,31 +73,31 @@ class Job:
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Until ``condition`` holds, which the job brings about."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while not condition():
             assert self.poll() is None, f"ended before its time: {self.err.read_text()}"
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"nothing after {PATIENCE} seconds: {self.err.read_text()}")
+                raise AssertionError(f"nothing after {TIMEOUT} seconds: {self.err.read_text()}")
             time.sleep(0.005)
 
-    def ended(self) -> int:
+    def wait(self) -> int:
         """The exit code, once it has ended by itself."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"still there after {PATIENCE} seconds: {self.err.read_text()}")
+                raise AssertionError(f"still there after {TIMEOUT} seconds: {self.err.read_text()}")
             time.sleep(0.005)
         return code
 
-    def succeeded(self) -> str:
+    def output(self) -> str:
         """What it printed."""
-        assert self.ended() == 0, self.err.read_text()
+        assert self.wait() == 0, self.err.read_text()
         return self.out.read_text()
 
 
-class Launched(Job):
+class LaunchedJob(Job):
     """A job that Python runs, or ``torchrun`` if it takes several processes: what is known of it is the launcher's."""
 
     hidden: ClassVar[dict[str, str]] = NO_GPU
@@ -122,7 +122,7 @@ class Launched(Job):
         self._kill([self.process.pid])
 
 
-class LaunchedOnGPUs(Launched):
+class LaunchedGpuJob(LaunchedJob):
     """The same, with the machine's GPUs."""
 
     hidden: ClassVar[dict[str, str]] = {}

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from msattn.trainer import artifacts
-from msattn.trainer.artifacts import check_model, check_writable, content_hash, folder_of, read, write
+from msattn.trainer.artifacts import artifact_folder, check_model, check_writable, content_hash, read, write
 from msattn.trainer.errors import UserError
 
 MODEL = {
@@ -42,7 +42,7 @@ def save(folder: Path, value: float = 1.0, **options: Any) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return folder_of(tmp_path / "outputs", "tiny", "base", "gate")
+    return artifact_folder(tmp_path / "outputs", "tiny", "base", "gate")
 
 
 def test_round_trip(folder: Path) -> None:

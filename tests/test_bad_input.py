@@ -116,7 +116,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
         (["gate.block_size=48"], "gate.block_size=48: a power of two"),
         (["gate.block_size=128", "data.seq_len=64"], "gate.block_size=128: at most data.seq_len=64"),
         (["train.schedule=cosin"], "train.schedule=cosin"),
-        ([], "outputs/tiny/base/gate: an artifact stands there"),
+        ([], "outputs/tiny/base/gate: an artifact already exists"),
     ],
 )
 def test_train_gate_refuses(here: Path, refused: Callable[..., str], overrides: list[str], says: str) -> None:

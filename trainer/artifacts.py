@@ -23,12 +23,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from msattn import __version__
-from msattn.trainer.errors import UserError, unwritable
+from msattn.trainer.errors import UserError, write_error
 
 FORMAT_VERSION = 1
 KINDS = ("gate", "kmeans", "qmodel")
 WEIGHTS, CONFIG, MANIFEST, CARD = "model.safetensors", "config.yaml", "manifest.json", "README.md"
-KEYS = (
+MANIFEST_KEYS = (
     "kind",
     "format_version",
     "model",
@@ -41,8 +41,8 @@ KEYS = (
     "content_hash",
     "created",
 )
-IDENTITY = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "config_hash", "rope", "weights_hash")
-TITLES = {
+IDENTITY_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "config_hash", "rope", "weights_hash")
+CARD_TITLES = {
     "gate": "SeerAttention gates: which key blocks each query block needs",
     "kmeans": "Spherical k-means of keys: the buckets that decoding chooses from",
     "qmodel": "SAAP query classifiers: which key buckets a query needs",
@@ -60,7 +60,7 @@ class Artifact:
     path: Path
 
 
-def folder_of(outputs: str | Path, model_name: str, name: str, kind: str) -> Path:
+def artifact_folder(outputs: str | Path, model_name: str, name: str, kind: str) -> Path:
     """``outputs/<model_name>/<name>/<kind>``."""
     return Path(outputs) / model_name / name / kind
 
@@ -84,11 +84,11 @@ def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIF
 
     Raises
     ------
-    UserError : an artifact stands there and ``overwrite`` is off, something else stands there, or the place cannot be written.
+    UserError : an artifact already exists and ``overwrite`` is off, something else stands there, or the place cannot be written.
     """
     if (folder / marker).exists():
         if not overwrite:
-            raise UserError(f"{folder}: an artifact stands there; overwrite=true replaces it, another name= keeps both")
+            raise UserError(f"{folder}: an artifact already exists; overwrite=true replaces it, another name= keeps both")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: something that is no artifact stands there; choose another name= or outputs=")
     existing = next(parent for parent in folder.absolute().parents if parent.exists())
@@ -113,7 +113,7 @@ def write(
 
     Parameters
     ----------
-    folder : where it will stand, see :func:`folder_of`
+    folder : where it will stand, see :func:`artifact_folder`
     kind : ``gate``, ``kmeans`` or ``qmodel``
     tensors : weights, on any device
     config : the resolved run configuration as plain dictionaries
@@ -157,14 +157,14 @@ def write(
         MANIFEST: (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode(),
         CARD: _card(manifest).encode(),
     }
-    with replacing(folder) as new:
+    with replace_atomically(folder) as new:
         for name, content in files.items():
             (new / name).write_bytes(content)
     return folder
 
 
 @contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
+def replace_atomically(folder: Path) -> Iterator[Path]:
     """A temporary sibling to fill with files, which is then forced to the disk and renamed to ``folder``.
 
     A killed run leaves the old folder or the new one, never a part; so does an error, which leaves no sibling either.
@@ -184,7 +184,7 @@ def replacing(folder: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         _sync_folder(new)
     except BaseException as error:
-        refused = unwritable(folder, error) if isinstance(error, OSError | SafetensorError) else None
+        refused = write_error(folder, error) if isinstance(error, OSError | SafetensorError) else None
         shutil.rmtree(new, ignore_errors=True)
         if refused is not None:
             raise refused from error
@@ -223,7 +223,7 @@ def _finite(figures: Any) -> Any:
     return None if isinstance(figures, float) and not math.isfinite(figures) else figures
 
 
-def announce(folder: Path, metrics: Mapping[str, float]) -> None:
+def print_summary(folder: Path, metrics: Mapping[str, float]) -> None:
     """One closing line on the terminal: where an artifact stands, and its figures but those of single layers."""
     figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "layer" not in name)
     print(f"{folder}  {figures}", flush=True)
@@ -290,7 +290,7 @@ def _local_folder(path: str | Path) -> Path:
         raise UserError(f"artifact {path}: no local folder, and the Hugging Face Hub did not give it ({reason})") from error
 
 
-def kind_of(path: str | Path) -> str:
+def read_kind(path: str | Path) -> str:
     """The kind of the artifact in a folder or on the Hub, from its manifest alone; UserError as in :func:`read`."""
     return _read_manifest(_local_folder(path), path)["kind"]
 
@@ -302,7 +302,7 @@ def _read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> d
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     except ValueError as error:
         raise UserError(f"artifact {path}: {MANIFEST} is no JSON ({error})") from error
-    missing = [key for key in KEYS if not isinstance(manifest, dict) or key not in manifest]
+    missing = [key for key in MANIFEST_KEYS if not isinstance(manifest, dict) or key not in manifest]
     if missing:
         raise UserError(f"artifact {path}: {MANIFEST} lacks {missing[0]}")
     if manifest["format_version"] != FORMAT_VERSION:
@@ -321,7 +321,7 @@ def check_model(artifact: Artifact | Mapping[str, Any], fingerprint: Mapping[str
     """
     manifest = artifact.manifest if isinstance(artifact, Artifact) else artifact
     made_for = manifest["model"]
-    for field in IDENTITY:
+    for field in IDENTITY_FIELDS:
         if made_for.get(field) != fingerprint.get(field):
             raise UserError(
                 f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}: "
@@ -343,7 +343,7 @@ library_name: msattn
 tags: [sparse-attention, long-context, {kind}]
 {base}---
 
-# {TITLES[kind]}
+# {CARD_TITLES[kind]}
 
 Made for `{model["id"]}` ({model["num_layers"]} layers, {model["num_heads"]} query heads, {model["num_kv_heads"]} key/value \
 heads, head size {model["head_dim"]}) with msattn {manifest["versions"]["msattn"]}. `manifest.json` says from which data, \

@@ -45,7 +45,7 @@ def load(path: str | Path) -> Gate | KMeans | QModel:
     ------
     UserError : missing, damaged, or of another format version.
     """
-    return LOADERS[artifacts.kind_of(path)](path)
+    return LOADERS[artifacts.read_kind(path)](path)
 
 
 class _Mean:
@@ -78,9 +78,9 @@ class Sparse:
         dense_layers: tuple[int, ...],
         dense_below: int,
         measure_recall: bool,
-        spans: PhaseTimer | None,
+        timer: PhaseTimer | None,
     ) -> None:
-        self.selection, self.router, self.dense_below, self.spans = selection, router, dense_below, spans
+        self.selection, self.router, self.dense_below, self.timer = selection, router, dense_below, timer
         self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
         self.routed = frozenset() if router is None else frozenset(router.layers) - frozenset(dense_layers)
         self._sparsity, self._selectivity, self._prefill_recall, self._decode_recall = (_Mean() for _ in range(4))
@@ -110,12 +110,12 @@ class Sparse:
             "decode_recall": decoding,
             "dense_fallbacks": self._dense_fallbacks,
             "dense_by_choice": self._dense_by_choice,
-            "selection_s": self.spans and self.spans.seconds("selection"),
-            "attention_s": self.spans and self.spans.seconds("attention"),
+            "selection_s": self.timer and self.timer.seconds("selection"),
+            "attention_s": self.timer and self.timer.seconds("attention"),
         }
 
     def _timed(self, part: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.spans is None else self.spans.of(part)
+        return nullcontext() if self.timer is None else self.timer.measure(part)
 
     def attend(self, x: LayerInputs) -> Tensor:
         """Attention of one layer, ``[B, Hq, N, D]``: sparse where an artifact serves this pass, else dense."""
@@ -267,7 +267,7 @@ def attach(
         dense_layers=tuple(dense_layers),
         dense_below=_dense_below(select, model.device),
         measure_recall=measure_recall,
-        spans=PhaseTimer(model.device) if measure_time else None,
+        timer=PhaseTimer(model.device) if measure_time else None,
     )
     with tap(model, sparse.attend):
         hook = model.base_model.register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True)

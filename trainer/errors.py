@@ -20,7 +20,7 @@ class CheckFailed(Fault):
     """An operation disagrees with its reference."""
 
 
-class ProcessLost(Fault):
+class RankLost(Fault):
     """Another process of the run ended, and those that are left cannot go on."""
 
 
@@ -32,23 +32,23 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, which stops as Ctrl-C does. Exit code 143, where that has 130."""
 
 
-def unwritable(path: Path, error: Exception, kept: str = "") -> UserError:
+def write_error(path: Path, error: Exception, kept: str = "") -> UserError:
     """One line for ``error``, met in writing ``path``: its reason, the room there is, and what is ``kept`` to go on from."""
     # PyTorch's writer has a position to tell, and no reason.
     reason = "the disk refuses" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or str(error)
     free = shutil.disk_usage(path.parent).free
     there = f"{free / 1e9:.1f} GB are free in {path.parent}"
-    return UserError(f"{path} cannot be written ({reason}), {there}{kept}: make room, then resume=true goes on")
+    return UserError(f"{path} cannot be written ({reason}), {there}{kept}: make room, then resume=true continues")
 
 
-def say(line: str) -> None:
+def print_once(line: str) -> None:
     """Print ``msattn: line`` on stderr; of the processes that ``torchrun`` started, the first one that has it to say does."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _first_to_say(line):
         sys.stderr.write(f"msattn: {line}\n")  # at once, so that lines of several processes stay apart
         sys.stderr.flush()
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process; one of several at once, for threads of their connections may abort the interpreter as it winds down."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()

@@ -28,7 +28,7 @@ from msattn.trainer.embedded.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_toke
 from msattn.trainer.models.loading import Loaded, load
 
 TOKENIZER = load_tokenizer(SHIPPED)
-PHRASES = tasks.Phrases(TOKENIZER)
+PHRASES = tasks.PhraseEncoder(TOKENIZER)
 WEIGHT = 6.0
 SAYING = re.compile(r" The secret number of( .+?) is (\d{5})\.")
 TINY = partial(
@@ -131,7 +131,7 @@ def test_a_needles_tokens_are_the_whole_sentences(number: int) -> None:
     assert re.fullmatch(r"[1-9]\d{4}", value)
     digits = np.array(ids_of(value))
     for frame, sentence in (("needle", f" {tasks.needle(key, value)}"), ("pair", f" {key}: {value},")):
-        ids, weights = PHRASES.said(frame, np.array(ids_of(f" {key}")), digits, WEIGHT)
+        ids, weights = PHRASES.fill(frame, np.array(ids_of(f" {key}")), digits, WEIGHT)
         assert ids.tolist() == ids_of(sentence)
         (answer,) = runs(weights)
         assert text_of(ids[answer]) == f" {value}"

@@ -155,12 +155,12 @@ def test_a_filled_cache_is_read_as_one_that_grew(tmp_path: Path) -> None:
 def test_spans_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 3.0, 10.0, 10.5])
     monkeypatch.setattr("msattn.trainer.models.timing.time.perf_counter", lambda: next(clock))
-    spans = PhaseTimer(torch.device("cpu"))
+    timer = PhaseTimer(torch.device("cpu"))
     for _ in range(2):
-        with spans.of("attention"):
+        with timer.measure("attention"):
             pass
-    assert spans.seconds("attention") == 2.5
-    assert spans.seconds("selection") is None
+    assert timer.seconds("attention") == 2.5
+    assert timer.seconds("selection") is None
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from msattn.trainer.finetune.run import finetune
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.train_gate import train_gate
 from tests.factory import tiny_architecture
-from tests.jobs import Job, LaunchedOnGPUs
+from tests.jobs import Job, LaunchedGpuJob
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -211,7 +211,7 @@ def new_gates(root: Path, device: str, dtype: str) -> Path:
 
 def test_what_stands_there_is_kept(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = weights(trained)
-    with pytest.raises(UserError, match=r"finetuned/model: an artifact stands there; overwrite=true"):
+    with pytest.raises(UserError, match=r"finetuned/model: an artifact already exists; overwrite=true"):
         finetune(run_config(root))
 
     def full_disk(*_: object, **__: object) -> None:
@@ -220,7 +220,7 @@ def test_what_stands_there_is_kept(root: Path, trained: Path, monkeypatch: pytes
     monkeypatch.setattr(
         type(models.load(served(run_config(root), trained), device="cpu").tokenizer), "save_pretrained", full_disk
     )
-    with pytest.raises(UserError, match=r"finetuned/model cannot be written .*No space.*resume=true goes on"):
+    with pytest.raises(UserError, match=r"finetuned/model cannot be written .*No space.*resume=true continues"):
         finetune(run_config(root, overwrite=True, resume=True))
     assert equal(weights(trained), before)
     assert not [path for path in trained.parent.iterdir() if path.name.startswith(".model")]
@@ -317,7 +317,7 @@ def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: 
     gate, runs = str(run_config(root).artifacts.gate), root / "outputs/small"
     cfg = run_config(root, "one", dtype="float32")
     finetune(replace(cfg, train=replace(cfg.train, batch_size=4)))
-    Job(JOB, tmp_path, root, "two", "cpu", gate, "whole", "new", processes=2).succeeded()
+    Job(JOB, tmp_path, root, "two", "cpu", gate, "whole", "new", processes=2).output()
     assert_near(runs / "one", runs / "two")
     assert not equal(weights(runs / "one/model"), weights(trained))
 
@@ -326,12 +326,12 @@ def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_shared_weights_learn_what_whole_ones_do(root: Path, tmp_path: Path) -> None:
     gate, runs = str(new_gates(root, "cuda", "float32")), root / "outputs/small"
-    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").succeeded()
-    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).succeeded()
+    LaunchedGpuJob(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").output()
+    LaunchedGpuJob(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).output()
     assert_near(runs / "gpu-one", runs / "gpu-two")
     shutil.copytree(runs / "gpu-two/runs", runs / "gpu-again/runs")
     shutil.rmtree(runs / "gpu-again/runs/finetune/checkpoints/checkpoint-4")
-    LaunchedOnGPUs(JOB, tmp_path, root, "gpu-again", "cuda", gate, "fsdp", "resume", processes=2).succeeded()
+    LaunchedGpuJob(JOB, tmp_path, root, "gpu-again", "cuda", gate, "fsdp", "resume", processes=2).output()
     assert equal(weights(runs / "gpu-again/model"), weights(runs / "gpu-two/model"))
 
 

@@ -224,7 +224,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
 
 @pytest.mark.slow
 def test_two_processes_make_what_one_makes(tmp_path: Path, alone: artifacts.Artifact) -> None:
-    assert start(tmp_path).succeeded().count("k-means of heads") == 1, "one process shows how far it is"
+    assert start(tmp_path).output().count("k-means of heads") == 1, "one process shows how far it is"
     manifest = written(tmp_path).manifest
     assert manifest["content_hash"] == alone.manifest["content_hash"]
     assert manifest["details"] == alone.manifest["details"]
@@ -242,7 +242,7 @@ def test_a_killed_job_goes_on(tmp_path: Path, alone: artifacts.Artifact) -> None
     assert not (tmp_path / "outputs/tiny/base/kmeans").exists()
     kept = {path.stem: load_file(path)["centroids"].clone() for path in parts.glob("*.safetensors")}
     assert kept
-    start(tmp_path, "resume=true").succeeded()
+    start(tmp_path, "resume=true").output()
     assert written(tmp_path).manifest["content_hash"] == alone.manifest["content_hash"]
     centroids = alone.tensors["centroids"]
     assert all(torch.equal(part, centroids[int(name.removeprefix("layer_"))]) for name, part in kept.items())

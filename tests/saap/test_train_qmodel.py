@@ -176,7 +176,7 @@ def test_two_processes_make_what_one_makes_and_go_on_when_killed(text: Path, tra
     assert not (folder / "qmodel").exists()
 
     job = Job(JOB, tmp_path, text, tmp_path, 10, processes=2)
-    printed = job.succeeded()
+    printed = job.output()
     assert "targets of" not in printed + job.err.read_text(), "the cached pairs are all there"
     assert printed.count(f"{folder / 'qmodel'}  ") == 1
     assert [line for line in printed.splitlines() if line.startswith("layers ")] == ["layers 0: 2 classifiers train at once"]
@@ -194,7 +194,7 @@ def refused(cfg: TrainQModelConfig, message: str, **qmodel: Any) -> None:
 
 def test_what_cannot_be_trained_is_refused(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for_kmeans, cfg = configs(text, trained)
-    refused(cfg, "an artifact stands there; overwrite=true")
+    refused(cfg, "an artifact already exists; overwrite=true")
     cfg = replace(cfg, name="second")
     refused(cfg, "there is no k-means in .*; make it with msattn fit-kmeans")
     cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))

@@ -145,7 +145,7 @@ def test_a_picture_that_cannot_be_written_is_left_out(root, capsys):
 def test_two_processes_train_what_one_does(root):
     alone, shared = shared_config(root, "alone"), shared_config(root, "shared")
     train_gate(alone)
-    lines = Job(SHARED, root, root, "shared", 0, processes=2).succeeded().splitlines()
+    lines = Job(SHARED, root, root, "shared", 0, processes=2).output().splitlines()
     assert sum(line.startswith("step 3/4  loss") for line in lines) == 1
     assert sum("outputs/small/shared/gate" in line for line in lines) == 1
 
@@ -173,7 +173,7 @@ def test_two_processes_train_what_one_does(root):
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_in_one_process_stops_both(root):
     job = Job(SHARED, root, root, "torn", 3, processes=2)  # two passes a step
-    assert job.ended() == 1
+    assert job.wait() == 1
     assert job.err.read_text().count("TrainingDiverged: the loss of layer 1 is not finite, seen at step 2") == 2
     assert not (root / "outputs" / "small" / "torn" / "gate").exists()
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.utils.data import Dataset
 
 from msattn.trainer.config import TrackerConfig, TrainConfig
-from msattn.trainer.errors import Fault, Terminated, UserError, leave, say
+from msattn.trainer.errors import Fault, Terminated, UserError, exit_process, print_once
 from msattn.trainer.training import checkpoints as checkpoint_files
-from msattn.trainer.training.checkpoints import KEPT, MARKER, WEIGHTS, newest_checkpoint
+from msattn.trainer.training.checkpoints import MARKER, MAX_CHECKPOINTS, WEIGHTS, newest_checkpoint
 from msattn.trainer.training.distributed import LOST_RANK_MESSAGE, fail_together
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
-from tests.jobs import Job, Launched, LaunchedOnGPUs
+from tests.jobs import Job, LaunchedGpuJob, LaunchedJob
 
 TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
 ITEMS = 20
@@ -93,12 +93,12 @@ def job(folder: Path, resume: bool, device: str, pause: float) -> None:
         with fail_together():
             run(Line(folder / f"seen-{rank}", pause), folder, resume=resume, device=device)
     except KeyboardInterrupt as stop:
-        say(f"interrupted: {stop}")
-        leave(143 if isinstance(stop, Terminated) else 130)
+        print_once(f"interrupted: {stop}")
+        exit_process(143 if isinstance(stop, Terminated) else 130)
     except (UserError, Fault) as error:
-        say(str(error))
-        leave(1 if isinstance(error, Fault) else 2)
-    leave(0)
+        print_once(str(error))
+        exit_process(1 if isinstance(error, Fault) else 2)
+    exit_process(0)
 
 
 JOB = """
@@ -120,7 +120,7 @@ def started(kind: type[Kind], folder: Path, processes: int, *, resume: bool, dev
 
 def ended(running: Job) -> tuple[int, list[str]]:
     """Exit code and our own lines."""
-    code = running.ended()
+    code = running.wait()
     return code, [line for line in running.err.read_text().splitlines() if line.startswith("msattn: ")]
 
 
@@ -169,7 +169,7 @@ def test_signals_stop_after_a_saved_step(
     for attempt, calls in enumerate(stops):
         module = Line(tmp_path / "seen-0")
         module.stop = (calls, number)
-        with pytest.raises(error, match=r"after step \d+ of 24, saved in .*; resume=true goes on") as stopped:
+        with pytest.raises(error, match=r"after step \d+ of 24, saved in .*; resume=true continues") as stopped:
             run(module, tmp_path, train, resume=attempt > 0)
         assert type(stopped.value) is error
         assert signal.getsignal(number) is usual
@@ -204,7 +204,7 @@ def test_a_checkpoint_goes_only_once_two_newer_ones_are_complete(tmp_path: Path,
     monkeypatch.setattr("msattn.trainer.training.callbacks.mark_complete", watched)
     run(Line(tmp_path / "seen-0"), tmp_path)
     assert states[:3] == [([], [3]), ([3], [3, 6]), ([3, 6], [6, 9])]
-    assert all(len(after) <= KEPT and after[-1] > before[-1] for before, after in states[1:])
+    assert all(len(after) <= MAX_CHECKPOINTS and after[-1] > before[-1] for before, after in states[1:])
 
 
 def test_an_older_run_is_unmarked_before_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_last_good_one(tmp_path: P
     longer = replace(TRAIN, steps=8, save_every=4, schedule="constant")
     with files_of_at_most(limit), pytest.raises(UserError, match=r"checkpoint-8 cannot be written .* are free in") as stopped:
         run(Wide(tmp_path / "seen-0"), tmp_path, longer, resume=True)
-    assert f"the last good checkpoint is {good}: make room, then resume=true goes on" in str(stopped.value)
+    assert f"the last good checkpoint is {good}: make room, then resume=true continues" in str(stopped.value)
     assert "\n" not in str(stopped.value)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-4"], "its room is given back"
     run(Wide(tmp_path / "seen-0"), tmp_path, longer, resume=True)
@@ -271,7 +271,7 @@ def test_shares_of_a_checkpoint_that_cannot_be_written_end_in_one_line(tmp_path:
     with (
         files_of_at_most(2**15),
         pytest.raises(UserError, match="checkpoint-3 cannot be written") as stopped,
-        checkpoint_files.writing(checkpoint),
+        checkpoint_files.handle_write_errors(checkpoint),
     ):
         save_shards({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
     assert "\n" not in str(stopped.value)
@@ -304,7 +304,7 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
 
 
 def test_a_lost_process_ends_the_others_with_one_line(tmp_path: Path) -> None:
-    running = started(Launched, tmp_path, 2, resume=False, pause=0.03)
+    running = started(LaunchedJob, tmp_path, 2, resume=False, pause=0.03)
     running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
     since = time.monotonic()
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
@@ -336,7 +336,7 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
     for rank in range(4):
         (folder / f"seen-{rank}").unlink()
     # A cluster ends the launcher, whose processes speak as one; Ctrl-C in a terminal reaches every process.
-    stops = (Launched, signal.SIGTERM, "checkpoint-9", 1), (Job, signal.SIGINT, "checkpoint-15", 4)
+    stops = (LaunchedJob, signal.SIGTERM, "checkpoint-9", 1), (Job, signal.SIGINT, "checkpoint-15", 4)
     for kind, number, moment, voices in stops:
         running = started(kind, folder, 4, resume=True)
         running.wait_for((folder / "checkpoints" / moment / MARKER).exists)
@@ -346,7 +346,7 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
         assert last is not None
         line = (
             f"msattn: interrupted: stopped after step {last.name.split('-')[1]} of 24, "
-            f"saved in {folder / 'checkpoints'}; resume=true goes on from there"
+            f"saved in {folder / 'checkpoints'}; resume=true continues from there"
         )
         assert lines == [line] * voices
     assert ended(started(Job, folder, 4, resume=True)) == (0, [])
@@ -361,7 +361,7 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
 def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of several processes, each with a GPU."""
     folder = tmp_path_factory.mktemp("whole_on_gpus")
-    assert ended(started(LaunchedOnGPUs, folder, GPUS, resume=False, device="cuda", pause=0.0)) == (0, [])
+    assert ended(started(LaunchedGpuJob, folder, GPUS, resume=False, device="cuda", pause=0.0)) == (0, [])
     return folder
 
 
@@ -369,7 +369,7 @@ def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signals) -> None:
-    running = started(LaunchedOnGPUs, tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
+    running = started(LaunchedGpuJob, tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
     running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
     since = time.monotonic()
     if number == signal.SIGKILL:
@@ -381,5 +381,5 @@ def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signal
     assert code == 1  # torchrun's own
     assert len(lines) == 1
     assert ("another process of this run ended" if number == signal.SIGKILL else "interrupted: stopped after step") in lines[0]
-    assert ended(started(LaunchedOnGPUs, tmp_path, GPUS, resume=True, device="cuda", pause=0.0)) == (0, [])
+    assert ended(started(LaunchedGpuJob, tmp_path, GPUS, resume=True, device="cuda", pause=0.0)) == (0, [])
     assert same(tmp_path, whole_on_gpus)

@@ -19,7 +19,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.training import loop
 from msattn.trainer.training.callbacks import TrainingCallback
 from msattn.trainer.training.distributed import StopConsensus
-from msattn.trainer.training.loop import Summary, TrainingDiverged, fit, newest_checkpoint
+from msattn.trainer.training.loop import TrainingDiverged, TrainingResult, fit, newest_checkpoint
 from msattn.trainer.training.tracker import Tracker
 from tests.jobs import Job
 
@@ -67,7 +67,7 @@ class Regression(nn.Module):
         return {"loss": loss, "parts": parts}
 
 
-def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, **options: Any) -> Summary:
+def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, **options: Any) -> TrainingResult:
     with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
         return fit(
             module,
@@ -137,7 +137,7 @@ loop._Trainer._save_rng_state = die
 run(Regression(), Path(sys.argv[1]))
 """
     killed = Job(script, tmp_path, tmp_path)
-    assert killed.ended() == -signal.SIGKILL, killed.err.read_text()
+    assert killed.wait() == -signal.SIGKILL, killed.err.read_text()
     checkpoints = tmp_path / "checkpoints"
     assert (checkpoints / "checkpoint-8" / "model.safetensors").exists()
     assert newest_checkpoint(checkpoints) == checkpoints / "checkpoint-4"
@@ -275,7 +275,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_of_several_processes_one_shows_its_progress(tmp_path: Path, first: bool) -> None:
     with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
-        watch = TrainingCallback(Regression(), TRAIN, tracker, None, {}, Summary(0, 0.0, {}, {}), StopConsensus(1))
+        watch = TrainingCallback(Regression(), TRAIN, tracker, None, {}, TrainingResult(0, 0.0, {}, {}), StopConsensus(1))
     watch.console = Console(file=io.StringIO(), force_terminal=True)
     with watch.shown(first=first):
         pass

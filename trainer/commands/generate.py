@@ -84,14 +84,14 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
 
 def _artifacts(cfg: GenerateConfig) -> dict[str, str | None]:
     """The artifacts that were named, else those that lie in the model's folder."""
-    from msattn.trainer.artifacts import folder_of
+    from msattn.trainer.artifacts import artifact_folder
 
     chosen: dict[str, str | None] = {}
     for kind in ("gate", "kmeans", "qmodel"):
-        folder = folder_of(cfg.outputs, cfg.model.name, cfg.name, kind)
+        folder = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
         chosen[kind] = getattr(cfg.artifacts, kind) or (str(folder) if folder.is_dir() else None)
     if not any(chosen.values()):
-        folder = folder_of(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
+        folder = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
         raise UserError(f"{folder}: no artifact to try; train one, e.g. msattn train-gate model={cfg.model.name}")
     return chosen
 

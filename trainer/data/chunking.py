@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.sources import Document, documents
-from msattn.trainer.errors import UserError, say
+from msattn.trainer.errors import UserError, print_once
 
 _ENCODE_AT_ONCE = 64  # documents
 
@@ -89,7 +89,7 @@ def chunks(
     if count == 0:
         raise UserError(f"data.seq_len={seq_len}: the {what} of {where} hold only {len(tokens)} tokens{hint}")
     if num_chunks is not None and count < num_chunks:
-        say(f"the {what} of {where} hold {count} chunks of {seq_len} tokens, not the {num_chunks} that were to be used")
+        print_once(f"the {what} of {where} hold {count} chunks of {seq_len} tokens, not the {num_chunks} that were to be used")
     order = np.random.default_rng(seed).permutation(count)[:num_chunks]
     return Chunks(tokens[: count * seq_len].reshape(count, seq_len)[order], tokenizer)
 

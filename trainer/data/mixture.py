@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from msattn.trainer.data.chunking import Chunks
-from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, Phrases, Tokens
+from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, PhraseEncoder, Tokens
 from msattn.trainer.errors import UserError
 
 
@@ -31,7 +31,7 @@ class RetrievalMixture(Dataset[dict[str, Tensor]]):
 
     def __init__(self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int) -> None:
         self.chunks = chunks
-        self.phrases = Phrases(tokenizer)
+        self.phrases = PhraseEncoder(tokenizer)
         self.share = share
         self.length = length
         self.seed = seed

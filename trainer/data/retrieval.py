@@ -97,7 +97,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Insert:
+class Span:
     """``ids`` that go into a text before its token ``position``, with their loss weights."""
 
     position: int
@@ -105,7 +105,7 @@ class Insert:
     weights: Weights
 
 
-def insert_spans(text: Tokens, inserts: Sequence[Insert]) -> tuple[Tokens, Weights]:
+def insert_spans(text: Tokens, inserts: Sequence[Span]) -> tuple[Tokens, Weights]:
     """``text`` (weight 1 each) with ``inserts`` at their positions; inserts of one position keep their order."""
     ordered = sorted(inserts, key=lambda insert: insert.position)
     ids: list[Tokens] = []
@@ -117,7 +117,7 @@ def insert_spans(text: Tokens, inserts: Sequence[Insert]) -> tuple[Tokens, Weigh
     return np.concatenate([*ids, tail]), np.concatenate([*weights, np.ones(len(tail), np.float32)])
 
 
-class Phrases:
+class PhraseEncoder:
     """The tasks' sentences as tokens, put together from encoded pieces: encoding whole sentences would be too slow.
 
     The pieces are words with their leading space, single digits and punctuation, which the embedded model's tokenizer never
@@ -167,7 +167,7 @@ Crop = Callable[[np.random.Generator, int], Tokens]  # (rng, length) -> so many 
 
 
 def needles(
-    rng: np.random.Generator, length: int, crop: Crop, phrases: Phrases, answer_weight: float
+    rng: np.random.Generator, length: int, crop: Crop, phrases: PhraseEncoder, answer_weight: float
 ) -> tuple[Tokens, Weights]:
     """One to eight needles in ``length`` tokens of text; all that is asked comes at the end, or anywhere after its needle."""
     count = int(rng.integers(1, min(8, length // 64) + 1))
@@ -183,10 +183,12 @@ def needles(
     positions = np.sort(rng.choice(places, size=len(order)))
     if at_the_end:
         positions[count:] = len(text)
-    return insert_spans(text, [Insert(int(at), *said) for at, said in zip(positions, inserts, strict=True)])
+    return insert_spans(text, [Span(int(at), *said) for at, said in zip(positions, inserts, strict=True)])
 
 
-def pairs(rng: np.random.Generator, length: int, crop: Crop, phrases: Phrases, answer_weight: float) -> tuple[Tokens, Weights]:
+def pairs(
+    rng: np.random.Generator, length: int, crop: Crop, phrases: PhraseEncoder, answer_weight: float
+) -> tuple[Tokens, Weights]:
     """A list of ``key: value`` pairs somewhere in the text, and the same list in another order at its end."""
     count = int(rng.integers(2, max(3, min(48, length // 32))))
     order = np.concatenate([rng.permutation(count), rng.permutation(count)])
@@ -194,11 +196,13 @@ def pairs(rng: np.random.Generator, length: int, crop: Crop, phrases: Phrases, a
     text = crop(rng, max(0, length - sum(len(ids) for ids, _ in inserts)))
     start = int(rng.integers(len(text) + 1))
     positions = np.where(np.arange(2 * count) < count, start, len(text))
-    ids, weights = insert_spans(text, [Insert(int(at), *said) for at, said in zip(positions, inserts, strict=True)])
+    ids, weights = insert_spans(text, [Span(int(at), *said) for at, said in zip(positions, inserts, strict=True)])
     return ids[-length:], weights[-length:]
 
 
-def copies(rng: np.random.Generator, length: int, crop: Crop, phrases: Phrases, answer_weight: float) -> tuple[Tokens, Weights]:
+def copies(
+    rng: np.random.Generator, length: int, crop: Crop, phrases: PhraseEncoder, answer_weight: float
+) -> tuple[Tokens, Weights]:
     """A passage, as it stands in the text or its tokens shuffled, and the same passage again after a gap, twice at most.
 
     Repeated passages weigh as much as text does, whatever ``answer_weight``: they are long.
@@ -214,11 +218,11 @@ def copies(rng: np.random.Generator, length: int, crop: Crop, phrases: Phrases, 
     repeats = int(rng.integers(1, 3))
     text = crop(rng, length - size * (1 + repeats))
     positions = np.sort(rng.integers(0, len(text) + 1, size=1 + repeats))
-    return insert_spans(text, [Insert(int(at), passage, again if n else first) for n, at in enumerate(positions)])
+    return insert_spans(text, [Span(int(at), passage, again if n else first) for n, at in enumerate(positions)])
 
 
 def _sayings(
-    rng: np.random.Generator, frame: str, order: Tokens, phrases: Phrases, answer_weight: float
+    rng: np.random.Generator, frame: str, order: Tokens, phrases: PhraseEncoder, answer_weight: float
 ) -> list[tuple[Tokens, Weights]]:
     """One saying for each entry of ``order`` (indices of keys); a key's first weighs nothing, the later ones their answer."""
     count = int(order.max()) + 1
@@ -271,6 +275,6 @@ def needle_prompt(
     positions = rng.choice(places, size=count)
     if depth is not None:
         positions[0] = places[round(depth * (len(places) - 1))]
-    end = Insert(len(text), np.concatenate([asked, answer]), np.ones(len(asked) + len(answer), np.float32))
-    inserts = [Insert(int(at), ids, np.ones(len(ids), np.float32)) for at, ids in zip(positions, hidden, strict=True)]
+    end = Span(len(text), np.concatenate([asked, answer]), np.ones(len(asked) + len(answer), np.float32))
+    inserts = [Span(int(at), ids, np.ones(len(ids), np.float32)) for at, ids in zip(positions, hidden, strict=True)]
     return insert_spans(text, [*inserts, end])[0], len(answer)

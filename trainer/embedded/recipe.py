@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from msattn.trainer.config import DataConfig, TrackerConfig, TrainConfig
 from msattn.trainer.data.chunking import encode
-from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, Crop, Phrases, Tokens, needle_prompt
+from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, Crop, PhraseEncoder, Tokens, needle_prompt
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.embedded.tokenizer import load_tokenizer, train_tokenizer
 from msattn.trainer.models.tap import use_dense_attention
@@ -120,7 +120,7 @@ class Mixture(Dataset[dict[str, Tensor]]):
     """The sequences of one stage: ``input_ids`` int32 and ``weights`` float32, [seq_len + 1]; item ``i`` depends on (seed,
     stage, i) alone."""
 
-    def __init__(self, texts: Texts, phrases: Phrases, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:
+    def __init__(self, texts: Texts, phrases: PhraseEncoder, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:
         self.texts = texts
         self.phrases = phrases
         self.stage = stage
@@ -253,7 +253,7 @@ def train(
     """Run the stages of ``plan``; checkpoints go to ``out/stage-N``, figures to ``out/metrics.jsonl``."""
     model = build_model(plan, tokenizer).to(device)  # pyright: ignore[reportArgumentType]
     module = WeightedLanguageModel(model)
-    phrases = Phrases(tokenizer)
+    phrases = PhraseEncoder(tokenizer)
     with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
             print(f"stage {number + 1}: {stage}", flush=True)

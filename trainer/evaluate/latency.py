@@ -99,14 +99,14 @@ def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> Blocks:
 
 @contextmanager
 def _dense(model: "PreTrainedModel") -> Iterator[Figures]:
-    spans = PhaseTimer(model.device)
+    timer = PhaseTimer(model.device)
 
     def attend(x: LayerInputs) -> Tensor:
-        with spans.of("attention"):
+        with timer.measure("attention"):
             return dense_attention(x)
 
     with tap(model, attend):
-        yield lambda: {"sparsity": None, "selection_s": None, "attention_s": spans.seconds("attention")}
+        yield lambda: {"sparsity": None, "selection_s": None, "attention_s": timer.seconds("attention")}
 
 
 @contextmanager

@@ -121,7 +121,7 @@ def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[
     paths: dict[str, tuple[str, str | Path]] = {}
     notes = []
     for kind, command in COMMANDS.items():
-        own, named = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, kind), getattr(cfg.artifacts, kind)
+        own, named = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind), getattr(cfg.artifacts, kind)
         if own.exists() and (named is None or kind == "kmeans"):
             paths[kind] = (kind, own)
         if named is not None:

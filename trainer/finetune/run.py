@@ -26,8 +26,8 @@ from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.distillation import health
 from msattn.trainer.seer.gate import Gate
-from msattn.trainer.training.checkpoints import Summary, dotted
-from msattn.trainer.training.distributed import own_share
+from msattn.trainer.training.checkpoints import TrainingResult, flatten_settings
+from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit, release_memory
 from msattn.trainer.training.tracker import Tracker
 
@@ -70,7 +70,7 @@ def finetune(cfg: FinetuneConfig) -> Path:
     TrainingDiverged
         When a loss is not finite; the last good checkpoint stays.
     """
-    folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "model")
+    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "model")
     _check_places(cfg, folder)
     gate = _gate(cfg) if cfg.sparse else None
     device = models.resolve_device(cfg.device)
@@ -107,7 +107,7 @@ def finetune(cfg: FinetuneConfig) -> Path:
         if gate is not None:
             tracker.artifact(folder.with_name("gate"))
     if PartialState().is_main_process:
-        artifacts.announce(folder, figures)
+        artifacts.print_summary(folder, figures)
     return folder
 
 
@@ -122,9 +122,9 @@ def _items(cfg: FinetuneConfig, chunks: data.Chunks, tokenizer: Any) -> Dataset[
 def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None) -> dict[str, Any]:
     """What a continuation has to share beside the optimizer's run."""
     gates = gate.manifest["content_hash"] if gate is not None and gate.manifest else None
-    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY}
+    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype}
-    parts = dotted(select=asdict(cfg.select), artifacts={"gate": gates}, model=identity)
+    parts = flatten_settings(select=asdict(cfg.select), artifacts={"gate": gates}, model=identity)
     return {**own, **parts, "data": chunks.fingerprint}
 
 
@@ -136,7 +136,7 @@ def _fit(
     work: Path,
     tracker: Tracker,
     job: dict[str, Any],
-) -> Summary:
+) -> TrainingResult:
     layers: Any = tuner.model.base_model.layers
     try:
         summary = fit(
@@ -247,7 +247,7 @@ def _write_model(
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
         plain.generation_config = model.generation_config
-        with models.no_bar(), artifacts.replacing(folder) as new:
+        with models.no_progress_bar(), artifacts.replace_atomically(folder) as new:
             plain.save_pretrained(new)
             tokenizer.save_pretrained(new)
             (new / FACTS).write_text(json.dumps({**facts, "versions": artifacts.versions()}, indent=2) + "\n")
@@ -262,8 +262,8 @@ def _write_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: data.Chun
     trained = Gate.build(loaded.model.config, gate.cfg)
     trained.load_state_dict(gathered(gate, torch.float32))
     trained.to(loaded.model.device)
-    trained.thresholds = calibrate(trained, loaded.model, own_share(chunks, CALIBRATION_CHUNKS))
-    metrics = health(trained, loaded.model, own_share(heldout, len(heldout)))
+    trained.thresholds = calibrate(trained, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
+    metrics = health(trained, loaded.model, rank_shard(heldout, len(heldout)))
     if PartialState().is_main_process:
         artifacts.write(
             folder.with_name("gate"),

@@ -18,7 +18,7 @@ from msattn.trainer.models.families import (
     sliding_layers,
 )
 from msattn.trainer.models.identity import fingerprint
-from msattn.trainer.models.loading import EMBEDDED, Loaded, load, no_bar, random_config
+from msattn.trainer.models.loading import EMBEDDED, Loaded, load, no_progress_bar, random_config
 
 __all__ = [
     "DTYPES",
@@ -32,7 +32,7 @@ __all__ = [
     "head_dim",
     "load",
     "max_length",
-    "no_bar",
+    "no_progress_bar",
     "num_heads",
     "num_kv_heads",
     "num_layers",

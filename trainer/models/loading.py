@@ -110,7 +110,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 @contextmanager
-def no_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Without transformers' progress bar: what lies on this disk is there in seconds."""
     from transformers.utils import logging as transformers_logging
 
@@ -155,7 +155,7 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
 
     source = _source(cfg.path)
     try:
-        with no_bar() if isinstance(source, Path) else nullcontext():
+        with no_progress_bar() if isinstance(source, Path) else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source, config=config, revision=cfg.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
             )

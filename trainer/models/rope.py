@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def _quarter_turn(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     """Each pair ``(a, b)`` becomes ``(-b, a)``."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
@@ -37,13 +37,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Tensor [B, H, N, D]
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return x * cos + _quarter_turn(x) * sin
+    return x * cos + _rotate_half(x) * sin
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The inverse of :func:`rotate`, same shapes; the division undoes an attention factor too."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos - _quarter_turn(x) * sin) / (cos * cos + sin * sin)
+    return (x * cos - _rotate_half(x) * sin) / (cos * cos + sin * sin)
 
 
 def inverse_frequencies(

@@ -16,7 +16,7 @@ class PhaseTimer:
         self._marks: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextmanager
-    def of(self, part: str) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
         """Count what runs within as a part of that name."""
         begin = self._now()
         yield

@@ -79,7 +79,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     UserError : the artifact exists, the model or data cannot serve, more buckets than keys, more keys than fit into memory, no
         Faiss where it is to fit.
     """
-    folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
+    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     settings = {**asdict(cfg.kmeans), "engine": resolve_engine(cfg.kmeans.engine, device)}
@@ -87,7 +87,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     models.check_length(loaded.model.config, cfg.data.seq_len)
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts)
 
-    processes = distributed.join(device)
+    processes = distributed.init_process_state(device)
     check_size(cfg, loaded.model, len(chunks), processes.num_processes)
     work = folder.parent / "runs" / "kmeans"
     made_of = {
@@ -126,7 +126,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
             tracker.summary(metrics)
             tracker.artifact(folder)
         parts.remove()
-        artifacts.announce(folder, metrics)
+        artifacts.print_summary(folder, metrics)
     processes.wait_for_everyone()
     return folder
 

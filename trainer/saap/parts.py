@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msattn.trainer.errors import UserError, unwritable
+from msattn.trainer.errors import UserError, write_error
 
 
 class FinishedParts:
@@ -46,7 +46,7 @@ class FinishedParts:
                 partial.write_text(described)
             except OSError as error:
                 partial.unlink(missing_ok=True)
-                raise unwritable(note, error) from error
+                raise write_error(note, error) from error
             partial.rename(note)
 
     def path(self, name: str) -> Path:
@@ -63,7 +63,7 @@ class FinishedParts:
             save_file(tensors, partial, metadata={"note": json.dumps(note)})
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
-            raise unwritable(self.path(name), error) from error
+            raise write_error(self.path(name), error) from error
         partial.rename(self.path(name))
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:

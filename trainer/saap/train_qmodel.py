@@ -26,7 +26,7 @@ from msattn.trainer.saap.pairs import PairCache
 from msattn.trainer.saap.parts import FinishedParts
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.training import distributed
-from msattn.trainer.training.checkpoints import settings_of
+from msattn.trainer.training.checkpoints import resume_settings
 from msattn.trainer.training.loop import fit, release_memory
 from msattn.trainer.training.tracker import Tracker
 
@@ -121,7 +121,7 @@ def part_of(layer: int) -> str:
 
 def find_partition(cfg: TrainQModelConfig) -> KMeans:
     """The k-means that ``cfg`` names, or that of the same model and name; UserError when there is none."""
-    source = cfg.artifacts.kmeans or artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
+    source = cfg.artifacts.kmeans or artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     if cfg.artifacts.kmeans is None and not Path(source).exists():
         raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; make it with msattn fit-kmeans, or name one")
     return KMeans.load(source)
@@ -138,7 +138,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     ------
     UserError : no such k-means, one of another model (the field is named), an artifact that exists, settings that do not fit.
     """
-    folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
+    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     partition = find_partition(cfg).to(device)
@@ -158,7 +158,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         "seed": cfg.seed,
     }
     work = folder.parent / "runs" / "qmodel"
-    team = distributed.join(device)
+    team = distributed.init_process_state(device)
     with team.main_process_first():  # it removes what was made with other settings
         cached, done = open_work(cfg, work, source, clears=team.is_main_process and not cfg.resume)
     train = PairCache(cached, "train", text, partition, cfg)
@@ -178,7 +178,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     shares = np.array_split(np.array(partition.layers), team.num_processes)
     own = [layer for layer in shares[team.process_index].tolist() if not done.path(part_of(layer)).exists()]
     at_once = layers_at_once(cfg, [train, heldout], len(own), heads, device, team.num_processes)
-    with distributed.alone(device):
+    with distributed.isolated_rank(device):
         for group in groups_of(own, at_once):
             print(f"layers {span(group)}: {len(group) * heads} classifiers train at once", flush=True)
             train_layers(cfg, group, train, heldout, heads, work, done)
@@ -194,7 +194,10 @@ def open_work(
     cfg: TrainQModelConfig, work: Path, source: dict[str, Any], *, clears: bool
 ) -> tuple[FinishedParts, FinishedParts]:
     """The folders of cached pairs, which depend on ``source``, and of trained layers; ``clears`` removes begun ones."""
-    training = {"qmodel": {**asdict(cfg.qmodel), "layers_at_once": None}, "train": settings_of(cfg.train, cfg.seed, "adam", 1)}
+    training = {
+        "qmodel": {**asdict(cfg.qmodel), "layers_at_once": None},
+        "train": resume_settings(cfg.train, cfg.seed, "adam", 1),
+    }
     cached = FinishedParts(work / "cache", source, resume=cfg.resume)
     done = FinishedParts(work / "layers", source | training, resume=cfg.resume)
     for left in work.glob("layers_*") if clears else ():
@@ -242,4 +245,4 @@ def assemble(
     done.remove()
     for left in train.parts.folder.parent.glob("layers_*/checkpoints"):  # of groups that were cut otherwise before a resume
         shutil.rmtree(left)
-    artifacts.announce(folder, metrics)
+    artifacts.print_summary(folder, metrics)

@@ -12,8 +12,8 @@ from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.distillation import HEALTH_SPARSITIES, GateDistiller, health
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.maps import BlockMaps
-from msattn.trainer.training.checkpoints import dotted
-from msattn.trainer.training.distributed import own_share
+from msattn.trainer.training.checkpoints import flatten_settings
+from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
@@ -37,7 +37,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     TrainingDiverged
         When a loss is not finite; it names the layer, and the last good checkpoint stays.
     """
-    folder = artifacts.folder_of(cfg.outputs, cfg.model.name, cfg.name, "gate")
+    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate")
     artifacts.check_writable(folder, cfg.overwrite)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     models.check_length(loaded.model.config, cfg.data.seq_len)
@@ -46,12 +46,12 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     gate = Gate.build(loaded.model.config, cfg.gate).to(loaded.model.device)
     work = folder.parent / "runs" / "gate"
     config = asdict(cfg)
-    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY}
-    job = dotted(gate=config["gate"], model=identity) | {"dtype": cfg.dtype, "data": chunks.fingerprint}
+    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
+    job = flatten_settings(gate=config["gate"], model=identity) | {"dtype": cfg.dtype, "data": chunks.fingerprint}
 
     def check_health() -> dict[str, float]:
         maps = BlockMaps(len(gate.layers), models.num_heads(loaded.model.config))
-        figures = health(gate, loaded.model, own_share(heldout, len(heldout)), maps)
+        figures = health(gate, loaded.model, rank_shard(heldout, len(heldout)), maps)
         if PartialState().is_main_process:
             picture = work / "maps" / f"step-{tracker.step:06d}.png"
             try:
@@ -82,7 +82,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
         figures = {name: value for name, value in {**summary.losses, **metrics}.items() if "layer" not in name}
         figures |= {"steps": summary.steps, "seconds": summary.seconds}
         tracker.summary(figures)
-        gate.thresholds = calibrate(gate, loaded.model, own_share(chunks, CALIBRATION_CHUNKS))
+        gate.thresholds = calibrate(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
         if PartialState().is_main_process:  # under torchrun all processes hold the same gates, and one writes them
             artifacts.write(
                 folder,
@@ -98,5 +98,5 @@ def train_gate(cfg: TrainGateConfig) -> Path:
             )
             tracker.artifact(folder)
     if PartialState().is_main_process:
-        artifacts.announce(folder, figures)
+        artifacts.print_summary(folder, figures)
     return folder

@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
-from msattn.trainer.training.checkpoints import Summary, last_good, mark_complete, writing
+from msattn.trainer.training.checkpoints import TrainingResult, describe_last_checkpoint, handle_write_errors, mark_complete
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
@@ -39,7 +39,7 @@ class TrainingCallback(TrainerCallback):
         tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
         settings: dict[str, Any],
-        done: Summary,
+        done: TrainingResult,
         vote: StopConsensus,
     ) -> None:
         self.module = module
@@ -65,9 +65,9 @@ class TrainingCallback(TrainerCallback):
         self._steps = 0
         self._window_started = time.perf_counter()
 
-    def summary(self, steps: int) -> Summary:
+    def summary(self, steps: int) -> TrainingResult:
         """What the run has come to after ``steps``."""
-        return Summary(steps, self.done.seconds + time.perf_counter() - self._started, self.losses, self.metrics)
+        return TrainingResult(steps, self.done.seconds + time.perf_counter() - self._started, self.losses, self.metrics)
 
     def add(self, outputs: dict[str, Any], inputs: dict[str, Any]) -> None:
         """Take in the losses of one micro-batch without waiting for the device."""
@@ -133,7 +133,7 @@ class TrainingCallback(TrainerCallback):
             torch.distributed.barrier()  # every process has its random state in the checkpoint
         if args.process_index == 0:
             checkpoint = Path(cast(str, args.output_dir)) / f"checkpoint-{state.global_step}"
-            with writing(checkpoint):
+            with handle_write_errors(checkpoint):
                 mark_complete(checkpoint, self.settings, self.summary(state.global_step))
 
     def _read_losses(self, step: int, args: TrainingArguments) -> None:
@@ -161,7 +161,9 @@ class TrainingCallback(TrainerCallback):
             self._stop(step, args, f"the weight {trained[finite.index(False)][0]}")
 
     def _stop(self, step: int, args: TrainingArguments, what: str) -> None:
-        raise TrainingDiverged(f"{what} is not finite, seen at step {step}; {last_good(Path(cast(str, args.output_dir)))}")
+        raise TrainingDiverged(
+            f"{what} is not finite, seen at step {step}; {describe_last_checkpoint(Path(cast(str, args.output_dir)))}"
+        )
 
     def _seconds_left(self, state: TrainerState) -> float:
         """At the pace since the first step, which compiles; with evaluations and checkpoints in it."""

@@ -16,18 +16,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import UserError, unwritable
+from msattn.trainer.errors import UserError, write_error
 
 WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for weights that processes share
 MARKER = "complete.json"  # written last: a checkpoint without it was cut short and does not count
-KEPT = 2  # complete checkpoints
+MAX_CHECKPOINTS = 2  # complete checkpoints
 # What may differ between a run and its continuation without changing the result.
 _FREE_TO_CHANGE = ("log_every", "save_every", "num_workers")
 
 
 @dataclass(frozen=True)
-class Summary:
+class TrainingResult:
     """Outcome of :func:`msattn.trainer.training.loop.fit`.
 
     Attributes
@@ -49,7 +49,7 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     return next(reversed(_complete(checkpoints)), None)
 
 
-def last_good(checkpoints: Path) -> str:
+def describe_last_checkpoint(checkpoints: Path) -> str:
     """What a run that ends early leaves behind, as the end of its last line."""
     last = newest_checkpoint(checkpoints)
     return f"the last good checkpoint is {last}" if last is not None else "there is no checkpoint yet"
@@ -65,20 +65,20 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def dotted(**parts: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_settings(**parts: Mapping[str, Any]) -> dict[str, Any]:
     """``{"train.lr": 0.1}`` of ``train={"lr": 0.1}``: settings under the names that the command line has for them."""
     return {f"{part}.{key}": value for part, settings in parts.items() for key, value in settings.items()}
 
 
-def settings_of(
+def resume_settings(
     train: TrainConfig, seed: int, optimizer: str, processes: int, job: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What a continuation must share with the run it goes on with: the optimizer's run, and what its ``job`` adds."""
     kept = {key: value for key, value in asdict(train).items() if key not in _FREE_TO_CHANGE}
-    return {**dotted(train=kept), "seed": seed, "optimizer": optimizer, "processes": processes, **(job or {})}
+    return {**flatten_settings(train=kept), "seed": seed, "optimizer": optimizer, "processes": processes, **(job or {})}
 
 
-def starting_point(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
+def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
     """The checkpoint to go on from; what is of no more use is removed by the process that ``writes``.
 
     Raises
@@ -102,7 +102,7 @@ def starting_point(checkpoints: Path, settings: dict[str, Any], *, resume: bool,
 
 
 @contextmanager
-def writing(checkpoint: Path) -> Iterator[None]:
+def handle_write_errors(checkpoint: Path) -> Iterator[None]:
     """A ``checkpoint`` that cannot be written ends in one line, and gives back the room that it took.
 
     Raises
@@ -117,13 +117,13 @@ def writing(checkpoint: Path) -> Iterator[None]:
         # PyTorch's writer raises a bare RuntimeError that gives no reason; others, as of a broken connection, are not ours.
         if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in ("iostream", "inline_container")):
             raise
-        refused = unwritable(checkpoint, cause, kept=f"; {last_good(checkpoint.parent)}")
+        refused = write_error(checkpoint, cause, kept=f"; {describe_last_checkpoint(checkpoint.parent)}")
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise refused from error
 
 
-def mark_complete(checkpoint: Path, settings: dict[str, Any], outcome: Summary) -> None:
-    """Declare that all of ``checkpoint`` is written, then remove what is older than the last :data:`KEPT`.
+def mark_complete(checkpoint: Path, settings: dict[str, Any], outcome: TrainingResult) -> None:
+    """Declare that all of ``checkpoint`` is written, then remove what is older than the last :data:`MAX_CHECKPOINTS`.
 
     The marker appears whole or not at all, and not before the disk has the rest: some full disks say so no earlier.
     """
@@ -134,15 +134,15 @@ def mark_complete(checkpoint: Path, settings: dict[str, Any], outcome: Summary) 
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     os.replace(unfinished, checkpoint / MARKER)
-    for older in _complete(checkpoint.parent)[:-KEPT]:
+    for older in _complete(checkpoint.parent)[:-MAX_CHECKPOINTS]:
         _remove(older)
 
 
-def outcome_of(checkpoint: Path) -> Summary:
+def read_result(checkpoint: Path) -> TrainingResult:
     """What the run had come to at ``checkpoint``."""
     marker = json.loads((checkpoint / MARKER).read_text())
     del marker["settings"]
-    return Summary(**marker)
+    return TrainingResult(**marker)
 
 
 def load_weights(module: nn.Module, checkpoint: Path) -> None:

@@ -20,14 +20,14 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from msattn.trainer.errors import Fault, ProcessLost, Terminated, TrainingDiverged, say
+from msattn.trainer.errors import Fault, RankLost, Terminated, TrainingDiverged, print_once
 
 if TYPE_CHECKING:
     from msattn.trainer.data.chunking import Chunks
 
 LOOK_EVERY = 1.0  # seconds between looks at the other processes
 NOTICE = 5.0  # seconds in which a broken connection shows that its other end is gone, or this process ends by itself
-LOST_RANK_MESSAGE = "another process of this run ended, so this one cannot go on; resume=true goes on from what was saved"
+LOST_RANK_MESSAGE = "another process of this run ended, so this one cannot go on; resume=true continues from what was saved"
 TIMEOUT = timedelta(days=7)  # one process may have hours more work than another; torchrun ends all when one is lost
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _calls = count()
@@ -89,7 +89,7 @@ def fail_together() -> Iterator[None]:
 
     Raises
     ------
-    ProcessLost : a connection broke, or torchrun bids to stop, since another process was lost.
+    RankLost : a connection broke, or torchrun bids to stop, since another process was lost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
@@ -103,7 +103,7 @@ def fail_together() -> Iterator[None]:
         patience = 0.0 if isinstance(error, Terminated) else NOTICE  # a connection may break a little before its end is seen
         usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's to those that are left would cut the last word short
         if not isinstance(error, Fault | TrainingDiverged) and others.lost(patience):
-            raise ProcessLost(LOST_RANK_MESSAGE) from error  # and the thread goes on, should the end itself hang
+            raise RankLost(LOST_RANK_MESSAGE) from error  # and the thread goes on, should the end itself hang
         signal.signal(signal.SIGTERM, usual)
         done.set()
         if isinstance(error, Terminated):
@@ -121,7 +121,7 @@ def fail_together() -> Iterator[None]:
 def _watch(others: "_Others", done: threading.Event) -> None:
     while not done.wait(LOOK_EVERY):
         if others.lost() and not done.wait(NOTICE):
-            say(LOST_RANK_MESSAGE)
+            print_once(LOST_RANK_MESSAGE)
             os._exit(1)
 
 
@@ -212,7 +212,7 @@ def alone(device: torch.device) -> Iterator[None]:
             join(device)
 
 
-def own_share(chunks: "Chunks", most: int) -> Iterator[dict[str, Tensor]]:
+def rank_shard(chunks: "Chunks", most: int) -> Iterator[dict[str, Tensor]]:
     """This process's items among the first ``most`` chunks; without ``torchrun`` all of them."""
     state = PartialState()
     return (chunks[i] for i in range(state.process_index, min(most, len(chunks)), state.num_processes))

@@ -26,18 +26,18 @@ from msattn.trainer.errors import Terminated, TrainingDiverged, UserError
 from msattn.trainer.training.callbacks import TrainingCallback
 from msattn.trainer.training.checkpoints import (
     WEIGHTS,
-    Summary,
+    TrainingResult,
+    handle_write_errors,
     load_weights,
     newest_checkpoint,
-    outcome_of,
-    settings_of,
-    starting_point,
-    writing,
+    prepare_resume,
+    read_result,
+    resume_settings,
 )
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
-__all__ = ["Summary", "TrainingDiverged", "fit", "newest_checkpoint"]
+__all__ = ["TrainingDiverged", "TrainingResult", "fit", "newest_checkpoint"]
 
 # Of transformers.SchedulerType those that need no more than a number of steps.
 _SCHEDULES = (
@@ -66,7 +66,7 @@ def fit(
     collate: Callable[[list[Any]], dict[str, Any]] | None = None,
     optimizer: Literal["adamw", "adam"] = "adamw",
     shard: str | None = None,
-) -> Summary:
+) -> TrainingResult:
     """Train ``module`` in place for ``train.steps`` optimizer steps.
 
     Parameters
@@ -96,9 +96,9 @@ def fit(
     arguments = _arguments(train, checkpoints, device, seed, shard)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    settings = settings_of(train, seed, optimizer, arguments.world_size, job)
-    last = starting_point(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
-    done = outcome_of(last) if last is not None else Summary(0, 0.0, {}, {})
+    settings = resume_settings(train, seed, optimizer, arguments.world_size, job)
+    last = prepare_resume(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
+    done = read_result(last) if last is not None else TrainingResult(0, 0.0, {}, {})
     if last is not None and done.steps >= train.steps:
         load_weights(module, last)
         return done
@@ -125,7 +125,7 @@ def fit(
     steps = trainer.state.global_step
     if stopped_by:
         raise (Terminated if stopped_by == signal.SIGTERM else KeyboardInterrupt)(
-            f"stopped after step {steps} of {train.steps}, saved in {checkpoints}; resume=true goes on from there"
+            f"stopped after step {steps} of {train.steps}, saved in {checkpoints}; resume=true continues from there"
         )
     return watch.summary(steps)
 
@@ -248,7 +248,7 @@ class _Trainer(Trainer):
         return loader
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with writing(Path(cast(str, self.args.output_dir), f"checkpoint-{self.state.global_step}")):
+        with handle_write_errors(Path(cast(str, self.args.output_dir), f"checkpoint-{self.state.global_step}")):
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
