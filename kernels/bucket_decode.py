@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import check_bucket_decode, resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_bucket_decode
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.common.primitives import (
     LOG2_E,
     num_processors,

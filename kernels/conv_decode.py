@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import check_conv_decode, key_taps_before, resolve_backend, resolve_scale
+from msattn.kernels.common.checks import resolve_backend, resolve_scale
+from msattn.kernels.common.decode_checks import check_conv_decode
+from msattn.kernels.common.mta_checks import key_taps_before
 from msattn.kernels.common.primitives import (
     LOG2_E,
     num_processors,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import check_states, resolve_backend
+from msattn.kernels.common.checks import resolve_backend
+from msattn.kernels.common.decode_checks import check_states
 from msattn.kernels.common.primitives import padded_head, tl, triton
 from msattn.kernels.types import Backend, SparseAttention
 

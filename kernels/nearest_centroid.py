@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference, tuned
-from msattn.kernels.common.checks import check_bucket_sums, check_nearest_centroid, resolve_backend, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
+from msattn.kernels.common.checks import resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import capability, num_processors, padded_head, tl, triton
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import check_probe_buckets, resolve_backend
+from msattn.kernels.common.bucket_checks import check_probe_buckets
+from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.common.primitives import (
     LOG2_E,
     padded_head,

@@ -20,7 +20,8 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.bucket_mass.finalize import WHOLE, load_rows, normalise_kernel, top_key_kernel, visible, widen
 from msattn.kernels.bucket_mass.packing import most_granules, pack_keys
-from msattn.kernels.common.checks import check_bucket_mass, resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_bucket_mass
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, load_tile, num_processors, padded_head, precision, tile_view, tl, triton
 from msattn.kernels.common.splits import choose_splits
 from msattn.kernels.tuned import Tile

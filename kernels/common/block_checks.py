@@ -1,19 +1,54 @@
-"""Checks of arguments of what scores and selects blocks: metadata only, as in :mod:`msattn.kernels.common.checks`."""
+"""Argument checks of operations on blocks of tokens; see :mod:`.checks`."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_block_size, check_per_sequence, check_qkv, check_tokens, statistics_dtype
+from msattn.kernels.common.checks import check_device, check_per_sequence, check_qkv, check_tokens, statistics_dtype
 from msattn.kernels.types import Backend
 
+BLOCK_SIZES = (16, 32, 64, 128)
+ZOOMS = (1, 2, 4, 8)
 POOLINGS = ("avg", "max", "min")
-MAX_COLUMNS = 2**15  # of a row that one program holds
+MAX_COLUMNS = 2**15  # of a score row: one program holds a whole row
+
+
+def check_block_size(block_size: int) -> None:
+    """Checks that ``block_size`` is a power of two from 16 to 128, a tile length."""
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+
+
+def check_block_mask(block_mask: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
+    """Checks bool ``block_mask [B | 1, Hq | Hkv | 1, Tr, Tc]`` and ``block_size``."""
+    _check_block_map("block_mask", block_mask, torch.bool, q, k, block_size)
+
+
+def check_zoom(zoom: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
+    """Checks uint8 ``zoom [B | 1, Hq | Hkv | 1, Tr, Tc]`` and ``block_size``."""
+    _check_block_map("zoom", zoom, torch.uint8, q, k, block_size)
+
+
+def _check_block_map(name: str, x: Tensor, dtype: torch.dtype, q: Tensor, k: Tensor, block_size: int) -> None:
+    check_block_size(block_size)
+    if x.dtype != dtype or x.dim() != 4:
+        expected = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected} [batch, heads, row blocks, column blocks]")
+    accepted = [
+        (q.shape[0], 1),
+        (q.shape[1], k.shape[1], 1),
+        ((q.shape[2] + block_size - 1) // block_size,),
+        ((k.shape[2] + block_size - 1) // block_size,),
+    ]
+    for size, sizes, what in zip(x.shape, accepted, ("batch", "heads", "row blocks", "column blocks"), strict=True):
+        if size not in sizes:
+            raise ValueError(f"{name}.shape={tuple(x.shape)}: {what} must be {' or '.join(map(str, sizes))}")
+    check_device(name, x, "q", q)
 
 
 def check_pool_blocks(x: Tensor, poolings: Sequence[str], block_size: int, start: Tensor | None) -> None:
-    """``x [B, H, N, D]``, ways to pool, each once, and ``start`` of one or all sequences on x's device; else ValueError."""
+    """Checks the arguments of ``pool_blocks``: ``x [B, H, N, D]``, ``start [B | 1]``."""
     check_tokens("x", x)
     check_block_size(block_size)
     _check_poolings("poolings", poolings)
@@ -21,8 +56,7 @@ def check_pool_blocks(x: Tensor, poolings: Sequence[str], block_size: int, start
         return
     if start.dtype not in (torch.int32, torch.int64) or start.dim() != 1 or len(start) not in (1, x.shape[0]):
         raise ValueError(f"start is {start.dtype} {tuple(start.shape)}: expected int32 or int64, ({x.shape[0]},) or (1,)")
-    if start.device != x.device:
-        raise ValueError(f"start.device={start.device}: expected x's device, {x.device}")
+    check_device("start", start, "x", x)
 
 
 def check_gate_scores(
@@ -36,7 +70,7 @@ def check_gate_scores(
     block_size: int,
     kv_start: Tensor | None,
 ) -> None:
-    """Queries and keys of one model, and contiguous weights of gate heads that share them evenly; else ValueError."""
+    """Checks the arguments of ``gate_scores``; gate heads must share heads evenly."""
     check_qkv(q, k, k)
     check_block_size(block_size)
     check_per_sequence("kv_start", kv_start, q)
@@ -45,8 +79,8 @@ def check_gate_scores(
     heads, hidden = query_weight.shape[:2] if query_weight.dim() == 3 else (0, 0)
     if heads < 1 or q.shape[1] % heads or heads % k.shape[1] or hidden < 2 or hidden % 2:
         raise ValueError(
-            f"query_weight.shape={tuple(query_weight.shape)}: expected [gate heads, hidden, pooled], hidden even, for"
-            f" {q.shape[1]} query heads and {k.shape[1]} key/value heads"
+            f"query_weight.shape={tuple(query_weight.shape)}: expected [gate heads, hidden, pooled]: gate heads a divisor of"
+            f" {q.shape[1]} query heads and a multiple of {k.shape[1]} key/value heads, hidden even"
         )
     head_size, dtype = q.shape[3], statistics_dtype(q)
     _check_weight("query_weight", query_weight, dtype, (heads, hidden, q.shape[1] // heads * len(q_pool) * head_size), q)
@@ -56,13 +90,13 @@ def check_gate_scores(
 
 
 def check_block_softmax(logits: Tensor, visible: Tensor, backend: Backend) -> None:
-    """``logits [B, H, Tr, Tc]`` with rows that the backend takes, and ``visible`` that fits; else ValueError."""
+    """Checks the arguments of ``block_softmax``."""
     _check_scores("logits", logits, backend)
     _check_rows("visible", visible, logits, torch.bool, logits.shape[3])
 
 
 def check_best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, backend: Backend) -> None:
-    """``scores [B, H, Tr, Tc]`` with rows that the backend takes, and counts and masks that fit; else ValueError."""
+    """Checks the arguments of ``best_blocks``."""
     _check_scores("scores", scores, backend)
     _check_rows("counts", counts, scores, torch.int32, 1)
     _check_rows("visible", visible, scores, torch.bool, scores.shape[3])
@@ -71,10 +105,13 @@ def check_best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: T
 
 def _check_scores(name: str, x: Tensor, backend: Backend) -> None:
     if x.dim() != 4 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected fp32 (or fp64) [batch, heads, row blocks, columns]")
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)}: expected float32 (or float64) [batch, heads, row blocks, column blocks], "
+            "each size at least 1"
+        )
     if backend == "triton" and x.shape[3] > MAX_COLUMNS:
-        raise ValueError(f"{name} has {x.shape[3]} columns: the Triton kernels take up to {MAX_COLUMNS}")
-    _check_contiguous(name, x)
+        raise ValueError(f"{name} has {x.shape[3]} columns: the Triton kernels accept at most {MAX_COLUMNS}")
+    _check_contiguous_rows(name, x)
 
 
 def _check_rows(name: str, x: Tensor, scores: Tensor, dtype: torch.dtype, cols: int) -> None:
@@ -82,14 +119,13 @@ def _check_rows(name: str, x: Tensor, scores: Tensor, dtype: torch.dtype, cols: 
     if x.dtype != dtype or tuple(x.shape) not in ((1, 1, rows, cols), (batch, 1, rows, cols)):
         expected = str(dtype).removeprefix("torch.")
         raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected} [{batch} or 1, 1, {rows}, {cols}]")
-    if x.device != scores.device:
-        raise ValueError(f"{name}.device={x.device}: expected that of the scores, {scores.device}")
-    _check_contiguous(name, x)
+    check_device(name, x, "scores", scores)
+    _check_contiguous_rows(name, x)
 
 
-def _check_contiguous(name: str, x: Tensor) -> None:
+def _check_contiguous_rows(name: str, x: Tensor) -> None:
     if x.shape[3] > 1 and x.stride(3) != 1:
-        raise ValueError(f"{name}.stride()={x.stride()}: expected rows that are contiguous")
+        raise ValueError(f"{name}.stride()={x.stride()}: expected contiguous rows (a last stride of 1)")
 
 
 def _check_poolings(name: str, poolings: Sequence[str]) -> None:

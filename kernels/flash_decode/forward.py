@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import check_flash_decode, has_aligned_rows, resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import has_aligned_rows, resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.decode_checks import check_flash_decode
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_block_mask, check_per_sequence, check_qkv, resolve_scale, statistics_dtype
+from msattn.kernels.common.block_checks import check_block_mask
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, statistics_dtype
 from msattn.kernels.reference.common import masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 

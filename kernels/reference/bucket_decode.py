@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_bucket_decode, resolve_scale, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_bucket_decode
+from msattn.kernels.common.checks import resolve_scale, statistics_dtype
 from msattn.kernels.reference.common import masked_attention
 from msattn.kernels.types import BucketIndex, SparseAttention
 

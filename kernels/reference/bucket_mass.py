@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_bucket_mass, resolve_scale, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_bucket_mass
+from msattn.kernels.common.checks import resolve_scale, statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE
 from msattn.kernels.types import BucketMass
 

@@ -5,14 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import (
-    check_conv_weight,
-    check_per_sequence,
-    check_qkv,
-    key_taps_after,
-    key_taps_before,
-    resolve_scale,
-)
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale
+from msattn.kernels.common.mta_checks import check_conv_weight, key_taps_after, key_taps_before
 from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attention_backward
 
 

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_conv_decode, key_taps_after, key_taps_before, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import resolve_scale, statistics_dtype
+from msattn.kernels.common.decode_checks import check_conv_decode
+from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
 
 
 def conv_decode(

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_flash_decode, query_offset, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import query_offset, resolve_scale, statistics_dtype
+from msattn.kernels.common.decode_checks import check_flash_decode
 from msattn.kernels.reference.common import SCORES_AT_ONCE
 from msattn.kernels.types import ScoreMod, SparseAttention, Variant
 

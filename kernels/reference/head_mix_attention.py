@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_head_weight, check_per_sequence, check_qkv, resolve_scale
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale
+from msattn.kernels.common.mta_checks import check_head_weight
 from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attention_backward
 
 

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_block_size, check_per_sequence, check_qkv, resolve_scale, statistics_dtype
+from msattn.kernels.common.block_checks import check_block_size
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
 from msattn.kernels.types import MaxPoolAttention
 

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_states
+from msattn.kernels.common.decode_checks import check_states
 from msattn.kernels.types import SparseAttention
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import ZOOMS, check_per_sequence, check_qkv, check_zoom, resolve_scale, statistics_dtype
+from msattn.kernels.common.block_checks import ZOOMS, check_zoom
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, statistics_dtype
 from msattn.kernels.reference.common import masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_bucket_sums, check_nearest_centroid, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
+from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE
 from msattn.kernels.types import BucketSums, NearestCentroid
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_probe_buckets, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_probe_buckets
+from msattn.kernels.common.checks import statistics_dtype
 
 
 def probe_buckets(

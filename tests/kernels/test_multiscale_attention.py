@@ -13,7 +13,8 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
-from msattn.kernels.common.checks import ZOOMS, query_offset
+from msattn.kernels.common.block_checks import ZOOMS
+from msattn.kernels.common.checks import query_offset
 from msattn.kernels.multiscale_attention import forward as module
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.testing import (
