@@ -1,21 +1,21 @@
-"""Dense attention that also returns its block map: what a SeerAttention gate is trained to predict (Algorithm 1).
+"""Dense attention with a max-pooled block map (SeerAttention, Algorithm 1).
 
     P = softmax(scale * Q K^T)        pooled[r, c] = max over queries i of row block r, keys j of column block c of P[i, j]
 
-With r_ic the largest score of query i in column block c, and lse_i of the full row, pooled[r, c] = max_i exp(r_ic - lse_i).
-A row's LSE is known only at its end, so the maxima wait until then, in fp32, in a scratch that belongs to the program and not
-to the sequence: programs are persistent, and each works through tiles of rows with one scratch ``[strips, BM]``.
+With s_ic the largest score of query i in column block c, and lse_i the LSE of the whole row, pooled[r, c] = max_i exp(s_ic -
+lse_i). The LSE is known only after the last key, so the maxima are buffered in an fp32 scratch until then. Programs are
+persistent and reuse one scratch ``[strips, BM]`` for all their row tiles, so its size does not depend on the number of queries.
 
-Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one strip or two of W = min(BN, block) keys each.
-Prefix: p_ pointer. Shapes of tiles stand behind their names.
+Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one or two strips of W = min(BN, block) keys each.
+Prefix: p_ pointer. Comments give the shapes of tiles.
 """
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference, tuned
+from msattn.kernels.common.block_checks import check_block_size
 from msattn.kernels.common.checks import (
-    check_block_size,
     check_layout,
     check_per_sequence,
     check_qkv,
@@ -33,7 +33,7 @@ from msattn.kernels.common.primitives import (
     padded_head,
     precision,
     sequence_span,
-    softmax_end,
+    softmax_finalize,
     softmax_step,
     store_rows,
     tile_view,
@@ -54,37 +54,40 @@ def maxpool_attention(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> MaxPoolAttention:
-    """Dense attention and the maximum of its probabilities over blocks, in one pass (SeerAttention, Algorithm 1).
+    """Computes dense attention and the block-wise maxima of its probabilities.
+
+    The block map is the training target of gates (SeerAttention, Algorithm 1).
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Views are welcome.
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported.
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     block_size : int
-        Tokens of a block: 16, 32, 64 or 128.
+        Tokens in a block: 16, 32, 64 or 128.
     causal : bool
-        Query i stands at position ``M - N + i`` and sees no key after it.
+        Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
-        Factor of the scores, positive; ``D ** -0.5`` by default.
+        Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
-        Left padding: positions before each sequence. Blocks are counted from there.
+        Length of the left padding of each sequence. Blocks are counted from its end.
     backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, the reference for CPU tensors.
+        Triton for CUDA tensors and the reference for CPU tensors by default.
 
     Returns
     -------
     MaxPoolAttention
         ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``pooled [B, Hq, ceil(N / block), ceil(M / block)]``, the latter two fp32
-        (fp64 for fp64). Blocks above the diagonal and rows that see nothing are 0.
+        (fp64 for fp64 inputs). ``pooled`` is 0 for blocks above the diagonal; rows without visible keys have ``out = 0``,
+        ``lse = -inf``, ``pooled = 0``.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument has a wrong shape, dtype or value; the message names it.
     NotImplementedError
-        When a gradient is asked of the result: it makes training targets.
+        If the result is differentiated.
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
@@ -115,7 +118,7 @@ def _(q, k, v, kv_start, block_size, causal, scale, backend):
 
 
 def _backward(ctx, *gradients):
-    raise NotImplementedError("maxpool_attention has no gradient: it makes training targets; call it under torch.no_grad()")
+    raise NotImplementedError("maxpool_attention has no gradient: call it under torch.no_grad()")
 
 
 _operator.register_autograd(_backward)
@@ -131,7 +134,7 @@ def launch(
     scale: float,
     tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernel; ``tile`` overrides the shipped choice, for tuning."""
+    """Launches the kernel; ``tile`` overrides the tuned tile."""
     check_layout(q=q, k=k, v=v)
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -177,7 +180,7 @@ def _maxpool_attention_kernel(
 ):  # fmt: skip
     p_scratch += tl.program_id(0).to(tl.int64) * strips * BM
     p_maxima = p_scratch + tl.arange(0, BM)[:, None] + tl.arange(0, BN // W)[None, :] * BM
-    # Whoever is free takes the next tile. A group's heads come together, to meet in the L2 cache; long rows come first.
+    # Dynamic tile scheduling. Heads of a group are adjacent for L2 reuse; the longest rows come first.
     tile = tl.atomic_add(p_next_tile, 1)
     while tile < tiles:
         row_tile = row_tiles - 1 - tile // group % row_tiles
@@ -188,7 +191,7 @@ def _maxpool_attention_kernel(
         t0 = row_tile * BM
         t = t0 + tl.arange(0, BM)
 
-        last, full = keys, keys // BN * BN  # keys to read; of these, those in tiles that need no mask
+        last, full = keys, keys // BN * BN  # end of the keys to read, and of those in full tiles
         if CAUSAL:
             last = tl.minimum(keys, t0 + BM + delta)
             full = tl.minimum(keys, t0 + delta + 1) // BN * BN
@@ -208,20 +211,23 @@ def _maxpool_attention_kernel(
             tl.store(p_maxima + u0 // W * BM, maxima)
             v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
             m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
-        out, lse2 = softmax_end(m, l, acc, t < queries)
+        out, lse2 = softmax_finalize(m, l, acc, t < queries)
         store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                    stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
-        tl.debug_barrier()  # every thread's maxima are in the scratch before any is read
+        tl.debug_barrier()  # all maxima are stored before they are read
         p_map = p_pooled + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
-        _pool(p_map, p_scratch, lse2, last, t0 // BLOCK, row_blocks, col_blocks, scale2, BM, BLOCK, W)
-        tl.debug_barrier()  # and all are read before the next tile's
+        _store_block_map(p_map, p_scratch, lse2, last, t0 // BLOCK, row_blocks, col_blocks, scale2, BM, BLOCK, W)
+        tl.debug_barrier()  # all maxima are read before the next tile overwrites them
         tile = tl.atomic_add(p_next_tile, 1)
 
 
 @triton.jit
 def _row_max(maxima, STRIPS: tl.constexpr):
-    """Largest score of a row, from one strip or two; splitting spares the registers that a reduction would spill."""
+    """Returns row maxima of one or two strips.
+
+    A split avoids the register spills of a reduction.
+    """
     if STRIPS == 2:
         first, second = tl.split(maxima)
         return tl.maximum(first, second)
@@ -229,14 +235,14 @@ def _row_max(maxima, STRIPS: tl.constexpr):
 
 
 @triton.jit
-def _pool(
+def _store_block_map(
     p_map, p_scratch, lse2, last, first_row_block, row_blocks, col_blocks, scale2,
     BM: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write the row blocks of a tile ``[BM / BLOCK, Tc]``, from the scores in the scratch and the rows' LSE."""
-    BLOCKS: tl.constexpr = 2048 // BM  # column blocks at a time
-    STRIPS: tl.constexpr = BLOCK // W  # of a block
-    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # a row that saw nothing counts as 0
+    """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``."""
+    BLOCKS: tl.constexpr = 2048 // BM  # column blocks of a step
+    STRIPS: tl.constexpr = BLOCK // W  # strips of a block
+    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # probabilities of a row without visible keys are 0
     r = first_row_block + tl.arange(0, BM // BLOCK)
     for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]
         strip = c0 * STRIPS + tl.arange(0, BLOCKS * STRIPS)

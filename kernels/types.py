@@ -15,14 +15,20 @@ Variant = Literal["partial", "global"]  # of flash_decode
 
 
 class SparseAttention(NamedTuple):
-    """Attention over a part of the keys: ``out [B, Hq, N, D]`` (dtype of q), ``lse [B, Hq, N]``."""
+    """Result of sparse attention.
+
+    ``out [B, Hq, N, D]`` has the dtype of q; ``lse`` is ``[B, Hq, N]``.
+    """
 
     out: Tensor
     lse: Tensor
 
 
 class MaxPoolAttention(NamedTuple):
-    """Dense attention and its block map: ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``pooled [B, Hq, Tr, Tc]`` fp32."""
+    """Result of dense attention with its block map.
+
+    ``out [B, Hq, N, D]`` has the dtype of q; ``lse`` is ``[B, Hq, N]``, ``pooled`` fp32 ``[B, Hq, Tr, Tc]``.
+    """
 
     out: Tensor
     lse: Tensor
@@ -30,9 +36,10 @@ class MaxPoolAttention(NamedTuple):
 
 
 class BucketMass(NamedTuple):
-    """Attention mass by bucket: ``mass [B, Hq, n_q, C]`` fp32, ``lse [B, Hq, n_q]``, ``top_key [B, Hq, n_q]`` int32.
+    """Attention mass of each bucket.
 
-    ``top_key`` is the index of the key with the highest score, -1 where nothing is seen.
+    ``mass`` is fp32 ``[B, Hq, n_q, C]``, ``lse`` ``[B, Hq, n_q]``. ``top_key``, int32 ``[B, Hq, n_q]``, is the index of the
+    key with the highest score, or -1 for a query that sees no key.
     """
 
     mass: Tensor
@@ -41,23 +48,30 @@ class BucketMass(NamedTuple):
 
 
 class NearestCentroid(NamedTuple):
-    """The centroid nearest to each key: ``buckets [B, H, M]`` int32, its number; ``products [B, H, M]`` fp32, their product."""
+    """Nearest centroid of each key.
+
+    ``buckets``, int32 ``[B, H, M]``, is its index, and ``products``, fp32 ``[B, H, M]``, its dot product with the key.
+    """
 
     buckets: Tensor
     products: Tensor
 
 
 class BucketSums(NamedTuple):
-    """The keys of each bucket added up: ``sums [B, H, C, D]`` fp32, ``counts [B, H, C]`` int32."""
+    """Sum and number of the keys in each bucket.
+
+    ``sums`` is fp32 ``[B, H, C, D]``, ``counts`` int32 ``[B, H, C]``.
+    """
 
     sums: Tensor
     counts: Tensor
 
 
 class BucketIndex(NamedTuple):
-    """Which keys each bucket holds: the keys of bucket c are ``order[..., offsets[..., c] : offsets[..., c + 1]]``.
+    """Keys of each bucket, in compressed (CSR) form.
 
-    ``offsets`` int32 ``[B, Hkv, C + 1]``; ``order`` int32 ``[B, Hkv, n]``, absolute cache positions.
+    Bucket c holds the keys ``order[..., offsets[..., c] : offsets[..., c + 1]]``. ``offsets [B, Hkv, C + 1]`` and
+    ``order [B, Hkv, n]`` are int32; ``order`` holds absolute cache positions.
     """
 
     offsets: Tensor
@@ -65,19 +79,27 @@ class BucketIndex(NamedTuple):
 
 
 class ScoreMod(NamedTuple):
-    """What becomes of a scaled score before it is masked: ``score = mod(score, b, h, i, j, *tensors, *numbers)``.
+    """Modifies scaled scores before masking.
 
-    ``b`` is the sequence, ``h`` the query head, ``i`` and ``j`` the positions of query and key in the cache, its padding
-    counted. What is masked afterwards is passed too, with a position that exists: ``0 <= j < M``, ``0 <= i``, and ``i < M``
-    wherever there are no more queries than keys, so that loads by position need no mask. -inf hides a key.
+    It computes ``score = mod(score, b, h, i, j, *tensors, *numbers)``: ``b`` is the sequence, ``h`` the query head, ``i`` and
+    ``j`` the positions of query and key in the cache, padding included. Scores that are masked later are passed too, with
+    valid positions (``0 <= j < M``, ``0 <= i``, and ``i < M`` unless there are more queries than keys), so that loads by
+    position need no mask. A score of -inf hides the key.
 
-    ``kernel`` is a ``triton.jit`` function; a group's heads and their queries are packed into the rows of a tile, so that it
-    takes and gives ``score`` fp32 ``[rows, keys]``, with ``b`` a scalar, ``h`` and ``i`` int32 ``[rows, 1]``, ``j`` int32
-    ``[1, keys]``, and pointers for the tensors. ``reference`` is its PyTorch twin: ``score [Hq, N, m]``, ``b`` an int, ``h [Hq,
-    1, 1]``, ``i [N, 1]``, ``j [m]``.
-
-    ``window``: keys ``j <= i - window`` become -inf whatever their score, and need not be read. ``built_in`` names those of
-    :mod:`msattn.kernels.flash_decode.score_mod`; it is not for others.
+    Attributes
+    ----------
+    kernel
+        ``triton.jit`` function. The heads of a group and their queries are packed into the rows of a tile: it maps ``score``
+        fp32 ``[rows, keys]`` to the same shape, with ``b`` a scalar, ``h`` and ``i`` int32 ``[rows, 1]``, ``j`` int32 ``[1,
+        keys]``, and a pointer for each tensor.
+    reference
+        The same function in PyTorch: ``score [Hq, N, m]``, ``b`` an int, ``h [Hq, 1, 1]``, ``i [N, 1]``, ``j [m]``.
+    tensors, numbers
+        Further arguments of both functions.
+    window
+        Keys ``j <= i - window`` are masked whatever their score, so that kernels need not read them.
+    built_in
+        Name of a modification of :mod:`msattn.kernels.flash_decode.score_mod`. Leave it empty for others.
     """
 
     kernel: Any

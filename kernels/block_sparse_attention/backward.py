@@ -1,27 +1,28 @@
-"""Gradient of attention over the key blocks that a mask selects, in two passes that both follow the mask.
+"""Block-sparse attention, backward pass: a dQ kernel, then a dK/dV kernel.
 
     P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
     dQ = scale * dS K   dK = scale * dS^T Q    dV = P^T dO
 
-The first pass owns a row block and walks its list of column blocks, for dQ; the second owns a column block of a key/value head
-and walks its list of row blocks, of all query heads of the group, for dK and dV. So every sum is one program's, in registers
-and in one order: no atomics, no partial results in memory, the same bits every time. That takes seven products for each block
-read, 14 * BM * BN * D operations, where one pass would take five and add dQ up with atomics. A block costs the loads of two
-tiles in each pass; the terms of a row, made by the first pass, wait for the second in a layout that its loads are fast from.
+A program of the dQ kernel owns a row block and iterates over its list of column blocks. A program of the dK/dV kernel owns a
+column block of a key/value head and iterates over its list of row blocks, for all query heads of the group. Each sum is
+accumulated in the registers of one program in a fixed order: no atomics, no partial results in memory, bitwise reproducible.
+This takes seven products for each block read, 14 * BM * BN * D operations, where a single kernel would take five and accumulate
+dQ with atomics. Each kernel loads two tiles for a block; the dQ kernel stores the row statistics for the dK/dV kernel.
 
-Both passes go through memory in step: row lists from the first key on, column lists from the last query back, whatever the
-block, so that programs which run together find each other's tiles in the L2 cache. Blocks on the diagonal come last in both.
+Both kernels read memory in the same direction, row lists from the first key forwards and column lists from the last query
+backwards, so that concurrent programs share tiles in the L2 cache. Both process blocks on the diagonal last.
 
-Layouts: terms of rows as in :mod:`msattn.kernels.common.backward_tiles`, lists as in :mod:`msattn.kernels.common.block_lists`. A tile has BM
-queries and BN keys, each a block or an even part of one. Prefix: p_ pointer.
+Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists as in
+:mod:`msattn.kernels.common.block_lists`. A tile has BM queries and BN keys, each a block or an even part of one. Prefix: p_
+pointer.
 """
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import tuned
-from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_terms, load_rows, terms_view
-from msattn.kernels.common.block_lists import compact, compact_columns, find_list
+from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
+from msattn.kernels.common.block_lists import compact_columns, compact_rows, find_list
 from msattn.kernels.common.checks import check_layout, has_aligned_rows, query_offset
 from msattn.kernels.common.primitives import (
     LN_2,
@@ -55,9 +56,9 @@ def launch(
     dq_tile: tuned.Tile | None = None,
     dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; the tiles override the shipped choice, for tuning."""
+    """Launches the kernels, returns dq, dk, dv; the tiles override the tuned ones."""
     check_layout(q=q, k=k, v=v, out=out)
-    if not has_aligned_rows(dout) or 0 in dout.stride():  # autograd hands over what it has: an expanded scalar, say
+    if not has_aligned_rows(dout) or 0 in dout.stride():  # autograd may pass an expanded scalar
         dout = dout.clone(memory_format=torch.contiguous_format)
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
@@ -69,27 +70,27 @@ def launch(
     row_blocks, col_blocks = block_mask.shape[2:]
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
 
-    lists, lengths = compact(*selection)
+    lists, lengths = compact_rows(*selection)
     shared = kv_heads, num_queries, num_keys, row_blocks, col_blocks
     tile = dq_tile or tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dq = torch.empty_like(q)
-    terms = empty_terms(lse)
+    row_stats = empty_row_stats(lse)
     _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
-        lse, dlse, dq, terms, lists, lengths, kv_start, *dq.stride()[:3], terms.stride(2),
+        lse, dlse, dq, row_stats, lists, lengths, kv_start, *dq.stride()[:3], row_stats.stride(2),
         group, *shared, *lists.shape[:2], offset, scale * LOG2_E,
         BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
-    del lists, lengths  # room for the second ones
+    del lists, lengths  # frees memory for the next
     lists, lengths = compact_columns(*selection, kv_heads, group)
     tile = dkv_tile or tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
-        terms_view(terms, num_queries, rows),
+        row_stats_view(row_stats, num_queries, rows),
         dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
         *shared, lists.shape[0], offset, scale * LOG2_E,
         GROUP=group, BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
@@ -97,18 +98,18 @@ def launch(
     return dq, dk, dv
 
 
-SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
 
 
-@triton.jit(do_not_specialize=[*SIZES, "stride_terms"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])
 def _dq_kernel(
-    q_desc, k_desc, v_desc, out_desc, dout_desc, p_lse, p_dlse, p_dq, p_terms, p_lists, p_lengths, p_kv_start,
-    stride_b, stride_h, stride_n, stride_terms,
+    q_desc, k_desc, v_desc, out_desc, dout_desc, p_lse, p_dlse, p_dq, p_stats, p_lists, p_lengths, p_kv_start,
+    stride_b, stride_h, stride_n, stride_stats,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
     tiles = row_blocks * (BLOCK // BM)
     t0 = (tiles - 1 - pid // group % tiles) * BM
@@ -116,46 +117,46 @@ def _dq_kernel(
     h = kv_head * group + pid % group
     b = pid // (group * tiles * kv_heads)
     first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    p_list, plain, all_blocks = find_list(
+    p_list, full, all_blocks = find_list(
         p_lists, p_lengths, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
 
-    q, dout, lse2, row_term = load_rows(
-        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_terms, b, h, kv_heads * group, t0, first_query, queries, num_queries,
-        stride_terms, BM, COLS,
+    q, dout, lse2, row_delta = load_query_rows(
+        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_stats, b, h, kv_heads * group, t0, first_query, queries, num_queries,
+        stride_stats, BM, COLS,
     )  # fmt: skip
 
     t = t0 + tl.arange(0, BM)
     dq = tl.zeros([BM, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BN
-    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
+    for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
-        dq = _dq_step(dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
                       BN, COLS, False, CAUSAL, PRECISION)  # fmt: skip
-    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+    for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
-        dq = _dq_step(dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
                       BN, COLS, True, CAUSAL, PRECISION)  # fmt: skip
     store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, lse2, row_term, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+    dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
     BN: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys from u0 on give."""
+    """Accumulates the contribution of the key tile at u0 to dQ."""
     k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
     if MASK:
         s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-    return dq_step(dq, s, dout, k, v, lse2, row_term, scale2, PRECISION)
+    return dq_step(dq, s, dout, k, v, lse2, row_delta, scale2, PRECISION)
 
 
-@triton.jit(do_not_specialize=SIZES[1:-1])
+@triton.jit(do_not_specialize=UNSPECIALIZED[1:-1])
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, terms_desc, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
+    q_desc, k_desc, v_desc, dout_desc, stats_desc, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -163,32 +164,32 @@ def _dkv_kernel(
 ):  # fmt: skip
     pid = tl.program_id(0)
     tiles = col_blocks * (BLOCK // BN)
-    u0 = pid % tiles * BN  # long columns come first
+    u0 = pid % tiles * BN  # the longest columns come first
     kv_head = pid // tiles % kv_heads
     b = pid // (tiles * kv_heads)
     first_key, first_query, keys, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    p_list, plain, all_blocks = find_list(
+    p_list, full, all_blocks = find_list(
         p_lists, p_lengths, b, kv_head, u0 // BLOCK, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
     )
-    p_list += all_blocks - 1  # read backwards
+    p_list += all_blocks - 1  # iterated backwards
     u = u0 + tl.arange(0, BN)
     k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
     if COLS * k.dtype.primitive_bitwidth <= 2048:
-        k = tl.where((u < keys)[:, None], k, 0.0)  # stays in registers, as q does in the first pass; v has no room there
+        k = tl.where((u < keys)[:, None], k, 0.0)  # stays in registers, as q does in the dQ kernel; v does not fit there
 
     dk = tl.zeros([BN, COLS], tl.float32)
     dv = tl.zeros([BN, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BM
-    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
+    for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
                           BM, COLS, False, PRECISION)  # fmt: skip
-    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
+    for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
     store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)

@@ -1,10 +1,11 @@
-"""Attention over the key blocks that a mask selects, for each block of queries (SeerAttention, section 3.2).
+"""Block-sparse attention (SeerAttention, section 3.2), forward pass.
 
     out_i = softmax over keys j in the True blocks of i's row block (and j <= i if causal) of (scale * q_i k_j), times v_j
 
-The mask becomes lists on the device first (:mod:`msattn.kernels.common.block_lists`): for each row block the column blocks to read,
-those that every query sees whole before those on the diagonal or at the end. A program then owns one row block and walks its
-list: the cost follows the True blocks. The gradient is in :mod:`msattn.kernels.block_sparse_attention.backward`.
+The mask is first compacted on the device (:mod:`msattn.kernels.common.block_lists`): for each row block, the column blocks to
+read, full blocks before those on the diagonal or at the end of the keys. One program owns one row block and iterates over its
+list, so that the cost is proportional to the True blocks. :mod:`msattn.kernels.block_sparse_attention.backward` has the
+gradient.
 
 A tile has BM = block queries and BN keys, a whole block or an even part of one. Prefix: p_ pointer.
 """
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from msattn.kernels import reference, tuned
 from msattn.kernels.block_sparse_attention import backward
-from msattn.kernels.common.block_lists import compact, find_list
+from msattn.kernels.common.block_checks import check_block_mask
+from msattn.kernels.common.block_lists import compact_rows, find_list
 from msattn.kernels.common.checks import (
-    check_block_mask,
     check_layout,
     check_per_sequence,
     check_qkv,
@@ -32,7 +33,7 @@ from msattn.kernels.common.primitives import (
     padded_head,
     precision,
     sequence_span,
-    softmax_end,
+    softmax_finalize,
     softmax_step,
     store_rows,
     tile_view,
@@ -55,37 +56,37 @@ def block_sparse_attention(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
-    """Attention that reads only the blocks a mask selects (SeerAttention, section 3.2).
+    """Computes attention over the blocks that a mask selects (SeerAttention, 3.2).
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Views are welcome.
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported.
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     block_mask : Tensor bool ``[B | 1, Hq | Hkv | 1, ceil(N / block), ceil(M / block)]``
-        True = read the block. Inside it the causal and padding masks still hold; True above the diagonal costs nothing.
+        True selects the block. The causal and padding masks apply within it; True above the diagonal costs nothing.
     block_size : int
-        Tokens of a block: 16, 32, 64 or 128.
+        Tokens in a block: 16, 32, 64 or 128.
     causal : bool
-        Query i stands at position ``M - N + i`` and sees no key after it.
+        Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
-        Factor of the scores, positive; ``D ** -0.5`` by default.
+        Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
-        Left padding: positions before each sequence. Blocks are counted from there.
+        Length of the left padding of each sequence. Blocks are counted from its end.
     backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, the reference for CPU tensors.
+        Triton for CUDA tensors and the reference for CPU tensors by default.
 
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for rows that read nothing.
-        Differentiable in q, k, v, through both.
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for rows that read no key.
+        Both are differentiable in q, k, v.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument has a wrong shape, dtype or value; the message names it.
     """
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)
@@ -106,7 +107,7 @@ def launch(
     scale: float,
     tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernels; ``tile`` overrides the shipped choice, for tuning."""
+    """Launches the kernels; ``tile`` overrides the tuned tile."""
     check_layout(q=q, k=k, v=v)
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -114,7 +115,7 @@ def launch(
     tile = tile or tuned.pick("block_sparse_attention", cols, q.dtype, capability(q.device))
     rows, keys = block_size, min(block_size, tile.keys)
     offset = query_offset(num_queries, num_keys, causal)
-    lists, lengths = compact(block_mask, kv_start, num_queries, num_keys, offset, block_size, causal)
+    lists, lengths = compact_rows(block_mask, kv_start, num_queries, num_keys, offset, block_size, causal)
     row_blocks, col_blocks = lists.shape[2:]
 
     out = torch.empty_like(q)
@@ -131,7 +132,7 @@ def launch(
     return out, lse
 
 
-# Lengths are left to Triton, which compiles for multiples of 16 and for others: known alignment is worth 13 % here.
+# Lengths stay specialised: Triton compiles a version for multiples of 16, and the known alignment is worth 13 %.
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _block_sparse_attention_kernel(
     q_desc, k_desc, v_desc, p_out, p_lse, p_lists, p_lengths, p_kv_start,
@@ -140,7 +141,7 @@ def _block_sparse_attention_kernel(
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
     r = row_blocks - 1 - pid // group % row_blocks
     kv_head = pid // (group * row_blocks) % kv_heads
@@ -158,7 +159,7 @@ def _block_sparse_attention_kernel(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
-    PARTS: tl.constexpr = BM // BN  # of a block
+    PARTS: tl.constexpr = BM // BN  # key tiles of a block
     for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
@@ -167,7 +168,7 @@ def _block_sparse_attention_kernel(
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
-    out, lse2 = softmax_end(m, l, acc, t < queries)
+    out, lse2 = softmax_finalize(m, l, acc, t < queries)
     store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 

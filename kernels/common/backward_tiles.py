@@ -1,10 +1,10 @@
-"""What the two passes of the gradient of a sparse attention share.
+"""Tile steps shared by the backward kernels of sparse attention.
 
     P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
 
-The first owns query rows, gives dQ and leaves the terms of its rows, fp32 ``[B, Hq, 2, N]``: LSEs in base 2 and ``rowsum(dO *
-O) - dlse``, queries counted from where the sequence starts. The second owns keys and reads the terms, by a descriptor that is
-fast to load from, for dK and dV.
+The dQ kernel owns query rows. It also stores their row statistics, fp32 ``[B, Hq, 2, N]``: the LSE in base 2, and ``row_delta =
+rowsum(dO * O) - dlse`` (delta in FlashAttention, less the gradient of the LSE). Queries count from the start of the sequence.
+The dK/dV kernel owns keys and loads these statistics through a tensor descriptor, whose loads can be pipelined.
 """
 
 import torch
@@ -12,62 +12,66 @@ from torch import Tensor
 
 from msattn.kernels.common.primitives import load_lse2, load_tile, tile_view, tl, triton
 
-TERMS = tl.constexpr(32)  # in a descriptor's tile, at least: 128 bytes, or the tiles of a pipeline would not be aligned
+MIN_STATS_ROWS = tl.constexpr(32)  # of a descriptor tile: 128 bytes in fp32, the alignment that pipelined tiles need
 
 
-def empty_terms(lse: Tensor) -> Tensor:
-    """Room for the terms of rows; strides are multiples of 16 bytes, as descriptors want."""
+def empty_row_stats(lse: Tensor) -> Tensor:
+    """Allocates row statistics, with the 16-byte strides of descriptors."""
     batch, heads, num_queries = lse.shape
     return torch.empty((batch, heads, 2, (num_queries + 3) // 4 * 4), dtype=torch.float32, device=lse.device)
 
 
-def terms_view(terms: Tensor, num_queries: int, rows: int):
-    """Descriptor of the terms, for tiles of so many query rows."""
-    return tile_view(terms[..., :num_queries], 1, max(rows, TERMS.value))
+def row_stats_view(row_stats: Tensor, num_queries: int, rows: int):
+    """Tensor descriptor of the row statistics, for tiles of ``rows`` query rows."""
+    return tile_view(row_stats[..., :num_queries], 1, max(rows, MIN_STATS_ROWS.value))
 
 
 @triton.jit
-def load_rows(
-    q_desc, out_desc, dout_desc, p_lse, p_dlse, p_terms, b, h, q_heads, t0, first_query, queries, num_queries, stride_terms,
+def load_query_rows(
+    q_desc, out_desc, dout_desc, p_lse, p_dlse, p_stats, b, h, q_heads, t0, first_query, queries, num_queries, stride_stats,
     BM: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of q and dO from query t0 on and their terms ``[BM]``, which are stored, too."""
+    """Loads rows of q and dO from query t0 on; computes and stores their statistics."""
     t = t0 + tl.arange(0, BM)
     head = (b * q_heads + h).to(tl.int64)
     lse2 = load_lse2(p_lse + head * num_queries + first_query, t, queries)
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
     out = load_tile(out_desc, b, h, first_query + t0, BM, COLS)
-    row_term = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    row_term -= tl.load(p_dlse + head * num_queries + first_query + t, mask=t < queries, other=0.0)
-    row_term = tl.where(lse2 == float("inf"), 0.0, row_term)  # whatever the loss does with an LSE of -inf
-    p_terms += head * 2 * stride_terms + t
-    tl.store(p_terms, lse2, mask=t < num_queries)
-    tl.store(p_terms + stride_terms, row_term, mask=t < num_queries)
+    row_delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    row_delta -= tl.load(p_dlse + head * num_queries + first_query + t, mask=t < queries, other=0.0)
+    row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)  # the loss may give an LSE of -inf any gradient
+    p_stats += head * 2 * stride_stats + t
+    tl.store(p_stats, lse2, mask=t < num_queries)
+    tl.store(p_stats + stride_stats, row_delta, mask=t < num_queries)
     if COLS * q.dtype.primitive_bitwidth <= 2048:
-        # What is computed, not loaded, and used in two loops stays in registers as a first factor: less traffic in shared
-        # memory, and room there to load further ahead.
+        # The compiler keeps a computed (not loaded) first operand that two loops use in registers. That saves shared memory
+        # traffic, and leaves shared memory to prefetch further ahead.
         exists = (t < queries)[:, None]
         q, dout = tl.where(exists, q, 0.0), tl.where(exists, dout, 0.0)
-    return q, dout, lse2, row_term
+    return q, dout, lse2, row_delta
 
 
 @triton.jit
-def dq_step(dq, s, dout, k, v, lse2, row_term, scale2, PRECISION: tl.constexpr):
-    """Add what keys give, from their scores ``s [BM, BN]`` on."""
+def dq_step(dq, s, dout, k, v, lse2, row_delta, scale2, PRECISION: tl.constexpr):
+    """Accumulates the contribution of a key tile to dQ.
+
+    ``s [BM, BN]`` are its unscaled scores.
+    """
     p = tl.exp2(s * scale2 - lse2[:, None])
-    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_term[:, None])
+    ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
 def dkv_step(
-    dk, dv, k, v, bias, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+    dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
     BM: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of head h from t0 on give; ``bias [BN]``, or None, goes onto the scores.
+    """Accumulates the contribution of BM queries to dK and dV of a key tile.
 
-    Scores stand transposed, [BN, BM], so that P^T and dS^T go into their products straight from registers.
+    The queries are those of head h from t0 on. ``bias [BN]``, if any, is added to the unscaled scores. Scores are computed
+    transposed, [BN, BM], so that P^T and dS^T enter their products from registers.
     """
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
@@ -76,18 +80,18 @@ def dkv_step(
         s += bias[:, None]
     if MASK:
         s = tl.where(u[:, None] <= (t0 + tl.arange(0, BM))[None, :] + delta, s, float("-inf"))
-    p = tl.exp2(s * scale2 - _load_terms(terms_desc, b, h, 0, t0, BM))
+    p = tl.exp2(s * scale2 - _load_row_stat(stats_desc, b, h, 0, t0, BM))
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
-    ds = p * (dp - _load_terms(terms_desc, b, h, 1, t0, BM))
+    ds = p * (dp - _load_row_stat(stats_desc, b, h, 1, t0, BM))
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
 @triton.jit
-def _load_terms(desc, b, h, term, t0, BM: tl.constexpr):
-    """One of the two terms of BM rows, ``[1, BM]``."""
-    SETS: tl.constexpr = max(1, TERMS // BM)  # type: ignore[assignment]  # the rows that are wanted, and others after them
-    terms = tl.reshape(desc.load([b, h, term, t0]), [SETS, BM])
+def _load_row_stat(desc, b, h, index, t0, BM: tl.constexpr):
+    """Loads the LSE (index 0) or row_delta (1) of BM rows, ``[1, BM]``."""
+    SETS: tl.constexpr = max(1, MIN_STATS_ROWS // BM)  # type: ignore[assignment]  # row sets of a tile, of which the first is needed
+    stats = tl.reshape(desc.load([b, h, index, t0]), [SETS, BM])
     if SETS == 1:
-        return terms
-    return tl.sum(tl.where(tl.arange(0, SETS)[:, None] == 0, terms, 0.0), 0)[None, :]
+        return stats
+    return tl.sum(tl.where(tl.arange(0, SETS)[:, None] == 0, stats, 0.0), 0)[None, :]

@@ -1,8 +1,8 @@
-"""Jitted pieces that several kernels share: where a sequence lies, the online softmax, storing rows, and their launch.
+"""Building blocks of the kernels: launch arguments, masking, online softmax.
 
-Inside a kernel everything is counted from the start of the unpadded sequence: query ``t`` and key ``u`` run from 0, and
-causal query ``t`` sees keys ``u <= t + delta``. Scores stay unscaled; statistics are in base 2 (``scale2 = scale *
-log2(e)``) and leave the kernels in base e.
+Kernels count positions from the start of the unpadded sequence: query ``t`` and key ``u`` begin at 0, and causal query ``t``
+sees keys ``u <= t + delta``. Scores are kept unscaled. Row statistics are in base 2 inside a kernel (``scale2 = scale *
+log2(e)``) and are stored in base e.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     import triton.language as tl
 
-    triton: Any = None  # else a checker takes a launch, kernel[grid](...), for a call of the kernel
+    triton: Any = None  # otherwise a type checker reads a launch, kernel[grid](...), as a call of the kernel
 else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # no wheel for this platform: the references serve; kernels are defined but cannot be launched
+    except ImportError:  # no wheel for this platform: kernels can be defined but not launched; references work
 
         class _NoTriton:
             def __getattr__(self, name):
@@ -41,31 +41,46 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How ``tl.dot`` multiplies: fp32 in full fp32, never TF32; 16-bit inputs have one way only."""
+    """Returns the input precision for ``tl.dot``.
+
+    fp32 inputs are multiplied in full fp32, never TF32. It has no effect on 16-bit inputs.
+    """
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def padded_head(head_size: int) -> int:
-    """Columns of a tile that holds a head: the power of two that Triton wants, at least the 16 that ``tl.dot`` wants."""
+    """Returns the head size padded for a tile.
+
+    Triton requires a power of two, and ``tl.dot`` at least 16.
+    """
     return max(16, 1 << (head_size - 1).bit_length())
 
 
 def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> Any:
-    """Descriptor that reads ``x [B, H, T, D]`` in tiles ``[heads, rows, cols or padded head]``; what lies outside is 0."""
+    """Returns a tensor descriptor of ``x [B, H, T, D]``.
+
+    Its tiles are ``[heads, rows, cols or padded head]``. Loads out of bounds give 0.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # A dimension of size 1 may have any stride; a descriptor wants multiples of 16 bytes everywhere.
+    # Descriptors require strides that are multiples of 16 bytes, but PyTorch leaves the stride of a size-1 dimension open.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, heads, rows, cols or padded_head(x.shape[-1])])
 
 
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device; a handful of programs where kernels are interpreted."""
+    """Returns the number of streaming multiprocessors.
+
+    It is 3 where kernels are interpreted, to keep the number of programs small.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def capability(device: torch.device) -> int:
-    """Compute capability as in ``sm_90``; the oldest that is served where kernels are interpreted."""
+    """Returns the compute capability as an integer, 90 for ``sm_90``.
+
+    It is 80, the oldest supported, where kernels are interpreted.
+    """
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -73,9 +88,9 @@ def capability(device: torch.device) -> int:
 
 
 def pdl_args(device: torch.device) -> dict[str, bool]:
-    """Arguments of a kernel that gets ready while the one before it ends, where the GPU can: programmatic dependent launch."""
-    can = capability(device) >= 90
-    return {"PDL": can, "launch_pdl": can}
+    """Launch arguments for programmatic dependent launch (sm_90 and later)."""
+    supported = capability(device) >= 90
+    return {"PDL": supported, "launch_pdl": supported}
 
 
 # --- on the device ---
@@ -83,23 +98,30 @@ def pdl_args(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Until the results of the kernel before are there. Comes before anything that reads them, or writes."""
+    """Waits for the results of the preceding kernel.
+
+    Call it before the first load of them, and before any store.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()  # type: ignore[attr-defined]
 
 
 @triton.jit
 def pdl_launch_dependents(PDL: tl.constexpr):
-    """From here on the next kernel may come, to the room that is left, and wait. Comes after :func:`pdl_wait`."""
+    """Lets the dependent kernel start on free SMs, where it waits.
+
+    Call it after :func:`pdl_wait`.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore[attr-defined]
 
 
 @triton.jit
 def sequence_span(kv_start_ptr, b, num_queries, num_keys, offset):
-    """Where sequence b lies: first key, first query, number of keys, number of queries, delta (see the module's docstring).
+    """Returns the bounds of sequence b.
 
-    ``offset`` is the position of the first given query (checks.query_offset).
+    They are: first key, first query, number of keys, number of queries, and ``delta`` (see the module docstring). ``offset``
+    is the position of the first query, from :func:`msattn.kernels.common.checks.query_offset`.
     """
     first_key = tl.zeros((), tl.int32)
     if kv_start_ptr is not None:
@@ -116,13 +138,16 @@ def sequence_span(kv_start_ptr, b, num_queries, num_keys, offset):
 
 @triton.jit
 def load_tile(desc, b, h, row, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Tile ``[ROWS, COLS]`` of head h of sequence b, from the given row on."""
+    """Loads the tile ``[ROWS, COLS]`` of head h of sequence b that starts at ``row``."""
     return tl.reshape(desc.load([b, h, row, 0]), [ROWS, COLS])
 
 
 @triton.jit
 def mask_scores(s, t, u, num_keys, delta, CAUSAL: tl.constexpr):
-    """Scores ``s [BM, BN]`` of queries t and keys u, -inf where the key does not exist or, if causal, comes after the query."""
+    """Masks scores ``s [BM, BN]`` of queries t and keys u with -inf.
+
+    Masked are keys that do not exist or, if causal, come after the query.
+    """
     seen = (u < num_keys)[None, :]
     if CAUSAL:
         seen = seen & (u[None, :] <= t[:, None] + delta)
@@ -131,10 +156,11 @@ def mask_scores(s, t, u, num_keys, delta, CAUSAL: tl.constexpr):
 
 @triton.jit
 def softmax_step(s, s_max, v, m, l, acc, scale2, PRECISION: tl.constexpr):
-    """One step of the online softmax: scores ``s [BM, BN]`` with row maxima ``s_max [BM]``, values ``v [BN, D]``.
+    """Accumulates a tile of keys into the online softmax.
 
-    ``m``, ``l [BM]`` are the running maximum (base 2) and sum, ``acc [BM, D]`` the running output. A row that has seen
-    nothing yet keeps ``m = -inf``, ``l = 0``.
+    ``s [BM, BN]`` are scores, ``s_max [BM]`` their row maxima, ``v [BN, D]`` values. ``m [BM]`` is the running maximum (base
+    2), ``l [BM]`` the running sum, ``acc [BM, D]`` the running output. A row without visible keys so far keeps ``m = -inf``,
+    ``l = 0``.
     """
     m_new = tl.maximum(m, s_max * scale2)
     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
@@ -146,8 +172,11 @@ def softmax_step(s, s_max, v, m, l, acc, scale2, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def softmax_end(m, l, acc, exists):
-    """Normalised output and base-2 LSE ``[BM]``; 0 and -inf for rows that saw nothing or do not exist."""
+def softmax_finalize(m, l, acc, exists):
+    """Returns the normalised output and the base-2 LSE ``[BM]``.
+
+    They are 0 and -inf for rows without visible keys and for rows that do not exist.
+    """
     seen = exists & (l > 0)
     l = tl.where(seen, l, 1.0)
     return tl.where(seen[:, None], acc / l[:, None], 0.0), tl.where(seen, m + tl.log2(l), float("-inf"))
@@ -171,7 +200,7 @@ def store_rows(
     HEAD: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Write the rows ``t`` of a sequence and their LSEs; see :func:`store_tile`."""
+    """Stores the rows ``t`` of a sequence and their LSEs; see :func:`store_tile`."""
     store_tile(out_ptr, out, b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
     i = first_query + t
     i = tl.where(i < num_queries, i, i - num_queries)
@@ -180,9 +209,10 @@ def store_rows(
 
 @triton.jit
 def store_tile(ptr, tile, b, h, t, first, total, stride_b, stride_h, stride_n, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Write the rows ``t`` of a sequence that starts at ``first`` and ends with the tensor, at ``total``.
+    """Stores the rows ``t`` of a sequence.
 
-    Rows past its end wrap around, as zeros, to the padding before its start: programs for every row write it all.
+    The sequence occupies rows ``first`` to ``total``, the end of the tensor. Rows past its end wrap around to the padding
+    before its start and are stored as zeros, so that programs for all ``total`` rows initialise the whole output.
     """
     i = first + t
     exists = i < total
@@ -195,6 +225,9 @@ def store_tile(ptr, tile, b, h, t, first, total, stride_b, stride_h, stride_n, H
 
 @triton.jit
 def load_lse2(lse_ptr, t, queries):
-    """Base-2 LSEs ``[BM]`` for making P again; ``+inf``, so that P is 0, for rows that saw nothing or do not exist."""
+    """Loads base-2 LSEs ``[BM]`` to recompute P.
+
+    They are +inf, which makes P 0, for rows without visible keys and for rows that do not exist.
+    """
     lse = tl.load(lse_ptr + t, mask=t < queries, other=float("-inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * (1.0 / LN_2))

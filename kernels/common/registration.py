@@ -1,8 +1,8 @@
-"""Differentiable attention as custom operators: schema, shapes for tracing, choice of the backend and autograd, once for all.
+"""Registers the schema, fake kernel, dispatch and autograd of an operation.
 
-Two schemas: attention that reads what a block map selects, and attention whose scores a weight mixes. An operation brings what
-runs: forward and backward for Triton, the same for the reference. Operators give ``out`` and ``lse``, take the gradients of
-both, and save their inputs and results for the backward pass.
+There are two schemas: sparse attention, which takes a block map, and weighted attention, which takes a weight that mixes
+scores. An operation supplies its forward and backward passes for Triton and for the reference. Operators return ``out`` and
+``lse``, accept gradients of both, and save their inputs and results for the backward pass.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset, statistics_dtype
 
-Operator = Any  # what torch.library.custom_op gives has no public name
+Operator = Any  # the type that torch.library.custom_op returns is not public
 
 
 class Passes(NamedTuple):
@@ -24,7 +24,11 @@ class Passes(NamedTuple):
 
 
 def register_sparse_op(name: str, triton: Passes, torch_: Passes) -> tuple[Operator, Operator]:
-    """Operator and backward operator of attention over blocks that ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` names."""
+    """Registers sparse attention over a block map.
+
+    The block map is ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]``. Returns the operator ``msattn::<name>`` and its backward
+    operator ``msattn::<name>_backward``.
+    """
 
     @torch.library.custom_op(f"msattn::{name}", mutates_args=())
     def operator(
@@ -59,22 +63,25 @@ def register_sparse_op(name: str, triton: Passes, torch_: Passes) -> tuple[Opera
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = dout, dlse, q, k, v, out, lse, selected
+        saved = dout, dlse, q, k, v, out, lse, selected
         if backend == "triton":
             with torch.cuda.device_of(q):
-                return triton.backward(*given, kv_start, block_size, causal, scale)
-        return torch_.backward(*given, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
+                return triton.backward(*saved, kv_start, block_size, causal, scale)
+        return torch_.backward(*saved, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
 
     @backward_operator.register_fake
     def _(dout, dlse, q, k, v, *others):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
-    _differentiate(operator, backward_operator)
+    _register_autograd(operator, backward_operator)
     return operator, backward_operator
 
 
 def register_weighted_op(name: str, triton: Passes, torch_: Passes) -> tuple[Operator, Operator]:
-    """Operator and backward operator of attention whose scores are mixed by ``weight [Hq, ...]``, which has a gradient too."""
+    """Registers attention whose scores are mixed by a trained ``weight [Hq, ...]``.
+
+    Returns the operator ``msattn::<name>`` and its backward operator ``msattn::<name>_backward``.
+    """
 
     @torch.library.custom_op(f"msattn::{name}", mutates_args=())
     def operator(
@@ -89,7 +96,7 @@ def register_weighted_op(name: str, triton: Passes, torch_: Passes) -> tuple[Ope
     ) -> tuple[Tensor, Tensor]:
         if backend == "triton":
             with torch.cuda.device_of(q):
-                q, k, v = _without_padding(kv_start, causal, (q,), (k, v))
+                q, k, v = _zero_padding(kv_start, causal, (q,), (k, v))
                 return triton.forward(q, k, v, weight, kv_start, causal, scale)
         return torch_.forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)
 
@@ -110,40 +117,47 @@ def register_weighted_op(name: str, triton: Passes, torch_: Passes) -> tuple[Ope
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if backend == "triton":
             with torch.cuda.device_of(q):
-                q, dout, k, v = _without_padding(kv_start, causal, (q, dout), (k, v))
+                q, dout, k, v = _zero_padding(kv_start, causal, (q, dout), (k, v))
                 return triton.backward(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale)
-        given = dout, dlse, q, k, v, weight, out, lse
-        return torch_.backward(*given, causal=causal, scale=scale, kv_start=kv_start)
+        saved = dout, dlse, q, k, v, weight, out, lse
+        return torch_.backward(*saved, causal=causal, scale=scale, kv_start=kv_start)
 
     @backward_operator.register_fake
     def _(dout, dlse, q, k, v, weight, *others):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
 
-    _differentiate(operator, backward_operator)
+    _register_autograd(operator, backward_operator)
     return operator, backward_operator
 
 
-def _without_padding(
+def _zero_padding(
     kv_start: Tensor | None, causal: bool, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Zeros before each sequence, as 0 times what lies there may be NaN.
+    """Replaces left padding by zeros.
 
-    Once for all kernels: those that zeroed a factor in the loop over products raced (Triton 3.6).
+    Padding may hold NaN, and kernels multiply it by 0. Kernels that zeroed a factor inside the product loop had a race
+    (Triton 3.6).
     """
     if kv_start is None:
         return *queries, *keys
     offset = query_offset(queries[0].shape[2], keys[0].shape[2], causal)
-    return *(_zeroed(x, kv_start - offset) for x in queries), *(_zeroed(x, kv_start) for x in keys)
+    return *(_zero_rows_before(x, kv_start - offset) for x in queries), *(_zero_rows_before(x, kv_start) for x in keys)
 
 
-def _zeroed(x: Tensor, first: Tensor) -> Tensor:
-    """``x [B, H, N, D]`` with 0 in rows before ``first [B]``, laid out as ``empty_like(x)``, which the fakes promise."""
+def _zero_rows_before(x: Tensor, first: Tensor) -> Tensor:
+    """Copies ``x [B, H, N, D]`` with zeros in the rows before ``first [B]``.
+
+    The copy has the layout of ``empty_like(x)``, as the fake kernels state.
+    """
     before = torch.arange(x.shape[2], device=x.device) < first[:, None]
     return x.clone().masked_fill_(before[:, None, :, None], 0)
 
 
-def _differentiate(operator: Operator, backward_operator: Operator) -> None:
-    """Give the operator its fake and its gradient: four tensors, ``kv_start``, then options without gradients."""
+def _register_autograd(operator: Operator, backward_operator: Operator) -> None:
+    """Registers the fake kernel and the gradient of an operator.
+
+    Its arguments are four tensors, ``kv_start``, then options without gradients.
+    """
 
     @operator.register_fake
     def _(q, *others):

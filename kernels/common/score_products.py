@@ -1,14 +1,15 @@
-"""Products of a matrix that has a row for each query and a column for each key with rows of queries or keys.
+"""Matrix products of materialized probabilities or score gradients.
 
-The gradients of :mod:`msattn.kernels.conv_attention.operation` and :mod:`msattn.kernels.head_mix_attention.operation` write probabilities or score
-gradients of some rows to a scratch, ``matrix [B, H, rows, M]``, and multiply them from there:
+The gradients of :mod:`msattn.kernels.conv_attention` and :mod:`msattn.kernels.head_mix_attention` write probabilities or score
+gradients of a chunk of query rows to a scratch, ``matrix [B, H, rows, M]``, and multiply it from there:
 
-    add_right   out_z += sum over heads h of group z of matrix_h^T X_h       X: rows of queries, ``out [B, Z, M, D]``
-    add_left    out_h += matrix_h Y_z                                        Y: rows of keys, ``out [B, H, N, D]``
+    matmul_accumulate             out_h += matrix_h Y_z                                      Y: keys, ``out [B, H, N, D]``
+    matmul_accumulate_transposed  out_z += sum over heads h of group z of matrix_h^T X_h     X: queries, ``out [B, Z, M, D]``
 
-With terms, query i meets row ``i + t - (terms - 1)`` of X in term t; they are outputs of their own on the right, and a sum on
-the left. Before a sequence's start the matrix is 0, X and Y are finite. Sums have one owner and one order: the same bits each
-time. Prefix: p_ pointer. Programs: (tile, output, sequence).
+With ``terms > 1``, term t pairs query i with row ``i + t - (terms - 1)`` of the output (of X, transposed). The plain product
+sums over the terms; the transposed one has an output for each. Before the start of a sequence the matrix is 0, and X and Y
+are finite. Each output tile is summed by one program in a fixed order, so that results are bitwise reproducible. Prefix: p_
+pointer. Programs: (tile, output, sequence).
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,14 @@ from msattn.kernels import tuned
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.common.primitives import capability, load_tile, padded_head, precision, sequence_span, tile_view, tl, triton
 
-SCRATCH = 2**29  # elements that a scratch or prepared terms may have: 1 GiB of 16 bits
+SCRATCH_ELEMENTS = 2**29  # limit for a scratch, and for prepared keys: 1 GiB in 16 bits
 
 
 class Rows(NamedTuple):
-    """Queries ``begin <= i < end``, at positions ``i + offset``, and what they see."""
+    """Chunk of queries ``begin <= i < end``, with their mask.
+
+    Query i has position ``i + offset``.
+    """
 
     begin: int
     end: int
@@ -35,16 +39,16 @@ class Rows(NamedTuple):
 
 
 def row_chunks(
-    q: Tensor, k: Tensor, dtype: torch.dtype, matrices: int, least: int, causal: bool, kv_start: Tensor | None
+    q: Tensor, k: Tensor, dtype: torch.dtype, matrices: int, min_rows: int, causal: bool, kv_start: Tensor | None
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """As many rows at a time, ``least`` or more, as :data:`SCRATCH` allows, with scratches ``[matrices, B, H, rows, M]``.
+    """Yields chunks of rows, each with a scratch ``[matrices, B, H, rows, M]``.
 
-    They start as anything. Who fills one leaves 0 in the :func:`reach` keys after those that a query sees, for products read
-    whole tiles; what lies beyond is read by nobody.
+    A chunk has as many rows as :data:`SCRATCH_ELEMENTS` allows, at least ``min_rows``. Scratch is uninitialized. Products read
+    whole tiles, so writers must zero :func:`reach` keys past the causal limit; keys further on are never read.
     """
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     columns = -(-num_keys // 16) * 16  # a row starts at a multiple of 16 bytes
-    size = min(num_queries, max(least, SCRATCH // (batch * heads * columns) // 128 * 128))
+    size = min(num_queries, max(min_rows, SCRATCH_ELEMENTS // (batch * heads * columns) // 128 * 128))
     scratch = q.new_empty((matrices, batch, heads, size, columns), dtype=dtype)
     offset = query_offset(num_queries, num_keys, causal)
     for begin in range(0, num_queries, size):
@@ -53,7 +57,10 @@ def row_chunks(
 
 
 def reach(x: Tensor) -> int:
-    """How many keys after the last that a query sees a product with ``x`` may read: a tile's rows, and its keys."""
+    """Returns the number of keys past the causal limit that a product may read.
+
+    For a product with ``x`` these are the rows and the keys of a tile.
+    """
     tile = _tile(x)
     return tile.rows + tile.keys
 
@@ -62,11 +69,14 @@ def _tile(x: Tensor) -> tuned.Tile:
     return tuned.pick("score_products", padded_head(x.shape[3]), x.dtype, capability(x.device))
 
 
-def add_right(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
-    """Add ``matrix^T x`` to fp32 ``out [B, Z * terms, M, D]``, summed over the heads of ``matrix`` that belong to one of Z."""
+def matmul_accumulate_transposed(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
+    """Adds ``matrix^T x`` to fp32 ``out [B, Z * terms, M, D]``.
+
+    The product is summed over the H / Z heads of each group; Z divides H.
+    """
     batch, total, num_keys, head = out.shape
     tile = _tile(x)
-    _right_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
+    _matmul_transposed_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
         tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
         terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.keys, BN=tile.rows,
@@ -76,7 +86,7 @@ def add_right(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1
 
 
 @triton.jit(do_not_specialize=["terms", "group", "begin", "end"])
-def _right_kernel(
+def _matmul_transposed_kernel(
     matrix_desc, x_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -98,12 +108,15 @@ def _right_kernel(
     add_tile(p_out, acc, b * tl.num_programs(1) + z, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
 
 
-def add_left(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
-    """Add ``matrix y`` to fp32 ``out [B, H, N, D]``; ``y [B, Z * terms, M, D]``, where Z divides H."""
+def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
+    """Adds ``matrix y``, summed over terms, to fp32 ``out [B, H, N, D]``.
+
+    ``y`` is ``[B, Z * terms, M, D]``, where Z divides H.
+    """
     batch, heads, num_queries, head = out.shape
     tile, num_keys = _tile(y), y.shape[2]
     first = max(rows.begin - (terms - 1), 0)
-    _left_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
+    _matmul_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
         tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,
         terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.rows, BN=tile.keys,
@@ -113,7 +126,7 @@ def add_left(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1)
 
 
 @triton.jit(do_not_specialize=["terms", "group", "first", "begin", "end"])
-def _left_kernel(
+def _matmul_kernel(
     matrix_desc, y_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, first, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -137,7 +150,10 @@ def _left_kernel(
 def add_tile(
     p_out, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Add to the rows from the given one on, if between ``first`` and ``end``, of a head of ``out [heads, num_rows, D]``."""
+    """Adds a tile to rows of a head of ``out [heads, num_rows, D]``, from ``row`` on.
+
+    Only rows in ``[first, end)`` are changed.
+    """
     r, d = tl.arange(0, ROWS), tl.arange(0, COLS)
     place = p_out + (head.to(tl.int64) * num_rows + row) * HEAD + (r[:, None] * HEAD + d[None, :])
     inside = ((row + r >= first) & (row + r < end))[:, None] & (d < HEAD)[None, :]

@@ -1,4 +1,4 @@
-"""Attention whose scores are convolved along queries and keys (multi-token attention, key-query convolution)."""
+"""Attention with scores convolved along queries and keys (Multi-Token Attention)."""
 
 from msattn.kernels.conv_attention.operation import conv_attention
 

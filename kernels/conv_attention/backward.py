@@ -1,13 +1,13 @@
-"""The gradient of :mod:`msattn.kernels.conv_attention.forward`: scores ``A_h = sum over t < T of X_t Y_t^T``.
+"""Backward pass of conv_attention: scores ``A_h = sum over t < T of X_t Y_t^T``.
 
-A tile of the score gradient ``dA = scale * P * (dP - row term)`` is multiplied with T tiles on either side. No program can keep
-T accumulators, and making the scores again for each term would square their cost. So probabilities and score gradients of as
-many rows as fit a scratch are written out, in 16 bits for 16-bit inputs, and read back by plain products with them::
+A tile of the score gradient ``dA = scale * P * (dP - row_delta)`` is multiplied with T tiles on either side. No program can
+hold T accumulators, and recomputing the scores for each term would square their cost. Probabilities and score gradients are
+therefore written to a scratch, as many rows at a time as fit, in 16 bits for 16-bit inputs, and multiplied from there::
 
     dV += P^T dO        dX_t += dA Y_t        dY_t += dA^T X_t
 
-In all ``3 T + 2`` products of a tile, where dense attention has 5.
-Rows i and keys j are those of the tensors, padding included, which holds zeros and is masked.
+This takes ``3 T + 2`` products for each tile, where dense attention takes 5. Rows i and keys j index the tensors, including
+left padding, which holds zeros and is masked.
 
 Prefix: p_ pointer. Programs: (row tile and span of keys, head of a sequence).
 """
@@ -28,15 +28,24 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.score_products import Rows, add_left, add_right, reach, row_chunks
-from msattn.kernels.conv_attention.forward import Scores, heads_apart, mask_and_band, resident_queries, sum_products
+from msattn.kernels.common.score_products import Rows, matmul_accumulate, matmul_accumulate_transposed, reach, row_chunks
+from msattn.kernels.conv_attention.forward import (
+    ScoreFactors,
+    apply_band_and_mask,
+    load_resident_queries,
+    parent_heads,
+    sum_products,
+)
 
-LEAST_ROWS = 128  # at a time
-TILES_AT_ONCE = 16  # of keys, that a program goes through
+MIN_ROWS = 128  # query rows of a chunk
+TILES_PER_PROGRAM = 16  # key tiles of a program
 
 
 class Gradients(NamedTuple):
-    """Gradients in fp32, laid out as what they belong to; ``band`` is None where there is none."""
+    """fp32 gradients of the score factors and of v, in their layouts.
+
+    ``band`` is None without a band.
+    """
 
     x: Tensor
     y: Tensor
@@ -44,54 +53,60 @@ class Gradients(NamedTuple):
     band: Tensor | None
 
 
-def attend_backward(
-    scores: Scores,
+def conv_attention_backward(
+    factors: ScoreFactors,
     v: Tensor,
     dout: Tensor,
     lse: Tensor,
-    row_term: Tensor,
+    row_delta: Tensor,
     kv_start: Tensor | None,
     causal: bool,
     scale: float,
 ) -> Gradients:
-    """Gradients of what :func:`attend` read; ``row_term [B, H, N]`` is ``rowsum(dO * O)`` less the gradient of the LSE."""
-    grads = [torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format) for z in (scores.x, scores.y, v)]
+    """Computes the gradients of the factors and of v.
+
+    ``row_delta [B, H, N]`` is ``rowsum(dO * O)`` less the gradient of the LSE.
+    """
+    grads = [torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format) for z in (factors.x, factors.y, v)]
     dx, dy, dv = grads
-    dband = None if scores.band is None else torch.zeros_like(scores.band)
-    for rows, (probs, dscores) in row_chunks(scores.x, scores.y, v.dtype, 2, LEAST_ROWS, causal, kv_start):
-        _write_gradient(scores, v, dout, lse, row_term, dband, probs, dscores, rows, scale)
-        add_right(probs, dout, dv, rows)
-        add_right(dscores, scores.x, dy, rows, scores.terms)
-        add_left(dscores, scores.y, dx, rows, scores.terms)
+    dband = None if factors.band is None else torch.zeros_like(factors.band)
+    for rows, (probs, dscores) in row_chunks(factors.x, factors.y, v.dtype, 2, MIN_ROWS, causal, kv_start):
+        _write_score_gradients(factors, v, dout, lse, row_delta, dband, probs, dscores, rows, scale)
+        matmul_accumulate_transposed(probs, dout, dv, rows)
+        matmul_accumulate_transposed(dscores, factors.x, dy, rows, factors.terms)
+        matmul_accumulate(dscores, factors.y, dx, rows, factors.terms)
     return Gradients(dx, dy, dv, dband)
 
 
-def _write_gradient(
-    scores: Scores,
+def _write_score_gradients(
+    factors: ScoreFactors,
     v: Tensor,
     dout: Tensor,
     lse: Tensor,
-    row_term: Tensor,
+    row_delta: Tensor,
     dband: Tensor | None,
     probs: Tensor,
     dscores: Tensor,
     rows: Rows,
     scale: float,
 ) -> None:
-    """Fill ``probs, dscores [B, H, rows, M]``; what belongs to the band goes there instead, and is 0 in ``dscores``."""
+    """Writes ``probs, dscores [B, H, rows, M]``.
+
+    Gradients within the band go to ``dband`` and are 0 in ``dscores``.
+    """
     batch, heads, num_queries, head = dout.shape
     num_keys = v.shape[2]
-    tile = scores.tile("conv_attention_scores")
-    spans = triton.cdiv(num_keys, tile.keys * TILES_AT_ONCE)
-    _gradient_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows) * spans, batch * heads)](
-        tile_view(scores.x, tile.rows), tile_view(scores.y, tile.keys),
+    tile = factors.tile("conv_attention_scores")
+    spans = triton.cdiv(num_keys, tile.keys * TILES_PER_PROGRAM)
+    _score_gradient_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows) * spans, batch * heads)](
+        tile_view(factors.x, tile.rows), tile_view(factors.y, tile.keys),
         tile_view(dout, tile.rows), tile_view(v, tile.keys),
-        lse, row_term, scores.band, dband, probs, dscores, rows.kv_start,
-        probs.stride(1), probs.stride(2), heads_apart(lse),
-        heads, heads // v.shape[1], scores.terms, spans, num_queries, num_keys, rows.begin, rows.end, rows.offset,
-        scores.width, scale, scale * LOG2_E,
-        COLS=padded_head(head), BM=tile.rows, BN=tile.keys, SPAN=tile.keys * TILES_AT_ONCE, BEYOND=reach(v),
-        RESIDENT=scores.resident, CAUSAL=rows.causal, PRECISION=precision(v.dtype),
+        lse, row_delta, factors.band, dband, probs, dscores, rows.kv_start,
+        probs.stride(1), probs.stride(2), parent_heads(lse),
+        heads, heads // v.shape[1], factors.terms, spans, num_queries, num_keys, rows.begin, rows.end, rows.offset,
+        factors.width, scale, scale * LOG2_E,
+        COLS=padded_head(head), BM=tile.rows, BN=tile.keys, SPAN=tile.keys * TILES_PER_PROGRAM, REACH=reach(v),
+        RESIDENT=factors.resident, CAUSAL=rows.causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -101,19 +116,19 @@ def _write_gradient(
         "stat_heads", "heads", "group", "terms", "spans", "begin", "end", "width"
     ]
 )  # fmt: skip
-def _gradient_kernel(
-    x_desc, y_desc, do_desc, v_desc, p_lse, p_row_term, p_band, p_dband, p_probs, p_dscores, p_kv_start,
+def _score_gradient_kernel(
+    x_desc, y_desc, do_desc, v_desc, p_lse, p_row_delta, p_band, p_dband, p_probs, p_dscores, p_kv_start,
     stride_h, stride_n, stat_heads,
     heads, group, terms, spans, num_queries, num_keys, begin, end, offset, width, scale, scale2,
-    COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, BEYOND: tl.constexpr,
+    COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, REACH: tl.constexpr,
     RESIDENT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program = probabilities and score gradients of a tile of rows and a span of keys."""
+    """One program handles a row tile and a span of keys."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     i0, start = begin + tl.program_id(0) // spans * BM, tl.program_id(0) % spans * SPAN
-    last, full = num_keys, num_keys  # keys to write, and those that all rows see, beyond the band
+    last, full = num_keys, num_keys  # end of the keys to write, and of those that all rows see outside the band
     if CAUSAL:
-        last = tl.minimum(num_keys, tl.minimum(i0 + BM, end) + offset + BEYOND)
+        last = tl.minimum(num_keys, tl.minimum(i0 + BM, end) + offset + REACH)
         full = tl.minimum(num_keys, i0 + offset + 1 - width)
     last = tl.minimum(last, start + SPAN)
     if start >= last:
@@ -126,25 +141,25 @@ def _gradient_kernel(
         p_band += band
     stats = (b * stat_heads + h).to(tl.int64) * num_queries
     lse2 = load_lse2(p_lse + stats, i, end)
-    row_term = tl.load(p_row_term + stats + i, mask=exists, other=0.0)
+    row_delta = tl.load(p_row_delta + stats + i, mask=exists, other=0.0)
     rows = tl.program_id(1).to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
-    xs = resident_queries(x_desc, b, h, i0, RESIDENT, COLS, BM)
+    xs = load_resident_queries(x_desc, b, h, i0, RESIDENT, COLS, BM)
     do = load_tile(do_desc, b, h, i0, BM, COLS)
     for j0 in tl.range(start, last, BN):  # type: ignore[misc]
         j = j0 + tl.arange(0, BN)
         s = sum_products(xs, x_desc, y_desc, b, h, i0, j0, terms, RESIDENT, COLS, BM, BN, PRECISION)
-        some_unseen = (j0 + BN > full) | (j0 < first_key) | (i0 < first_query)
-        if some_unseen:
-            s = mask_and_band(s, p_band, i, exists, i, j, num_keys, offset, width, CAUSAL)
+        needs_mask = (j0 + BN > full) | (j0 < first_key) | (i0 < first_query)
+        if needs_mask:
+            s = apply_band_and_mask(s, p_band, i, exists, i, j, num_keys, offset, width, CAUSAL)
             s = tl.where(exists[:, None] & (j >= first_key)[None, :], s, float("-inf"))
         p = tl.exp2(s * scale2 - lse2[:, None])
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
         tl.store(p_probs + (rows + j[None, :]), p.to(p_probs.dtype.element_ty), mask=inside)
         v = load_tile(v_desc, b, h // group, j0, BN, COLS)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
-        ds = p * (dp - row_term[:, None]) * scale
-        if some_unseen:
-            ds = tl.where(p > 0, ds, 0.0)  # whatever the padding holds
+        ds = p * (dp - row_delta[:, None]) * scale
+        if needs_mask:
+            ds = tl.where(p > 0, ds, 0.0)  # padding rows of dO may hold NaN
             if p_dband is not None:
                 distance = i[:, None] + offset - j[None, :]
                 near = (distance >= 0) & (distance < width)

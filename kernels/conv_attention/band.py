@@ -1,18 +1,18 @@
-"""What a convolution of the scores needs besides products: prepared keys, the band at the diagonal, and their gradients.
+"""Prepared keys, diagonal band and their gradients for conv_attention.
 
-For head h, with kernel ``W [c_q, c_k]`` and ``p = (c_k - 1) // 2``; q' and k' are positions, scores unscaled:
+For head h, with kernel ``W [c_q, c_k]``, ``p = (c_k - 1) // 2``, positions q' and k', and unscaled scores:
 
     prepared keys   y_a[j] = sum_c W[a, c] k[j - p + c]                                        ``[B, H * c_q, M, D]``
     band            A[i, i - d] = sum_{a, c} W[a, c] S[q', k'] over k' <= q', 0 <= d < w       ``[B, H, N, w]`` fp32
                     where q' = i - (c_q - 1) + a, k' = i - d - p + c, S[q', k'] = q[q'] . k[k']
-                    and w = (c_q - 1) + (c_k - 1 - p): from d = w on every k' <= q'
+                    and w = (c_q - 1) + (c_k - 1 - p): for d >= w every k' <= q'
 
-The band is made of the scores ``S[q', q' - e]``, ``0 <= e < c_k - 1 + a``, which are never stored: a program holds a tile
-of rows and makes one after the other, by vector products in fp32. All this reads a row some c_q * c_k times, mostly from the L1
-cache, which is little beside its products with all keys.
+The band needs the scores ``S[q', q' - e]``, ``0 <= e < c_k - 1 + a``. They are not stored: a program owns a tile of rows and
+computes one score after another, by vector products in fp32. Each row is read about c_q * c_k times, mostly from the L1 cache,
+which costs little compared with the products over all keys.
 
-Programs: (row or key tile, head, sequence). Tiles: BR rows, BC taps along keys, BA along queries, BW of the band. Rows i of the
-queries stand at positions ``i + offset``. Prefix: p_ pointer.
+Programs: (row or key tile, head, sequence). Tiles: BR rows, BC taps along keys, BA taps along queries, BW of the band. Row i of
+the queries has position ``i + offset``. Prefix: p_ pointer.
 """
 
 from typing import NamedTuple
@@ -20,14 +20,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import key_taps_after, key_taps_before, query_offset
+from msattn.kernels.common.checks import query_offset
+from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
 from msattn.kernels.common.primitives import padded_head, sequence_span, tl, triton
 
-ROWS = 32  # of a tile
+TILE_ROWS = 32
 
 
 class Convolution(NamedTuple):
-    """Queries, keys and kernels ``[H, c_q, c_k]`` of some heads, and where their sequences lie."""
+    """Inputs of a convolution of some heads; ``weight`` is ``[H, c_q, c_k]``."""
 
     q: Tensor
     k: Tensor
@@ -37,88 +38,101 @@ class Convolution(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Queries that a score is made of, c_q."""
+        """Taps along queries, c_q."""
         return self.weight.shape[1]
 
     @property
     def width(self) -> int:
-        """Width of the band: with fewer keys between query and key, some scores would count as 0. Without an order, none."""
+        """Width w of the band; 0 without a causal mask.
+
+        Outside of it, no score that a convolved score depends on counts as 0.
+        """
         return self.window - 1 + key_taps_after(self.weight) if self.causal else 0
 
-    def sizes(self) -> tuple[int, ...]:
-        """What every kernel is told: group, queries, keys, position of the first query, kernel, taps before, band."""
+    def size_args(self) -> tuple[int, ...]:
+        """Size arguments of every kernel.
+
+        They are: group, queries, keys, position of the first query, c_q, c_k, taps before the current key, width of the band.
+        """
         num_queries, num_keys = self.q.shape[2], self.k.shape[2]
         offset = query_offset(num_queries, num_keys, self.causal)
         group = self.q.shape[1] // self.k.shape[1]
         return group, num_queries, num_keys, offset, *self.weight.shape[1:], key_taps_before(self.weight), self.width
 
-    def tiles(self) -> dict[str, int]:
-        """Sizes of tiles, known to the compiler."""
+    def constexprs(self) -> dict[str, int]:
+        """Compile-time sizes of every kernel."""
         _, window, taps = (triton.next_power_of_2(size) for size in self.weight.shape)
         head = self.q.shape[3]
-        return {"HEAD": head, "COLS": padded_head(head), "BR": ROWS, "BA": window, "BC": taps}
+        return {"HEAD": head, "COLS": padded_head(head), "BR": TILE_ROWS, "BA": window, "BC": taps}
 
 
 def prepare_keys(conv: Convolution) -> Tensor:
-    """Prepared keys ``[B, H * c_q, M, D]``, rounded once to the dtype of k."""
+    """Computes prepared keys ``[B, H * c_q, M, D]``, rounded once to the dtype of k."""
     q, k, weight = conv.q, conv.k, conv.weight
     keys = k.new_empty((q.shape[0], q.shape[1] * conv.window, *k.shape[2:]))
-    _prepare_kernel[(triton.cdiv(k.shape[2], ROWS), q.shape[1], q.shape[0])](
-        k, weight, keys, conv.kv_start, *k.stride()[:3], *conv.sizes(), **conv.tiles()
+    _prepare_kernel[(triton.cdiv(k.shape[2], TILE_ROWS), q.shape[1], q.shape[0])](
+        k, weight, keys, conv.kv_start, *k.stride()[:3], *conv.size_args(), **conv.constexprs()
     )
     return keys
 
 
 def make_band(conv: Convolution) -> Tensor | None:
-    """Convolved scores ``[B, H, N, w]`` of the last w keys; None if no score would count as 0."""
+    """Computes convolved scores ``[B, H, N, w]`` of the last w keys; None if w is 0."""
     if conv.width == 0:
         return None
     q, k = conv.q, conv.k
     band = q.new_empty((*q.shape[:3], conv.width), dtype=torch.float32)
-    _band_kernel[(triton.cdiv(q.shape[2], ROWS), q.shape[1], q.shape[0])](
-        q, k, conv.weight, band, conv.kv_start, *q.stride()[:3], *k.stride()[:3], *conv.sizes(), **conv.tiles(),
+    _band_kernel[(triton.cdiv(q.shape[2], TILE_ROWS), q.shape[1], q.shape[0])](
+        q, k, conv.weight, band, conv.kv_start, *q.stride()[:3], *k.stride()[:3], *conv.size_args(), **conv.constexprs(),
         BW=triton.next_power_of_2(conv.width),
     )  # fmt: skip
     return band
 
 
 def query_gradient(conv: Convolution, dq: Tensor, dband: Tensor, out: Tensor) -> Tensor:
-    """Write ``out = dq + the band's part``; gradient of the kernels by row tile ``[B, H, tiles, c_q, c_k]``."""
+    """Writes ``out = dq + contribution of the band``.
+
+    Returns the contribution of the band to dweight, by row tile: ``[B, H, tiles, c_q, c_k]``.
+    """
     q, k = conv.q, conv.k
-    tiles = triton.cdiv(q.shape[2], ROWS)
+    tiles = triton.cdiv(q.shape[2], TILE_ROWS)
     partial = dq.new_empty((*q.shape[:2], tiles, *conv.weight.shape[1:]))
     _band_query_kernel[(tiles, q.shape[1], q.shape[0])](
         q, k, conv.weight, dband, dq, out, partial, conv.kv_start,
-        *q.stride()[:3], *k.stride()[:3], *out.stride()[:3], *conv.sizes(), **conv.tiles(),
+        *q.stride()[:3], *k.stride()[:3], *out.stride()[:3], *conv.size_args(), **conv.constexprs(),
     )  # fmt: skip
     return partial
 
 
 def key_gradient(conv: Convolution, dkeys: Tensor, dband: Tensor | None, out: Tensor) -> None:
-    """Write the gradient of k, from that of the prepared keys and of the band."""
+    """Writes the gradient of k, given those of the prepared keys and of the band."""
     q, k = conv.q, conv.k
-    _key_kernel[(triton.cdiv(k.shape[2], ROWS), k.shape[1], k.shape[0])](
-        q, conv.weight, dkeys, dband, out, conv.kv_start, *q.stride()[:3], *out.stride()[:3], *conv.sizes(), **conv.tiles()
-    )
+    _key_kernel[(triton.cdiv(k.shape[2], TILE_ROWS), k.shape[1], k.shape[0])](
+        q, conv.weight, dkeys, dband, out, conv.kv_start,
+        *q.stride()[:3], *out.stride()[:3], *conv.size_args(), **conv.constexprs(),
+    )  # fmt: skip
 
 
 def weight_gradient(conv: Convolution, dkeys: Tensor) -> Tensor:
-    """Gradient of the kernels from that of the prepared keys, by key tile ``[B, H, tiles, c_q, c_k]``."""
+    """Computes the contribution of prepared keys to dweight.
+
+    The result is by key tile: ``[B, H, tiles, c_q, c_k]``.
+    """
     q, k = conv.q, conv.k
-    tiles = triton.cdiv(k.shape[2], ROWS)
+    tiles = triton.cdiv(k.shape[2], TILE_ROWS)
     partial = dkeys.new_empty((*q.shape[:2], tiles, *conv.weight.shape[1:]))
     _weight_kernel[(tiles, q.shape[1], q.shape[0])](
-        k, dkeys, partial, conv.kv_start, *k.stride()[:3], *conv.sizes(), **conv.tiles()
+        k, dkeys, partial, conv.kv_start, *k.stride()[:3], *conv.size_args(), **conv.constexprs()
     )
     return partial
 
 
-SIZES = ["group", "window", "taps", "before", "width"]
+UNSPECIALIZED = ["group", "window", "taps", "before", "width"]
 
 
 @triton.jit
 def _load_rows(ptr, b, h, row, first, end, stride_b, stride_h, stride_n, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Rows ``[BR]`` of a head in fp32, 0 outside of ``first <= row < end``."""
+    """Loads rows ``[BR]`` of a head in fp32; 0 outside of ``first <= row < end``."""
     d = tl.arange(0, COLS)
     rows = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + row.to(tl.int64)[:, None] * stride_n
     inside = ((row >= first) & (row < end))[:, None] & (d < HEAD)[None, :]
@@ -134,7 +148,7 @@ def _store_rows(
     tl.store(rows + d[None, :], tile.to(ptr.dtype.element_ty), mask=(row < end)[:, None] & (d < HEAD)[None, :])
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _prepare_kernel(
     p_k, p_weight, p_keys, p_kv_start, stride_kb, stride_kh, stride_kn,
     group, num_queries, num_keys, offset, window, taps, before, width,
@@ -152,7 +166,7 @@ def _prepare_kernel(
         _store_rows(p_keys + (head * window + a) * num_keys * HEAD, y, b, h, j, num_keys, 0, 0, HEAD, HEAD, COLS)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _band_kernel(
     p_q, p_k, p_weight, p_band, p_kv_start,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
@@ -178,14 +192,17 @@ def _band_kernel(
 
 @triton.jit
 def _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC: tl.constexpr):
-    """Gradients ``[BR, BC]`` of what the score of query ``row`` and the key e before it is part of, times ``W[a, :]``."""
+    """Loads the band gradients ``[BR, BC]`` that the score S[row, row - e] receives.
+
+    Column c is the gradient of the band element to which the score contributes with weight ``W[a, c]``.
+    """
     i = row + (window - 1) - a
     d = e + tl.arange(0, BC) - before + (window - 1) - a
     inside = ((row >= 0) & (i < num_queries))[:, None] & ((d >= 0) & (d < width))[None, :]
     return tl.load(p_dband + i.to(tl.int64)[:, None] * width + d[None, :], mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _band_query_kernel(
     p_q, p_k, p_weight, p_dband, p_dq, p_out, p_partial, p_kv_start,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_ob, stride_oh, stride_on,
@@ -219,7 +236,7 @@ def _band_query_kernel(
     tl.store(p_partial + rows[:, None] * taps + columns[None, :], dweight, mask=inside)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _key_kernel(
     p_q, p_weight, p_dkeys, p_dband, p_out, p_kv_start,
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
@@ -252,7 +269,7 @@ def _key_kernel(
     _store_rows(p_out, dk, b, kv_head, j, num_keys, stride_ob, stride_oh, stride_on, HEAD, COLS)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _weight_kernel(
     p_k, p_dkeys, p_partial, p_kv_start, stride_kb, stride_kh, stride_kn,
     group, num_queries, num_keys, offset, window, taps, before, width,

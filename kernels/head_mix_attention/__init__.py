@@ -1,4 +1,4 @@
-"""Attention whose scores are mixed over heads before the softmax (multi-token attention, head convolution)."""
+"""Attention with scores mixed over heads (Multi-Token Attention)."""
 
 from msattn.kernels.head_mix_attention.operation import head_mix_attention
 

@@ -1,11 +1,11 @@
-"""Attention over scores that lie in memory, for some rows of queries at a time, and its gradient.
+"""Attention from materialized scores of a chunk of query rows, and its gradient.
 
     out_h = softmax over keys j of A_h, times V_(h // group)
-    dV_z += sum over heads h of group z of P_h^T dO_h        dA_h = P_h * (dO_h V^T - row term)
+    dV_z += sum over heads h of group z of P_h^T dO_h        dA_h = P_h * (dO_h V^T - row_delta)
 
-Scores are scaled already: natural logits ``[B, H, rows, M]``; V and dO are 0 before a sequence's start. The gradient takes the
-place of scores, in the dtype of V. A program of it owns a tile of keys and goes through the rows and heads that see it. Prefix:
-p_ pointer. Programs: (tile, head, sequence).
+Scores ``[B, H, rows, M]`` are scaled natural logits; V and dO are 0 before the start of a sequence. The gradient overwrites
+the scores, in the dtype of V. A program of the gradient owns a tile of keys and iterates over the rows and heads that see it.
+Prefix: p_ pointer. Programs: (tile, head, sequence).
 """
 
 from torch import Tensor
@@ -20,7 +20,7 @@ from msattn.kernels.common.primitives import (
     padded_head,
     precision,
     sequence_span,
-    softmax_end,
+    softmax_finalize,
     softmax_step,
     store_rows,
     tile_view,
@@ -32,12 +32,12 @@ from msattn.kernels.common.score_products import Rows, add_tile, reach
 LOGITS_TO_BASE_2 = tl.constexpr(LOG2_E)
 
 
-def attend_stored(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows) -> None:
-    """Write the rows of ``out [B, H, N, D]`` and of contiguous ``lse [B, H, N]``."""
+def materialized_attention(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows) -> None:
+    """Computes the rows of ``out [B, H, N, D]`` and of contiguous ``lse [B, H, N]``."""
     batch, heads, num_queries, head = out.shape
     cols, num_keys = padded_head(head), v.shape[2]
     tile = tuned.pick("materialized_attention", cols, v.dtype, capability(v.device))
-    _attend_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows), heads, batch)](
+    _materialized_attention_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows), heads, batch)](
         tile_view(scores, tile.rows, tile.keys), tile_view(v, tile.keys), out, lse, rows.kv_start, *out.stride()[:3],
         heads // v.shape[1], num_queries, num_keys, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys,
@@ -47,7 +47,7 @@ def attend_stored(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Row
 
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
-def _attend_kernel(
+def _materialized_attention_kernel(
     s_desc, v_desc, p_out, p_lse, p_kv_start, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -56,7 +56,7 @@ def _attend_kernel(
     row, h, b = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     i = begin + row + tl.arange(0, BM)
-    last, full = num_keys, num_keys  # keys up to the last that some query of the tile sees, and that all of them see
+    last, full = num_keys, num_keys  # end of the keys that some query of the tile sees, and of those that all see
     if CAUSAL:
         last = tl.minimum(num_keys, tl.minimum(begin + row + BM, end) + offset)
         full = tl.minimum(num_keys, begin + row + offset + 1)
@@ -71,28 +71,28 @@ def _attend_kernel(
             s = tl.where((j >= first_key)[None, :], s, float("-inf"))
         v = load_tile(v_desc, b, h // group, j0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, LOGITS_TO_BASE_2, PRECISION)
-    out, lse2 = softmax_end(m, l, acc, (i >= first_query) & (i < end))
+    out, lse2 = softmax_finalize(m, l, acc, (i >= first_query) & (i < end))
     store_rows(p_out, p_lse, out, lse2, b, h, i, 0, tl.num_programs(1), num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
 
-def attend_stored_backward(
-    scores: Tensor, v: Tensor, dout: Tensor, lse: Tensor, row_term: Tensor, dv: Tensor, rows: Rows
+def materialized_attention_backward(
+    scores: Tensor, v: Tensor, dout: Tensor, lse: Tensor, row_delta: Tensor, dv: Tensor, rows: Rows
 ) -> Tensor:
-    """The gradient, in place of the scores: it is returned as a view of them. Adds to fp32 ``dv [B, Hkv, M, D]``.
+    """Adds to fp32 ``dv [B, Hkv, M, D]`` and replaces the scores by their gradient.
 
-    It is 0 in the :func:`~msattn.kernels.common.score_products.reach` keys after those that a query sees.
-
-    ``lse`` and ``row_term``, which is ``rowsum(dO * O)`` less the gradient of the LSE, are contiguous ``[B, H, N]``.
+    The gradient is returned as a view of ``scores``. It is 0 in the :func:`~msattn.kernels.common.score_products.reach` keys
+    past the causal limit of a query. ``lse`` and ``row_delta``, which is ``rowsum(dO * O)`` less the gradient of the LSE, are
+    contiguous ``[B, H, N]``.
     """
     batch, kv_heads, num_keys, head = v.shape
     cols, dscores = padded_head(head), scores.view(v.dtype)
     tile = tuned.pick("materialized_attention_backward", cols, v.dtype, capability(v.device))
-    _gradient_kernel[(triton.cdiv(num_keys, tile.keys), kv_heads, batch)](
+    _materialized_attention_backward_kernel[(triton.cdiv(num_keys, tile.keys), kv_heads, batch)](
         tile_view(scores, tile.rows, tile.keys), tile_view(dout, tile.rows), tile_view(v, tile.keys),
-        lse, row_term, dscores, dv, rows.kv_start, *scores.stride()[:3],
+        lse, row_delta, dscores, dv, rows.kv_start, *scores.stride()[:3],
         dout.shape[1] // kv_heads, dout.shape[2], num_keys, rows.begin, rows.end, rows.offset,
-        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, BEYOND=reach(v),
+        HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, REACH=reach(v),
         PADDED=rows.kv_start is not None, CAUSAL=rows.causal, PRECISION=precision(v.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -100,10 +100,10 @@ def attend_stored_backward(
 
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
-def _gradient_kernel(
-    s_desc, do_desc, v_desc, p_lse, p_row_term, p_dscores, p_dv, p_kv_start, stride_b, stride_h, stride_n,
+def _materialized_attention_backward_kernel(
+    s_desc, do_desc, v_desc, p_lse, p_row_delta, p_dscores, p_dv, p_kv_start, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BEYOND: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
     PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j0, kv_head, b = tl.program_id(0) * BN, tl.program_id(1), tl.program_id(2)
@@ -113,7 +113,7 @@ def _gradient_kernel(
     first = first_query
     if CAUSAL:
         first = tl.maximum(first, j0 - offset)
-    first = tl.maximum(first - begin - BEYOND, 0) // BM * BM  # rows that do not see the keys yet, too: they become 0
+    first = tl.maximum(first - begin - REACH, 0) // BM * BM  # includes the rows whose gradient becomes 0
     tiles = tl.cdiv(tl.maximum(end - begin - first, 0), BM)
     v = load_tile(v_desc, b, kv_head, j0, BN, COLS)
     dv = tl.zeros([BN, COLS], tl.float32)
@@ -124,14 +124,14 @@ def _gradient_kernel(
         do = load_tile(do_desc, b, h, begin + row, BM, COLS)
         statistics = (b * tl.num_programs(1) * group + h).to(tl.int64) * num_queries
         lse2 = load_lse2(p_lse + statistics, i, end)
-        row_term = tl.load(p_row_term + statistics + i, mask=(i >= first_query) & (i < end), other=0.0)
+        row_delta = tl.load(p_row_delta + statistics + i, mask=(i >= first_query) & (i < end), other=0.0)
         p = tl.exp2(s * LOGITS_TO_BASE_2 - lse2[:, None])
         if CAUSAL and j0 + BN - 1 > begin + row + offset:
             p = tl.where(j[None, :] <= i[:, None] + offset, p, 0.0)
         if PADDED:
             p = tl.where((j >= first_key)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
-        ds = p * (dp - row_term[:, None])
+        ds = p * (dp - row_delta[:, None])
         p_rows = p_dscores + h.to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
         tl.store(p_rows + j[None, :], ds.to(p_dscores.dtype.element_ty), mask=inside)

@@ -1,34 +1,28 @@
-"""Attention whose scores are mixed over heads before the softmax (Multi-Token Attention, head convolution).
+"""Attention with scores mixed over heads (Multi-Token Attention).
 
     S_g = scale * Q_g K_(g // group)^T          A_h = sum over heads g of W[h, g] S_g
     out_h = softmax over keys j (j <= i if causal) of A_h, times V_(h // group)
 
-Every head takes part in every score, and no multiprocessor holds the scores and the outputs of all heads for a tile. So the
-scores of as many rows as fit a scratch are written to memory, mixed there and read back (16 bits each for 16-bit inputs): 2
-products and an eighth to a quarter of one for the mixing, where adding up queries or keys before their products takes one for
-each key/value head. The gradient is 5 products, as in dense attention, and 3 mixings, with two scratches. Memory is what takes
-the time: a score is moved 4 times forward, 10 times backward.
+Each mixed score depends on all heads, and a multiprocessor cannot hold the scores and outputs of all heads for a tile. Scores
+are therefore materialized in a scratch, as many query rows at a time as fit, mixed there and read back (16 bits each for
+16-bit inputs). This takes 2 products, and 1/8 to 1/4 of a product for the mixing; mixing queries or keys before their
+products would take one product for each key/value head. The gradient takes 5 products, as in dense attention, and 3 mixings,
+with two scratches. Memory bandwidth limits the speed: a score is moved 4 times forward and 10 times backward.
 """
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import (
-    check_head_weight,
-    check_layout,
-    check_per_sequence,
-    check_qkv,
-    resolve_backend,
-    resolve_scale,
-)
+from msattn.kernels.common.checks import check_layout, check_per_sequence, check_qkv, resolve_backend, resolve_scale
+from msattn.kernels.common.mta_checks import check_head_weight
 from msattn.kernels.common.registration import Passes, register_weighted_op
-from msattn.kernels.common.score_products import add_left, add_right, row_chunks
-from msattn.kernels.head_mix_attention.materialized import attend_stored, attend_stored_backward
-from msattn.kernels.head_mix_attention.scores import MOST_HEADS, mix, stored_dtype, unmix, write_scores
+from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, row_chunks
+from msattn.kernels.head_mix_attention.materialized import materialized_attention, materialized_attention_backward
+from msattn.kernels.head_mix_attention.scores import MAX_HEADS, mix_heads, mix_heads_backward, score_dtype, write_scores
 from msattn.kernels.types import Backend
 
-LEAST_ROWS = 256  # at a time: enough programs to fill a GPU
+MIN_ROWS = 256  # query rows of a chunk: gives enough programs to fill a GPU
 
 
 def head_mix_attention(
@@ -42,34 +36,34 @@ def head_mix_attention(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Attention with scores mixed over heads (Multi-Token Attention).
+    """Computes attention with scores mixed over heads (Multi-Token Attention).
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Views are welcome.
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported.
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     weight : Tensor ``[Hq, Hq]``
-        What head h (row) takes of the scores of head g (column), of q's dtype or fp32; the identity is plain attention.
+        Weight of the scores of head g (column) in head h (row), in the dtype of q or fp32; the identity gives plain attention.
     causal : bool
-        Query i stands at position ``M - N + i`` and sees no key after it.
+        Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
-        Factor of the scores, positive; ``D ** -0.5`` by default.
+        Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
-        Left padding: positions before each sequence.
+        Length of the left padding of each sequence.
     backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, the reference for CPU tensors.
+        Triton for CUDA tensors and the reference for CPU tensors by default.
 
     Returns
     -------
     Tensor ``[B, Hq, N, D]``
-        0 for rows that see nothing. Differentiable in q, k, v and weight.
+        0 for rows without visible keys. Differentiable in q, k, v and weight.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument has a wrong shape, dtype or value; the message names it.
     """
     check_qkv(q, k, v)
     check_head_weight(weight, q)
@@ -88,15 +82,18 @@ def launch(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernels, for as many rows at a time as :data:`score_products.SCRATCH` allows."""
-    _check_kernels_serve(q, k, v)
+    """Launches the forward kernels.
+
+    It processes as many query rows at a time as :data:`score_products.SCRATCH_ELEMENTS` allows.
+    """
+    _check_kernel_limits(q, k, v)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     weight = weight.contiguous()
-    for rows, (scores,) in row_chunks(q, k, stored_dtype(q.dtype), 1, LEAST_ROWS, causal, kv_start):
+    for rows, (scores,) in row_chunks(q, k, score_dtype(q.dtype), 1, MIN_ROWS, causal, kv_start):
         write_scores(q, k, scores, rows, scale)
-        mix(scores, weight, scores, rows)
-        attend_stored(scores, v, out, lse, rows)
+        mix_heads(scores, weight, scores, rows)
+        materialized_attention(scores, v, out, lse, rows)
     return out, lse
 
 
@@ -113,25 +110,28 @@ def launch_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight, for a few rows at a time."""
+    """Launches the backward kernels, for some query rows at a time.
+
+    Returns dq, dk, dv, dweight.
+    """
     dout, contiguous_weight = dout.contiguous(), weight.contiguous()
-    row_term = (dout.float() * out).sum(-1) - dlse
+    row_delta = (dout.float() * out).sum(-1) - dlse
     dq, dk, dv, dweight = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v, weight))
-    for rows, (scores, mixed) in row_chunks(q, k, stored_dtype(q.dtype), 2, LEAST_ROWS, causal, kv_start):
+    for rows, (scores, mixed) in row_chunks(q, k, score_dtype(q.dtype), 2, MIN_ROWS, causal, kv_start):
         write_scores(q, k, scores, rows, scale)
-        mix(scores, contiguous_weight, mixed, rows)
-        dmixed = attend_stored_backward(mixed, v, dout, lse, row_term, dv, rows)
-        dweight += unmix(scores, dmixed, contiguous_weight, rows, scale)
-        add_right(dmixed, q, dk, rows)
-        add_left(dmixed, k, dq, rows)
+        mix_heads(scores, contiguous_weight, mixed, rows)
+        dmixed = materialized_attention_backward(mixed, v, dout, lse, row_delta, dv, rows)
+        dweight += mix_heads_backward(scores, dmixed, contiguous_weight, rows, scale)
+        matmul_accumulate_transposed(dmixed, q, dk, rows)
+        matmul_accumulate(dmixed, k, dq, rows)
     dq, dk, dv, dweight = (torch.empty_like(x).copy_(dx) for x, dx in ((q, dq), (k, dk), (v, dv), (weight, dweight)))
     return dq, dk, dv, dweight
 
 
-def _check_kernels_serve(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_kernel_limits(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_layout(q=q, k=k, v=v)
-    if q.shape[1] > MOST_HEADS:
-        raise ValueError(f"q.shape={tuple(q.shape)}: expected up to {MOST_HEADS} heads, or backend='torch'")
+    if q.shape[1] > MAX_HEADS:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected up to {MAX_HEADS} heads, or backend='torch'")
 
 
 _operator, _backward_operator = register_weighted_op(

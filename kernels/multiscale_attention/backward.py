@@ -1,18 +1,21 @@
-"""Gradient of multi-scale attention, in passes that each follow what the zooms read.
+"""Multi-scale attention, backward pass.
+
+A dQ kernel runs first, then a dK/dV kernel for the means and again for the keys.
 
     P = n exp(scale * Q K^T) / exp(lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
     dQ = scale * dS K   dK = scale * dS^T Q    dV = P^T dO
 
-with means for K and V, and n keys in each, where a block is pooled. The first pass owns a row block, walks its list as the
-forward does and gives dQ. The second owns a tile of means of a key/value head, one level's means of some neighbouring column
-blocks, and walks the row blocks, of all query heads of the group, that read any of them at that level. A row block costs the
-products of a whole tile: neighbours which share a zoom cost as their tokens do; a lone block of zoom 8 would cost as much by
-itself, for its loads are Q and dO. The third does the same for the keys as they are and adds what their means have: a mean of n
-keys passes on ``1 / n`` to each. So every sum is one program's, in one order: no atomics, the same bits every time; fp32
-gradients of the means, of 7/8 as many rows as K and V, are the only partial results in memory.
+For pooled blocks, K and V are means and n is the number of keys of each. A program of the dQ kernel owns a row block and
+iterates over its list like the forward pass. A program of the dK/dV kernel for means owns a tile of a key/value head: the
+means, at one level, of some neighbouring column blocks. It iterates over the row blocks, of all query heads of the group,
+that read any of them at that level. Each row block costs the products of a whole tile, so neighbours that share a zoom cost
+as much as their tokens; a single block of zoom 8 would gain nothing from a smaller tile, because loading Q and dO dominates.
+The dK/dV kernel for keys does the same for blocks of zoom 1 and adds the gradients of the means: a mean of n keys passes
+``1 / n`` to each of them. Each sum is accumulated by one program in a fixed order: no atomics, bitwise reproducible. The only
+partial results in memory are fp32 gradients of the means, 7/8 as many rows as K and V.
 
-Layouts: terms of rows as in :mod:`msattn.kernels.common.backward_tiles`, lists as in :mod:`msattn.kernels.multiscale_attention.lists`, means as
-in :mod:`msattn.kernels.multiscale_attention.levels`. A tile has BM queries and BN keys (means), each a block or an even part of one, or
+Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists and means as in ``lists`` and ``levels`` of
+:mod:`msattn.kernels.multiscale_attention`. A tile has BM queries and BN keys (means), each a block or an even part of one, or
 BP means. Prefix: p_ pointer.
 """
 
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import tuned
-from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_terms, load_rows, terms_view
+from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
 from msattn.kernels.common.block_lists import find_list
 from msattn.kernels.common.checks import check_layout, has_aligned_rows, query_offset
 from msattn.kernels.common.primitives import (
@@ -38,16 +41,16 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.multiscale_attention.levels import (
-    find_means,
-    find_tile,
+    add_log_sizes,
     first_tile,
     group_size,
+    head_means,
+    level_ends,
     level_of_tile,
     load_means,
-    pool,
-    pooled_ends,
+    locate_means,
+    pool_means,
     store_means,
-    weigh_means,
 )
 from msattn.kernels.multiscale_attention.lists import find_row_list, row_lists, tile_lists
 
@@ -68,9 +71,9 @@ def launch(
     dq_tile: tuned.Tile | None = None,
     dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; the tiles override the shipped choice, for tuning."""
+    """Launches the kernels, returns dq, dk, dv; the tiles override the tuned ones."""
     check_layout(q=q, k=k, v=v, out=out)
-    if not has_aligned_rows(dout) or 0 in dout.stride():  # autograd may hand over an expanded scalar
+    if not has_aligned_rows(dout) or 0 in dout.stride():  # autograd may pass an expanded scalar
         dout = dout.contiguous()
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
@@ -80,15 +83,15 @@ def launch(
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
     group, offset = q_heads // kv_heads, query_offset(num_queries, num_keys, causal)
     sizes = kv_heads, num_queries, num_keys, *zoom.shape[2:]
-    means = pool(k, v, kv_start, block_size)
+    means = pool_means(k, v, kv_start, block_size)
 
     lists, counts = row_lists(*selection)
     tile = dq_tile or tuned.pick("multiscale_attention_dq", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
-    dq, terms = torch.empty_like(q), empty_terms(lse)
+    dq, row_stats = torch.empty_like(q), empty_row_stats(lse)
     _dq_kernel[(batch * q_heads * zoom.shape[2] * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
-        means, lse, dlse, dq, terms, lists, counts, kv_start, *dq.stride()[:3], terms.stride(2),
+        means, lse, dlse, dq, row_stats, lists, counts, kv_start, *dq.stride()[:3], row_stats.stride(2),
         group, *sizes, *lists.shape[:2], offset, scale * LOG2_E,
         BM=rows, BN=keys, BP=tile.keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -98,11 +101,11 @@ def launch(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dmeans = torch.empty_like(means, dtype=torch.float32)
     for pooled, x, y in ((True, *means.unbind(3)), (False, k, v)):
-        del lists, counts  # room for the next
+        del lists, counts  # frees memory for the next
         lists, counts = tile_lists(*selection, kv_heads, group, pooled)
         _dkv_kernel[(batch * kv_heads * lists.shape[2] * (block_size // keys),)](
             tile_view(q, rows), tile_view(x, keys), tile_view(y, keys), tile_view(dout, rows),
-            terms_view(terms, num_queries, rows),
+            row_stats_view(row_stats, num_queries, rows),
             dmeans, dk, dv, lists, counts, kv_start, *dk.stride()[:3], *dv.stride()[:3],
             *sizes, lists.shape[0], offset, scale * LOG2_E,
             GROUP=group, BM=rows, BN=keys, POOLED=pooled, **constants, num_warps=tile.warps, num_stages=tile.stages,
@@ -110,19 +113,19 @@ def launch(
     return dq, dk, dv
 
 
-SIZES = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
 
 
-@triton.jit(do_not_specialize=[*SIZES, "stride_terms"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, p_means,
-    p_lse, p_dlse, p_dq, p_terms, p_lists, p_counts, p_kv_start,
-    stride_b, stride_h, stride_n, stride_terms,
+    p_lse, p_dlse, p_dq, p_stats, p_lists, p_counts, p_kv_start,
+    stride_b, stride_h, stride_n, stride_stats,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
     tiles = row_blocks * (BLOCK // BM)
     t0 = (tiles - 1 - pid // group % tiles) * BM
@@ -133,43 +136,43 @@ def _dq_kernel(
     p_list, keys8, keys4, keys2, keys1 = find_row_list(
         p_lists, p_counts, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
-    p_means = find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
+    p_means = head_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
 
-    q, dout, lse2, row_term = load_rows(
-        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_terms, b, h, kv_heads * group, t0, first_query, queries, num_queries,
-        stride_terms, BM, COLS,
+    q, dout, lse2, row_delta = load_query_rows(
+        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_stats, b, h, kv_heads * group, t0, first_query, queries, num_queries,
+        stride_stats, BM, COLS,
     )  # fmt: skip
 
     t = t0 + tl.arange(0, BM)
     dq = tl.zeros([BM, COLS], tl.float32)
-    _, _, pooled = pooled_ends(keys8, keys4, keys2)
-    level, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)
+    _, _, pooled = level_ends(keys8, keys4, keys2)
+    level, row = locate_means(0, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)
     for n in tl.range(0, tl.cdiv(pooled, BP)):  # type: ignore[misc]
         k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
         v = load_means(p_means, row, 1, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if level == 0:
-            s = weigh_means(s, n, keys8, keys4, keys2, scale2, BP)
-        dq = dq_step(dq, s, dout, k, v, lse2 - level, row_term, scale2, PRECISION)
-        level, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # ahead of its loads
+            s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
+        dq = dq_step(dq, s, dout, k, v, lse2 - level, row_delta, scale2, PRECISION)
+        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # in advance, to prefetch
 
     p_list += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
-    plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask
+    full_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here are full
     PARTS: tl.constexpr = BLOCK // BN
     for n in tl.range(0, tl.cdiv(keys1, BLOCK) * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
-        if u0 + BN > plain_end:
+        if u0 + BN > full_end:
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-        dq = dq_step(dq, s, dout, k, v, lse2, row_term, scale2, PRECISION)
+        dq = dq_step(dq, s, dout, k, v, lse2, row_delta, scale2, PRECISION)
     store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
-@triton.jit(do_not_specialize=SIZES[1:-1])
+@triton.jit(do_not_specialize=UNSPECIALIZED[1:-1])
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, terms_desc, p_dmeans, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
+    q_desc, k_desc, v_desc, dout_desc, stats_desc, p_dmeans, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -178,45 +181,45 @@ def _dkv_kernel(
     pid = tl.program_id(0)
     num_tiles = first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2) if POOLED else col_blocks
     parts = num_tiles * (BLOCK // BN)
-    row0 = pid % parts * BN  # of K, or its means; long columns come first
+    row0 = pid % parts * BN  # of K, or of its means; the longest columns come first
     kv_head = pid // parts % kv_heads
     b = pid // (parts * kv_heads)
     first_key, first_query, keys, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     tile = row0 // BLOCK
-    p_list, plain, all_blocks = find_list(
+    p_list, full, all_blocks = find_list(
         p_lists, p_lengths, b, kv_head, tile, kv_heads, list_batch, kv_heads, num_tiles, row_blocks * GROUP
     )
-    p_list += all_blocks - 1  # read backwards
+    p_list += all_blocks - 1  # iterated backwards
 
     level, number = level_of_tile(tile, col_blocks, POOLED)
     inside = row0 % BLOCK + tl.arange(0, BN)
     u = (number * BLOCK + inside) << level  # first key of each group
     size = tl.maximum(group_size(u, level, keys), 1).to(tl.float32)
-    log_size = tl.log2(size) / scale2  # what a group adds to its unscaled score
-    column = (inside << level) // BLOCK  # of the tile's blocks
+    log_size = tl.log2(size) / scale2  # bias of the unscaled scores
+    column = (inside << level) // BLOCK  # column block within the tile
     first = 0 if POOLED else first_key
     k = load_tile(k_desc, b, kv_head, first + row0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first + row0, BN, COLS)
     if COLS * k.dtype.primitive_bitwidth <= 2048:
-        k = tl.where((u < keys)[:, None], k, 0.0)  # stays in registers, as q does in the first pass; v has no room there
+        k = tl.where((u < keys)[:, None], k, 0.0)  # stays in registers, as q does in the dQ kernel; v does not fit there
 
     dk = tl.zeros([BN, COLS], tl.float32)
     dv = tl.zeros([BN, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BM
-    for n in tl.range(0, plain * PARTS):  # type: ignore[misc]
+    for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS)
         bias = tl.where((entry >> column) & 1 != 0, log_size, float("-inf")) if POOLED else None
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
                           BM, COLS, False, PRECISION)  # fmt: skip
-    for n in tl.range(plain * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]  # on the diagonal: no means
+    for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]  # on the diagonal, where no block is pooled
         entry = tl.load(p_list - n // PARTS)
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, terms_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     dk *= scale2 * LN_2
 
-    p_dmeans = find_means(p_dmeans, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
+    p_dmeans = head_means(p_dmeans, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
     if POOLED:
         share = 1.0 / size[:, None]
         row = row0 + tl.arange(0, BN)

@@ -1,22 +1,23 @@
-"""Attention that sees each key block as it is, or through means of 2, 4 or 8 of its tokens (multi-scale KV pooling).
+"""Multi-scale attention (multi-scale KV pooling), forward pass.
 
     out_i = sum_g p_ig v_g / sum_g p_ig    p_ig = n_g exp(scale * q_i k_g)    k_g, v_g = means over the n_g keys of group g
 
-over the groups of z tokens of each block that i's row block reads at zoom z. The factor n_g, ``+ log n_g`` on the score, is
-what a group of n_g equal keys weighs in dense attention, and ``lse`` holds it. A block with keys after a query of the row block
-is read at zoom 1, so that no mean tells of the future.
+The sum is over the groups of z tokens of each block that the row block of query i reads at zoom z. The factor n_g,
+``+ log n_g`` on the score, is the weight that n_g equal keys have in dense attention; ``lse`` includes it. A block with keys
+after some query of the row block is read at zoom 1, so that no mean contains later keys.
 
-Means are made once (:mod:`msattn.kernels.multiscale_attention.levels`), and so are lists of each row block's blocks by zoom
-(:mod:`msattn.kernels.multiscale_attention.lists`). A program owns one row block. It walks its pooled blocks first, zoom by zoom, in tiles
-of BP means that run on through the blocks of the list and from one zoom to the next, so that all but the last are full; each
-token finds its mean through the list, and a tile that lies within a zoom has one bias. Then it walks the blocks of zoom 1 as
-block_sparse_attention does. Against dense attention, reading the share f_z of the blocks at zoom z costs the share ``sum_z f_z
-/ z`` of the operations and loads; 7/8 of K and V are written once more. The other ways in: tiles of one block leave tensor
-cores 8 tokens at zoom 8; tiles of one zoom leave three half empty; blocks in the order of the keys, whatever their zoom, need a
-bias for each token in every tile, about as many instructions as its softmax; pooling inside a program pools again for every row
-block.
+Two kernels run first: one computes the means (:mod:`msattn.kernels.multiscale_attention.levels`), one lists the blocks of
+each row block by zoom (:mod:`msattn.kernels.multiscale_attention.lists`). A program then owns one row block. It processes
+pooled blocks first, in tiles of BP means that continue from block to block of the list and from one zoom to the next, so that
+only the last tile is partial; each column of a tile locates its mean through the list, and a tile within one zoom has one
+bias. Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read at zoom z, the cost is
+``sum_z f_z / z`` of the operations and loads of dense attention, plus writing 7/8 of K and V once more.
 
-The gradient is in :mod:`msattn.kernels.multiscale_attention.backward`. A tile has BM = block queries and BN keys, a whole block
+Alternatives that cost more: tiles of one block, which leave tensor cores 8 tokens at zoom 8; tiles of one zoom, three of which
+are half empty; blocks in key order, where each tile needs a bias for each token, about as many instructions as its softmax; and
+pooling inside the program, which repeats it for every row block.
+
+:mod:`msattn.kernels.multiscale_attention.backward` has the gradient. A tile has BM = block queries and BN keys, a whole block
 or an even part of one, or BP means. Prefix: p_ pointer.
 """
 
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference, tuned
+from msattn.kernels.common.block_checks import check_zoom
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
     check_qkv,
-    check_zoom,
     query_offset,
     resolve_backend,
     resolve_scale,
@@ -41,7 +42,7 @@ from msattn.kernels.common.primitives import (
     padded_head,
     precision,
     sequence_span,
-    softmax_end,
+    softmax_finalize,
     softmax_step,
     store_rows,
     tile_view,
@@ -50,7 +51,14 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import Passes, register_sparse_op
 from msattn.kernels.multiscale_attention import backward
-from msattn.kernels.multiscale_attention.levels import find_means, find_tile, load_means, pool, pooled_ends, weigh_means
+from msattn.kernels.multiscale_attention.levels import (
+    add_log_sizes,
+    head_means,
+    level_ends,
+    load_means,
+    locate_means,
+    pool_means,
+)
 from msattn.kernels.multiscale_attention.lists import find_row_list, row_lists
 from msattn.kernels.types import Backend, SparseAttention
 
@@ -67,39 +75,41 @@ def multiscale_attention(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
-    """Attention over blocks read at zooms of their own (multi-scale KV pooling, Algorithms 1 to 3).
+    """Computes attention over blocks read at several zooms.
+
+    Source: multi-scale KV pooling, Algorithms 1 to 3.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Views are welcome.
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported.
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     zoom : Tensor uint8 ``[B | 1, Hq | Hkv | 1, ceil(N / block), ceil(M / block)]``
-        How many tokens of a block make one: 1, 2, 4 or 8; 0 skips the block. A group is cut off at the end of the sequence.
-        With ``causal``, a block with keys after the row block's first query is read at 1 whatever its zoom, unless 0.
+        Number of tokens that are averaged: 1, 2, 4 or 8; 0 skips the block. The last group of a sequence may be smaller. With
+        ``causal``, a block that has keys after the first query of the row block is read at zoom 1, unless its zoom is 0.
     block_size : int
-        Tokens of a block: 16, 32, 64 or 128.
+        Tokens in a block: 16, 32, 64 or 128.
     causal : bool
-        Query i stands at position ``M - N + i`` and sees no key after it.
+        Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
-        Factor of the scores, positive; ``D ** -0.5`` by default.
+        Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
-        Left padding: positions before each sequence. Blocks and groups are counted from there.
+        Length of the left padding of each sequence. Blocks and groups are counted from its end.
     backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, the reference for CPU tensors.
+        Triton for CUDA tensors and the reference for CPU tensors by default.
 
     Returns
     -------
     SparseAttention
         ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm of the sum of weights, fp32); 0 and -inf for rows that
-        read nothing. Differentiable in q, k, v, through both.
+        read no key. Both are differentiable in q, k, v.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name. Other zooms than 0, 1, 2, 4, 8 are refused by the torch backend alone, where
-        looking is free; the kernels read nothing, or at zoom 1, for them.
+        If an argument has a wrong shape, dtype or value; the message names it. Only the torch backend checks the values of
+        ``zoom``, since the check would synchronise with the GPU; kernels skip blocks of another zoom or read them at zoom 1.
     """
     check_qkv(q, k, v)
     check_zoom(zoom, q, k, block_size)
@@ -120,7 +130,7 @@ def launch(
     scale: float,
     tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernels; ``tile`` overrides the shipped choice, for tuning."""
+    """Launches the kernels; ``tile`` overrides the tuned tile."""
     check_layout(q=q, k=k, v=v)
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -134,7 +144,7 @@ def launch(
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
     _multiscale_attention_kernel[(batch * q_heads * row_blocks,)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys),
-        pool(k, v, kv_start, block_size), out, lse, lists, counts, kv_start,
+        pool_means(k, v, kv_start, block_size), out, lse, lists, counts, kv_start,
         *out.stride()[:3],
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, *lists.shape[:2],
         query_offset(num_queries, num_keys, causal), scale * LOG2_E,
@@ -153,7 +163,7 @@ def _multiscale_attention_kernel(
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A group's heads come together, to meet in the L2 cache; long rows come first.
+    # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
     r = row_blocks - 1 - pid // group % row_blocks
     kv_head = pid // (group * row_blocks) % kv_heads
@@ -165,36 +175,36 @@ def _multiscale_attention_kernel(
     p_list, keys8, keys4, keys2, keys1 = find_row_list(
         p_lists, p_counts, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
-    p_means = find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BM)
+    p_means = head_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BM)
 
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
-    _, _, pooled = pooled_ends(keys8, keys4, keys2)
-    level, row = find_tile(0, p_list, keys8, keys4, keys2, col_blocks, BM, BP)
+    _, _, pooled = level_ends(keys8, keys4, keys2)
+    level, row = locate_means(0, p_list, keys8, keys4, keys2, col_blocks, BM, BP)
     for n in tl.range(0, tl.cdiv(pooled, BP)):  # type: ignore[misc]
         k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if level == 0:
-            s = weigh_means(s, n, keys8, keys4, keys2, scale2, BP)
+            s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
         v = load_means(p_means, row, 1, HEAD, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)
-        m += level  # log2 of a group's size, which its scores lack
-        level, row = find_tile(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # ahead of its loads
+        m += level  # + log2 of the group size, which full groups leave out of their scores
+        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # in advance, to prefetch
 
     p_list += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)
-    plain_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here need no mask
-    PARTS: tl.constexpr = BM // BN  # of a block
+    full_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here are full
+    PARTS: tl.constexpr = BM // BN  # key tiles of a block
     for n in tl.range(0, tl.cdiv(keys1, BM) * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
-        if u0 + BN > plain_end:
+        if u0 + BN > full_end:
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
-    out, lse2 = softmax_end(m, l, acc, t < queries)
+    out, lse2 = softmax_finalize(m, l, acc, t < queries)
     store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 

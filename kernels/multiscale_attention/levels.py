@@ -1,26 +1,29 @@
-"""Means of K and V for multiscale attention: how they lie in memory, how they are made, which of them make a tile.
+"""Means of K and V for multi-scale attention.
 
-Level ``e`` holds means of ``2 ** e`` keys: one buffer ``[B, Hkv, rows, 2, D]``, a row of K and one of V side by side; levels 3,
-2, 1 one after the other, each filled up with zeros to whole tiles. A tile of level e has a block's number of rows and so stands
-for ``2 ** e`` column blocks; tiles count through all levels. Groups are counted from the start of a sequence and never straddle
-blocks. Prefix: p_ pointer.
+Level ``e`` holds means of ``2 ** e`` keys. All levels share a buffer ``[B, Hkv, rows, 2, D]`` with a row of K next to one of
+V: levels 3, 2, 1 in this order, each padded with zeros to whole tiles. A tile of level e has as many rows as a block has
+tokens, so it covers ``2 ** e`` column blocks; tiles are numbered through all levels. Groups are counted from the start of a
+sequence and never straddle blocks. Prefix: p_ pointer.
 """
 
 from torch import Tensor
 
 from msattn.kernels.common.primitives import padded_head, sequence_span, tl, triton
 
-TOP = tl.constexpr(3)  # the coarsest level, of zoom 8
-POOLED_AT_ONCE = 2048  # numbers, by one warp, so that neighbours meet in its registers
+COARSEST_LEVEL = tl.constexpr(3)  # zoom 8
+POOLED_AT_ONCE = 2048  # elements of one warp, which sums neighbours in its registers
 
 
 def num_tiles(col_blocks: int) -> int:
-    """Tiles of the three levels together."""
+    """Returns the number of tiles in the three levels."""
     return sum(triton.cdiv(col_blocks, zoom) for zoom in (8, 4, 2))
 
 
-def pool(k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int) -> Tensor:
-    """Means of 8, 4 and 2 of ``k, v [B, Hkv, M, D]`` (layout: top of the file), made in fp32 and rounded once."""
+def pool_means(k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int) -> Tensor:
+    """Computes the means of 8, 4 and 2 tokens of ``k, v [B, Hkv, M, D]``.
+
+    They are summed in fp32 and rounded once; the module docstring gives the layout.
+    """
     batch, heads, num_keys, head = k.shape
     col_blocks = triton.cdiv(num_keys, block_size)
     means = k.new_empty((batch, heads, num_tiles(col_blocks) * block_size, 2, head))
@@ -38,14 +41,17 @@ def pool(k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int) -> Tens
 
 @triton.jit
 def first_tile(level, col_blocks):
-    """First tile of a level (a tensor of levels, too)."""
-    top = tl.cdiv(col_blocks, 8)
-    return tl.where(level == TOP, 0, tl.where(level == TOP - 1, top, top + tl.cdiv(col_blocks, 4)))
+    """Returns the first tile of a level, or of each of a tensor of levels."""
+    level3 = tl.cdiv(col_blocks, 8)
+    return tl.where(level == COARSEST_LEVEL, 0, tl.where(level == COARSEST_LEVEL - 1, level3, level3 + tl.cdiv(col_blocks, 4)))
 
 
 @triton.jit
 def level_of_tile(tile, col_blocks, POOLED: tl.constexpr):
-    """Level of a tile and its number within the level; where nothing is pooled, tiles are column blocks."""
+    """Returns the level of a tile and its number within the level.
+
+    Without pooling, tiles are column blocks of level 0.
+    """
     level, first = 0, 0
     if POOLED:
         level = tl.where(tile < first_tile(2, col_blocks), 3, tl.where(tile < first_tile(1, col_blocks), 2, 1))
@@ -55,40 +61,43 @@ def level_of_tile(tile, col_blocks, POOLED: tl.constexpr):
 
 @triton.jit
 def group_size(u, level, keys):
-    """How many of ``keys`` keys the group of a level that begins at key u has; 0 or less past the end."""
+    """Returns the size of the group of a level that begins at key u of ``keys``.
+
+    It is 0 or less past the end.
+    """
     return tl.minimum(keys - u, tl.full([], 1, tl.int32) << level)
 
 
 @triton.jit
-def pooled_ends(keys8, keys4, keys2):
-    """Where the means of zoom 8, 4 and 2 end, if all that a row block reads stood in a row."""
+def level_ends(keys8, keys4, keys2):
+    """Returns the cumulative counts of the means of a row block, after zoom 8, 4, 2."""
     end8 = tl.cdiv(keys8, 8)
     end4 = end8 + tl.cdiv(keys4, 4)
     return end8, end4, end4 + tl.cdiv(keys2, 2)
 
 
 @triton.jit
-def find_tile(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
-    """The n-th BP means that a row block reads: their level, 0 unless all are of one level and whole groups; their rows.
+def locate_means(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
+    """Returns the level and the rows of the n-th tile of BP means of a row block.
 
-    Rows past the last are of means that exist.
+    The level is 0 unless all means are of one level and of full groups. Rows past the last mean point to valid means.
     """
-    end8, end4, end2 = pooled_ends(keys8, keys4, keys2)
+    end8, end4, end2 = level_ends(keys8, keys4, keys2)
     begin, end = n * BP, n * BP + BP
     level = tl.where(end <= keys8 // 8, 3, 0)
     level = tl.where((begin >= end8) & (end <= end8 + keys4 // 4), 2, level)
     level = tl.where((begin >= end4) & (end <= end4 + keys2 // 2), 1, level)
     blocks8 = tl.cdiv(keys8, BLOCK)
     blocks4 = blocks8 + tl.cdiv(keys4, BLOCK)
-    BITS: tl.constexpr = (BLOCK // 8).bit_length() - 1  # groups of zoom 8 in a block, as a power of two
-    to_list4, to_list2 = (blocks8 << (BITS + 1)) - end8, (blocks4 << (BITS + 2)) - end4
+    BITS: tl.constexpr = (BLOCK // 8).bit_length() - 1  # log2 of the groups of zoom 8 in a block
+    list_shift4, list_shift2 = (blocks8 << (BITS + 1)) - end8, (blocks4 << (BITS + 2)) - end4
     g = begin + tl.arange(0, BP)
     past8, past4 = g >= end8, g >= end4
-    # Levels by lane, in few instructions: where g would stand in its level's part of the list, and then of the buffer.
+    # Index of mean g if its level alone filled the list, and then the buffer, selected by level in few instructions.
     bits = BITS + tl.where(past4, 2, tl.where(past8, 1, 0))
-    block = (g + tl.where(past4, to_list2, tl.where(past8, to_list4, 0))) >> bits
-    to_row4, to_row2 = to_list4 + first_tile(2, col_blocks) * BLOCK, to_list2 + first_tile(1, col_blocks) * BLOCK
-    row = g + tl.where(past4, to_row2, tl.where(past8, to_row4, 0))
+    block = (g + tl.where(past4, list_shift2, tl.where(past8, list_shift4, 0))) >> bits
+    row_shift4, row_shift2 = list_shift4 + first_tile(2, col_blocks) * BLOCK, list_shift2 + first_tile(1, col_blocks) * BLOCK
+    row = g + tl.where(past4, row_shift2, tl.where(past8, row_shift4, 0))
     c = tl.load(p_list + block, mask=g < end2, other=0).to(tl.int32)
     return level, row + ((c - block) << bits)
 
@@ -99,29 +108,32 @@ def _level_of(g, end8, end4):
 
 
 @triton.jit
-def weigh_means(s, n, keys8, keys4, keys2, scale2, BP: tl.constexpr):
-    """Scores ``s [BM, BP]`` of the n-th means, of any levels, with the logarithms of their groups; -inf past the last."""
-    end8, end4, end2 = pooled_ends(keys8, keys4, keys2)
+def add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP: tl.constexpr):
+    """Adds log group sizes to the scores ``s [BM, BP]`` of the n-th tile of means.
+
+    Means may be of any level; scores past the last mean become -inf.
+    """
+    end8, end4, end2 = level_ends(keys8, keys4, keys2)
     g = n * BP + tl.arange(0, BP)
     bias = tl.where(g < end2, _level_of(g, end8, end4).to(tl.float32), float("-inf"))
-    # One group can be cut off: the last of its level.
+    # At most one group is smaller than its zoom: the last of its level.
     size8, size4, size2 = keys8 % 8, keys4 % 4, keys2 % 2
-    cut = tl.where(size8 > 0, end8, tl.where(size4 > 0, end4, end2)) - 1
+    partial = tl.where(size8 > 0, end8, tl.where(size4 > 0, end4, end2)) - 1
     size = size8 + size4 + size2
-    bias = tl.where((g == cut) & (size > 0), tl.log2(tl.maximum(size, 1).to(tl.float32)), bias)
+    bias = tl.where((g == partial) & (size > 0), tl.log2(tl.maximum(size, 1).to(tl.float32)), bias)
     return s + (bias * (1.0 / scale2))[None, :]
 
 
 @triton.jit
-def find_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the means of a key/value head start."""
+def head_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns a pointer to the means of a key/value head."""
     rows = (first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2)) * BLOCK
     return p_means + (b.to(tl.int64) * kv_heads + kv_head) * rows * (2 * HEAD)
 
 
 @triton.jit
 def load_means(p_means, row, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Rows of a head's means of K (V = 0) or V (V = 1), ``[rows, COLS]``."""
+    """Loads rows of the means of K (V = 0) or V (V = 1), ``[rows, COLS]``."""
     d = tl.arange(0, COLS)
     p = p_means + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
     if HEAD == COLS:
@@ -131,13 +143,13 @@ def load_means(p_means, row, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.const
 
 @triton.jit
 def store_means(p_means, x, row, exists, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Write rows, those that exist, of a head's means of K or V."""
+    """Stores those rows of the means of K or V that exist."""
     d = tl.arange(0, COLS)
     p = p_means + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
     tl.store(p, x.to(p_means.dtype.element_ty), mask=exists[:, None] & (d < HEAD)[None, :])
 
 
-# --- the kernel ---
+# --- pooling kernel ---
 
 
 @triton.jit(do_not_specialize=["col_blocks"])
@@ -146,13 +158,13 @@ def _pool_kernel(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, num_keys, col_blocks,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program = some groups of 8 keys."""
+    """One program pools KEYS keys, a multiple of 8, of K and of V."""
     b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     first_key, _, keys, _, _ = sequence_span(p_kv_start, b, 0, num_keys, 0)
     u0 = tl.program_id(0) * KEYS
     p_k += b * stride_kb + h * stride_kh + (first_key + u0).to(tl.int64) * stride_kn
     p_v += b * stride_vb + h * stride_vh + (first_key + u0).to(tl.int64) * stride_vn
-    p_means = find_means(p_means, b, h, tl.num_programs(1), col_blocks, HEAD, BLOCK)
+    p_means = head_means(p_means, b, h, tl.num_programs(1), col_blocks, HEAD, BLOCK)
     _pool(p_k, stride_kn, p_means, u0, keys, col_blocks, 0, HEAD, COLS, BLOCK, KEYS)
     _pool(p_v, stride_vn, p_means, u0, keys, col_blocks, 1, HEAD, COLS, BLOCK, KEYS)
 
@@ -162,7 +174,7 @@ def _pool(
     p_x, stride, p_means, u0, keys, col_blocks,
     V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of 2, of 4 and of 8 keys from key u0 on, each divided by the keys that exist."""
+    """Stores means of 2, 4 and 8 keys from key u0 on, over the keys that exist."""
     i, d = tl.arange(0, KEYS), tl.arange(0, COLS)
     p = p_x + i.to(tl.int64)[:, None] * stride + d[None, :]
     total = tl.load(p, mask=(u0 + i < keys)[:, None] & (d < HEAD)[None, :], other=0.0).to(tl.float32)
@@ -174,7 +186,7 @@ def _pool(
         if u0 + KEYS <= keys:
             store_means(p_means, total * (0.5**level), row, exists, V, HEAD, COLS)
         else:
-            # Rounded as IEEE says: means of 16-bit numbers often lie half way between two, where a last bit would decide.
+            # IEEE division: the means of 16-bit numbers often lie half way between two, where the last bit decides.
             size = tl.maximum(group_size(group << level, level, keys), 1).to(tl.float32)
             mean = tl.div_rn(total, tl.broadcast_to(size[:, None], total.shape))
             store_means(p_means, mean, row, exists, V, HEAD, COLS)

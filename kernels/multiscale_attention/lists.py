@@ -1,11 +1,14 @@
-"""Lists of blocks by zoom, made on the device: what each row block reads, and what reads each tile of K, V or their means.
+"""Lists of blocks by zoom, built on the device.
 
-Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
-ascending order; how many keys those of each zoom have, ``[B or 1, Hm, Tr, 4]``. Tile lists ``[B or 1, Hkv, tiles, Tr *
-group]``, for gradients: the row blocks, of each query head of a group, that read some column block of a tile at the tile's own
-zoom, in ascending order, as ``(row block * group + query head in the group) << 8 | which``, a bit for each column block;
-lengths ``[B or 1, Hkv, tiles, 2]`` (those that need no mask, which come last; all). Hm are the heads of the zoom map, B the
-batch where sequences differ in padding or zoom. Prefix: p_ pointer.
+- Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
+  ascending order. Counts ``[B or 1, Hm, Tr, 4]``: the number of keys in the blocks of each zoom.
+- Tile lists ``[B or 1, Hkv, tiles, Tr * group]``, for gradients: the row blocks, of each query head of a group, that read
+  some column block of a tile at the zoom of the tile, in ascending order. An entry is
+  ``(row block * group + query head in the group) << 8 | columns``, with a bit in ``columns`` for each column block that is
+  read. Lengths ``[B or 1, Hkv, tiles, 2]``: entries that need no mask, which come last, and all entries.
+
+A tile covers neighbouring column blocks at one level (:mod:`msattn.kernels.multiscale_attention.levels`). Hm is the number of
+heads of the zoom map; B is the batch if sequences differ in padding or zoom. Prefix: p_ pointer.
 """
 
 import torch
@@ -19,8 +22,8 @@ from msattn.kernels.multiscale_attention.levels import level_of_tile, num_tiles
 def row_lists(
     zoom: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, block_size: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """What each row block reads, and how much of it (layouts: top of the file)."""
-    zoom = _of_each_sequence(zoom, kv_start)
+    """Returns the row lists and their counts (layouts in the module docstring)."""
+    zoom = _expand_batch(zoom, kv_start)
     col_blocks = zoom.shape[3]
     lists = torch.empty(zoom.shape, dtype=torch.int16 if col_blocks < 2**15 else torch.int32, device=zoom.device)
     counts = torch.empty((*zoom.shape[:3], 4), dtype=torch.int32, device=zoom.device)
@@ -43,8 +46,11 @@ def tile_lists(
     group: int,
     pooled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What reads each tile of means or, unless ``pooled``, each column block as it is (layouts: top of the file)."""
-    zoom = _of_each_sequence(zoom, kv_start)
+    """Returns the tile lists and their lengths (layouts in the module docstring).
+
+    Tiles are those of the means if ``pooled``, else the column blocks of zoom 1.
+    """
+    zoom = _expand_batch(zoom, kv_start)
     batch, heads, row_blocks, col_blocks = zoom.shape
     zoom = zoom.unflatten(1, (min(heads, kv_heads), -1)).expand(-1, kv_heads, group, -1, -1)
     tiles, entries = num_tiles(col_blocks) if pooled else col_blocks, row_blocks * group
@@ -52,41 +58,50 @@ def tile_lists(
     lengths = torch.empty((batch, kv_heads, tiles, 2), dtype=torch.int32, device=zoom.device)
     _tile_lists_kernel[(tiles, kv_heads, batch)](
         zoom, lists, lengths, kv_start, *zoom.stride(),
-        num_queries, num_keys, entries, col_blocks, query_offset(num_queries, num_keys, causal), MEMBERS=group,
+        num_queries, num_keys, entries, col_blocks, query_offset(num_queries, num_keys, causal), GROUP=group,
         BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(entries)), CAUSAL=causal, COLUMNS=8 if pooled else 1,
     )  # fmt: skip
     return lists, lengths
 
 
-def _of_each_sequence(zoom: Tensor, kv_start: Tensor | None) -> Tensor:
-    """Sequences that share a map still end at different blocks."""
+def _expand_batch(zoom: Tensor, kv_start: Tensor | None) -> Tensor:
+    """Expands a shared map if padding makes causal limits differ by sequence."""
     return zoom if kv_start is None else zoom.expand(kv_start.shape[0], -1, -1, -1)
 
 
 @triton.jit
 def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks):
-    """Row block r's list for query head h of sequence b: where it starts, how many keys it has at zoom 8, 4, 2, 1."""
+    """Returns the row list of row block r for query head h of sequence b.
+
+    The result is a pointer and the number of keys at zoom 8, 4, 2, 1.
+    """
     row = ((b % list_batch).to(tl.int64) * list_heads + h * list_heads // q_heads) * row_blocks + r
     p = p_counts + row * 4
     return p_lists + row * col_blocks, tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
 
 
 @triton.jit
-def _row_span(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """How many column blocks the row block at t0 sees, and how many before the first with a key after one of its queries."""
+def _visible_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+    """Counts the column blocks that the row block at t0 sees, and the full ones.
+
+    Full blocks have no key after a query of the row block, so that they may be pooled.
+    """
     seen, past = keys, keys
     if CAUSAL:
         seen = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
         past = t0 + delta + 1
-    past_end = tl.where(past < keys, past // BLOCK, tl.cdiv(keys, BLOCK))
-    return tl.where(t0 < queries, tl.cdiv(seen, BLOCK), 0), tl.where(t0 < queries, past_end, 0)
+    full_end = tl.where(past < keys, past // BLOCK, tl.cdiv(keys, BLOCK))
+    return tl.where(t0 < queries, tl.cdiv(seen, BLOCK), 0), tl.where(t0 < queries, full_end, 0)
 
 
 @triton.jit
-def _seen_zoom(zoom, c, end, past_end):
-    """At which zoom a row block of that span sees column block c: 0 if not at all, never a mean of what is to come."""
-    zoom = tl.minimum(zoom.to(tl.int32), 9)  # which is none, as all above are
-    return tl.where(c < past_end, zoom, tl.where(c < end, tl.minimum(zoom, 1), 0))
+def _effective_zoom(zoom, c, end, full_end):
+    """Returns the zoom at which a row block reads column block c; 0 if not at all.
+
+    Blocks from ``full_end`` on contain later keys and are not pooled.
+    """
+    zoom = tl.minimum(zoom.to(tl.int32), 9)  # 9 stands for all larger values, which are invalid
+    return tl.where(c < full_end, zoom, tl.where(c < end, tl.minimum(zoom, 1), 0))
 
 
 @triton.jit(do_not_specialize=["col_blocks"])
@@ -96,10 +111,10 @@ def _row_lists_kernel(
     num_queries, num_keys, col_blocks, offset,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One program = one row block: it counts its blocks by zoom, then puts each in its place."""
+    """One program counts the blocks of a row block by zoom, then scatters them."""
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    end, past_end = _row_span(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+    end, full_end = _visible_blocks(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + r
     p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + r.to(tl.int64) * stride_r
     p_lists += row * col_blocks
@@ -108,56 +123,60 @@ def _row_lists_kernel(
     for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
         c = c0 + tl.arange(0, CHUNK)
         zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
-        found = tl.sum(_counters(_seen_zoom(zoom, c, end, past_end)), 0)
-        n8, n4, n2, n1 = n8 + _count(found, 3), n4 + _count(found, 2), n2 + _count(found, 1), n1 + _count(found, 0)
-    cut = keys // BLOCK  # the column block in which the sequence ends, if it does in one
-    last = _seen_zoom(tl.load(p_zoom + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, past_end)
-    lacks = BLOCK - keys % BLOCK
+        found = tl.sum(_pack_count(_effective_zoom(zoom, c, end, full_end)), 0)
+        n8, n4, n2, n1 = n8 + _unpack(found, 3), n4 + _unpack(found, 2), n2 + _unpack(found, 1), n1 + _unpack(found, 0)
+    cut = keys // BLOCK  # the column block that is cut by the end of the sequence, if any
+    last = _effective_zoom(tl.load(p_zoom + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, full_end)
+    missing = BLOCK - keys % BLOCK
     p_counts += row * 4
-    tl.store(p_counts, n8 * BLOCK - tl.where(last == 8, lacks, 0))
-    tl.store(p_counts + 1, n4 * BLOCK - tl.where(last == 4, lacks, 0))
-    tl.store(p_counts + 2, n2 * BLOCK - tl.where(last == 2, lacks, 0))
-    tl.store(p_counts + 3, n1 * BLOCK - tl.where(last == 1, lacks, 0))
+    tl.store(p_counts, n8 * BLOCK - tl.where(last == 8, missing, 0))
+    tl.store(p_counts + 1, n4 * BLOCK - tl.where(last == 4, missing, 0))
+    tl.store(p_counts + 2, n2 * BLOCK - tl.where(last == 2, missing, 0))
+    tl.store(p_counts + 3, n1 * BLOCK - tl.where(last == 1, missing, 0))
 
-    at8, at4, at2, at1 = 0, n8, n8 + n4, n8 + n4 + n2
+    next8, next4, next2, next1 = 0, n8, n8 + n4, n8 + n4 + n2
     for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
         c = c0 + tl.arange(0, CHUNK)
         zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
-        zoom = _seen_zoom(zoom, c, end, past_end)
-        one = _counters(zoom)
-        place = tl.where(zoom == 8, at8, tl.where(zoom == 4, at4, tl.where(zoom == 2, at2, at1)))
-        place += _count(tl.cumsum(one, 0) - one, _level(zoom))
+        zoom = _effective_zoom(zoom, c, end, full_end)
+        one = _pack_count(zoom)
+        place = tl.where(zoom == 8, next8, tl.where(zoom == 4, next4, tl.where(zoom == 2, next2, next1)))
+        place += _unpack(tl.cumsum(one, 0) - one, _level(zoom))
         tl.store(p_lists + place, c.to(p_lists.dtype.element_ty), mask=one != 0)
         found = tl.sum(one, 0)
-        at8, at4, at2, at1 = at8 + _count(found, 3), at4 + _count(found, 2), at2 + _count(found, 1), at1 + _count(found, 0)
+        next8, next4 = next8 + _unpack(found, 3), next4 + _unpack(found, 2)
+        next2, next1 = next2 + _unpack(found, 1), next1 + _unpack(found, 0)
 
 
 @triton.jit
 def _level(zoom):
-    """0, 1, 2, 3 for 1, 2, 4, 8."""
+    """Returns log2 of the zoom."""
     return (zoom >> 1) - (zoom >> 3)
 
 
 @triton.jit
-def _counters(zoom):
-    """Four counters of 16 bits in one integer, so that one sum counts four zooms: a 1 in that of ``zoom``, 0 if not read."""
+def _pack_count(zoom):
+    """Returns four 16-bit counters in one integer, with 1 in the counter of ``zoom``.
+
+    One sum then counts all four zooms. Blocks that are not read give 0.
+    """
     read = (tl.full([], 0b100010110, tl.int32) >> zoom) & 1
     return read.to(tl.int64) << (16 * _level(zoom))
 
 
 @triton.jit
-def _count(counters, level):
+def _unpack(counters, level):
     return ((counters >> (16 * level)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["entries", "col_blocks"])
 def _tile_lists_kernel(
     p_zoom, p_lists, p_lengths, p_kv_start,
-    stride_b, stride_h, stride_member, stride_r, stride_c,
-    num_queries, num_keys, entries, col_blocks, offset, MEMBERS: tl.constexpr,
+    stride_b, stride_h, stride_group, stride_r, stride_c,
+    num_queries, num_keys, entries, col_blocks, offset, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program = one tile: the row blocks of each query head that read it, in order."""
+    """One program lists the readers of one tile."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     level, number = level_of_tile(tile, col_blocks, COLUMNS > 1)
@@ -166,23 +185,23 @@ def _tile_lists_kernel(
     of_tile = (column < (1 << level)) & (c < col_blocks)
     begin, end = 0, tl.cdiv(queries, BLOCK)
     if CAUSAL:
-        begin = tl.maximum((number << level) * BLOCK - delta, 0) // BLOCK  # earlier row blocks end before the tile
+        begin = tl.maximum((number << level) * BLOCK - delta, 0) // BLOCK  # earlier row blocks see no key of the tile
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + tile
     p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
-    found, found_plain = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-    for first in tl.range(begin * MEMBERS, end * MEMBERS, CHUNK):  # type: ignore[misc]
+    found, found_full = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for first in tl.range(begin * GROUP, end * GROUP, CHUNK):  # type: ignore[misc]
         entry = first + tl.arange(0, CHUNK)
-        r = entry // MEMBERS
-        p = p_zoom + r.to(tl.int64) * stride_r + (entry % MEMBERS).to(tl.int64) * stride_member
+        r = entry // GROUP
+        p = p_zoom + r.to(tl.int64) * stride_r + (entry % GROUP).to(tl.int64) * stride_group
         p = p[:, None] + c.to(tl.int64)[None, :] * stride_c
         zoom = tl.load(p, mask=(r < end)[:, None] & of_tile[None, :], other=0)  # [CHUNK, COLUMNS]
-        seen_end, past_end = _row_span(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
-        zoom = _seen_zoom(zoom, c[None, :], seen_end[:, None], past_end[:, None])
-        which = tl.sum((zoom == (1 << level)).to(tl.int32) << column[None, :], 1)
-        on = (which != 0).to(tl.int32)
+        seen_end, full_end = _visible_blocks(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        zoom = _effective_zoom(zoom, c[None, :], seen_end[:, None], full_end[:, None])
+        columns = tl.sum((zoom == (1 << level)).to(tl.int32) << column[None, :], 1)
+        on = (columns != 0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
-        tl.store(p_lists + row * entries + place, (entry << 8) | which, mask=on != 0)
+        tl.store(p_lists + row * entries + place, (entry << 8) | columns, mask=on != 0)
         found += tl.sum(on, 0)
-        found_plain += tl.sum(tl.where((number << level) < past_end, on, 0), 0)
-    tl.store(p_lengths + row * 2, found_plain)
+        found_full += tl.sum(tl.where((number << level) < full_end, on, 0), 0)
+    tl.store(p_lengths + row * 2, found_full)
     tl.store(p_lengths + row * 2 + 1, found)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
-from msattn.kernels.common.block_lists import compact, compact_columns
+from msattn.kernels.common.block_lists import compact_rows, compact_columns
 from msattn.kernels.testing import (
     CASES,
     Case,
@@ -142,7 +142,7 @@ def test_lists(heads: int, causal: bool, device: str) -> None:
     block, num_queries, num_keys = 16, 70, 100
     mask = random_block_mask(1, heads, 5, 7, 0.5, device)
     sizes = mask, None, num_queries, num_keys, num_keys - num_queries, block, causal
-    (rows, row_lengths), (columns, column_lengths) = compact(*sizes), compact_columns(*sizes, 2, 2)
+    (rows, row_lengths), (columns, column_lengths) = compact_rows(*sizes), compact_columns(*sizes, 2, 2)
 
     def tiles(missing_keys: bool, missing_queries: bool) -> Tensor:
         seen = visible(1, num_queries, num_keys, causal, None, device)[0, 0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common import score_products
-from msattn.kernels.conv_attention import band as conv_terms
+from msattn.kernels.conv_attention import band as conv_band
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_attention import operation as module
 from msattn.kernels.testing import Case, dense_attention, full_product, random_qkv, starts, visible
@@ -27,7 +27,7 @@ HALF, FULL = torch.float16, torch.float32
 def _long_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels take their time by the number of tiles, whatever their size."""
     if device == "cpu":
-        monkeypatch.setattr(conv_terms, "ROWS", 64)
+        monkeypatch.setattr(conv_band, "TILE_ROWS", 64)
 
 
 def convolved_attention(
@@ -126,7 +126,7 @@ def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: py
     q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(2, (2, 2), HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(conv_attention, inputs, dout, backend)
-    monkeypatch.setattr(score_products, "SCRATCH", 1)
+    monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 1)
     monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
     torch.testing.assert_close(mixed_scores.results(conv_attention, inputs, dout, backend), whole)
 
@@ -242,7 +242,7 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_products, "SCRATCH", 2**20)
+    monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 2**20)
     mixed_scores.assert_same_bits(conv_attention, *gpu_step(1000, dtype))
 
 

@@ -48,7 +48,7 @@ def random_weight(heads: int, dtype: torch.dtype, device: str) -> Tensor:
 def check(case: Case, backend: Backend, device: str) -> None:
     weight = random_weight(case.q_heads, case.dtype, device)
     mixed = weight.abs().sum(0).max().item()
-    of_a_program = head_mix_scores.unmix_stretch(case.q_heads)
+    of_a_program = head_mix_scores.mix_backward_tile(case.q_heads)
     pairs = of_a_program.rows * of_a_program.keys
     mixed_scores.assert_agrees(head_mix_attention, mixed_attention, case, weight, mixed, backend, device, pairs)
 
@@ -101,8 +101,8 @@ def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: py
     q, k, v = random_qkv(1, 4, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(4, HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(head_mix_attention, inputs, dout, backend)
-    monkeypatch.setattr(score_products, "SCRATCH", 1)
-    monkeypatch.setattr(module, "LEAST_ROWS", 128)
+    monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 1)
+    monkeypatch.setattr(module, "MIN_ROWS", 128)
     monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
     parts = mixed_scores.results(head_mix_attention, inputs, dout, backend)
     torch.testing.assert_close(parts, whole, rtol=4e-3, atol=4e-3)
@@ -215,7 +215,7 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_products, "SCRATCH", 2**20)
+    monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 2**20)
     mixed_scores.assert_same_bits(head_mix_attention, *gpu_step(1000, dtype))
 
 
