@@ -1,7 +1,7 @@
-"""Tile choices, the user's own before those that ship with the package; and from which length on sparse prefill pays.
+"""Choice of the tile of each kernel: the user's tiles, then the shipped ones.
 
-Nothing is tuned when a kernel is called. ``msattn bench bench.tune=true`` writes the tiles that were faster on a GPU to the
-user's file for it, which is read once a process.
+Kernels are not tuned when they are called. ``msattn bench bench.tune=true`` writes the tiles that it found faster on a GPU to
+the user's file for that GPU. The file is read once per process.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-FORMAT = 2  # of the user's file; raised when a kernel takes its tile otherwise, so that old choices are left aside
+FORMAT = 2  # of the user's file; raised when a kernel interprets its tile differently, so that old files are ignored
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: query rows and keys of a tile, warps, pipeline stages, and programs resident on a multiprocessor."""
+    """Query rows and keys of a tile, warps, pipeline stages, and programs per SM."""
 
     rows: int
     keys: int
@@ -27,8 +27,8 @@ class Tile(NamedTuple):
     programs: int = 1
 
 
-# (operation, bytes of a padded head, compute capability) -> tile. Full-precision fp32 has tiles of its own: it runs on
-# CUDA cores, and compiles for long.
+# (kernel, bytes of a padded head, compute capability) -> tile. fp32 has tiles of its own, because it runs on CUDA cores and
+# takes long to compile.
 TILES: dict[tuple[str, int, int], Tile] = {
     ("maxpool_attention", 128, 90): Tile(128, 128, 8, 3),
     ("maxpool_attention", 256, 90): Tile(128, 128, 8, 3),
@@ -150,60 +150,66 @@ FULL_PRECISION = {
 }
 
 
-def pick(operation: str, padded_head: int, dtype: torch.dtype, capability: int) -> Tile:
-    """The tile for heads of the given padded size; a GPU without rows of its own takes those of the next older one."""
+def pick(kernel: str, padded_head: int, dtype: torch.dtype, capability: int) -> Tile:
+    """Returns the tile of a kernel for heads of the given padded size.
+
+    A GPU without entries in ``TILES`` uses those of the next older compute capability.
+    """
     if dtype == torch.float32:
-        return FULL_PRECISION[operation]
+        return FULL_PRECISION[kernel]
     size = head_bytes(padded_head, dtype)
-    own = own_tiles().get((operation, size))
-    known = [sm for name, width, sm in TILES if name == operation and width == size and sm <= capability]
-    return own or TILES[operation, size, max(known, default=80)]
+    tuned_by_user = user_tiles().get((kernel, size))
+    known = [sm for name, width, sm in TILES if name == kernel and width == size and sm <= capability]
+    return tuned_by_user or TILES[kernel, size, max(known, default=80)]
 
 
 def head_bytes(padded_head: int, dtype: torch.dtype) -> int:
-    """Size of a head, by which tiles are chosen."""
+    """Returns the size of a head in bytes, the key by which tiles are chosen."""
     return max(128, padded_head * dtype.itemsize)
 
 
-def own_path(gpu: str) -> Path:
-    """The user's file of tiles for a GPU, below ``$MSATTN_CACHE`` (default: ``msattn`` in the user's folder of caches)."""
+def user_tiles_path(gpu: str) -> Path:
+    """Returns the user's tile file for a GPU.
+
+    It lies in the folder ``tiles`` of ``$MSATTN_CACHE``, by default ``$XDG_CACHE_HOME/msattn`` or ``~/.cache/msattn``.
+    """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("MSATTN_CACHE") or Path(caches, "msattn"))
     return folder / "tiles" / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
-def own_key(gpu: str) -> dict[str, str | int]:
-    """What a file of tiles must have been made with to be read."""
-    from triton import __version__  # not its package's, which has other names too
+def user_tiles_header(gpu: str) -> dict[str, str | int]:
+    """Returns the header that the tile file must match to be read."""
+    from triton import __version__  # not the distribution's version: the package has several names
 
     return {"format": FORMAT, "gpu": gpu, "triton": __version__}
 
 
-def read_own(gpu: str) -> dict[tuple[str, int], Tile]:
-    """``{(kernel, bytes of a padded head): tile}`` from the user's file for a GPU.
+def read_user_tiles(gpu: str) -> dict[tuple[str, int], Tile]:
+    """Reads ``{(kernel, head bytes): tile}`` from the user's file for a GPU.
 
-    Nothing where there is no file; a warning, and nothing, where it was made with something else or is damaged.
+    Returns an empty dict if there is no file. If the file is damaged or its header differs, it also warns.
     """
-    path = own_path(gpu)
+    path = user_tiles_path(gpu)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        stale = [f"{key}={found.get(key)}, here {value}" for key, value in own_key(gpu).items() if found.get(key) != value]
-        if stale:
-            raise ValueError(f"made with {stale[0]}")
-        rows = found["tiles"]
+        document = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in user_tiles_header(gpu).items():
+            if document.get(key) != value:
+                raise ValueError(f"it was written for {key}={document.get(key)}, this is {key}={value}")
+        rows = document["tiles"]
         return {(row["kernel"], row["head_bytes"]): Tile(*(int(row[field]) for field in Tile._fields)) for row in rows}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"{path} is not read, shipped tiles serve: {error or type(error).__name__}", stacklevel=2)
+        warnings.warn(f"{path} is ignored and the shipped tiles are used: {error or type(error).__name__}", stacklevel=2)
         return {}
 
 
-def own_tiles() -> dict[tuple[str, int], Tile]:
-    """The user's tiles for the current GPU, read once."""
-    return _own_tiles_of(torch.cuda.current_device()) if torch.cuda.is_available() else {}
+def user_tiles() -> dict[tuple[str, int], Tile]:
+    """Returns the user's tiles for the current GPU, read once per process."""
+    return _user_tiles_of(torch.cuda.current_device()) if torch.cuda.is_available() else {}
 
 
 @cache
-def _own_tiles_of(device: int) -> dict[tuple[str, int], Tile]:
-    return read_own(torch.cuda.get_device_name(device))
+def _user_tiles_of(device: int) -> dict[tuple[str, int], Tile]:
+    return read_user_tiles(torch.cuda.get_device_name(device))

@@ -1,4 +1,8 @@
-"""Tiles to try in place of the shipped ones, for 16-bit heads of 128: rows, keys, warps, stages, resident programs."""
+"""Candidate tiles of each kernel, and the choice of the fastest after a sweep.
+
+Candidates are for 16-bit heads of 128. A tile is (rows, keys, warps, stages, resident programs); see
+:class:`msattn.kernels.tuned.Tile`.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +14,10 @@ from msattn.kernels import tuned
 from msattn.kernels.bench.rows import BenchRow
 from msattn.kernels.tuned import Tile
 
-SHIPPED = "shipped"  # the variant that is timed with the package's own tiles
-CLEARLY = 1.02  # times faster than shipped tiles, to be kept: two runs differ by less
+SHIPPED = "shipped"  # name of the variant that uses the tiles of the package
+MIN_SPEEDUP = 1.02  # over the shipped tile; the difference between two runs is smaller
 
-BLOCK_ROWS = [  # a program owns a block of 64 queries
+BLOCK_SPARSE = [  # one program per block of 64 queries
     Tile(64, 64, 4, 2),
     Tile(64, 64, 4, 3),
     Tile(64, 64, 4, 4),
@@ -22,7 +26,7 @@ BLOCK_ROWS = [  # a program owns a block of 64 queries
     Tile(64, 32, 4, 5),
     Tile(64, 32, 4, 6),
 ]
-GRADIENT = [  # two tiles of each input, and accumulators of one or two
+BACKWARD = [  # two tiles of each input and one or two accumulators are live
     Tile(64, 64, 4, 1),
     Tile(64, 64, 4, 2),
     Tile(64, 64, 4, 3),
@@ -33,7 +37,7 @@ GRADIENT = [  # two tiles of each input, and accumulators of one or two
     Tile(32, 64, 4, 2),
     Tile(32, 64, 4, 3),
 ]
-LONG_ROWS = [
+DENSE = [
     Tile(128, 128, 8, 2),
     Tile(128, 128, 8, 3),
     Tile(128, 64, 8, 2),
@@ -45,7 +49,7 @@ LONG_ROWS = [
     Tile(64, 64, 4, 3),
     Tile(64, 128, 4, 3),
 ]
-MEMORY_BOUND = [
+DECODE = [
     Tile(16, 128, 4, 3, 1),
     Tile(16, 64, 4, 3, 2),
     Tile(16, 64, 4, 5, 1),
@@ -59,7 +63,7 @@ MEMORY_BOUND = [
     Tile(16, 128, 4, 3, 2),
     Tile(16, 128, 8, 5, 1),
 ]
-TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses for itself
+CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation where the tile depends on the shape
     "maxpool_attention": [
         Tile(128, 128, 8, 3),
         Tile(128, 128, 8, 2),
@@ -71,29 +75,29 @@ TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses 
         Tile(64, 64, 4, 3, 2),
         Tile(64, 64, 4, 2, 2),
     ],
-    "block_sparse_attention": BLOCK_ROWS,
-    "block_sparse_attention_dq": GRADIENT,
-    "block_sparse_attention_dkv": GRADIENT,
-    "multiscale_attention": BLOCK_ROWS,
-    "multiscale_attention_dq": GRADIENT,
-    "multiscale_attention_dkv": GRADIENT,
-    "conv_attention": LONG_ROWS,
-    "conv_attention_scores": LONG_ROWS,
-    "conv_attention_resident": LONG_ROWS,
-    "conv_attention_scores_resident": LONG_ROWS,
-    "score_products": LONG_ROWS,
-    "head_mix_scores": LONG_ROWS,
-    "materialized_attention": LONG_ROWS,
-    "materialized_attention_backward": GRADIENT,
-    "bucket_decode": MEMORY_BOUND,
-    "flash_decode": MEMORY_BOUND,
+    "block_sparse_attention": BLOCK_SPARSE,
+    "block_sparse_attention_dq": BACKWARD,
+    "block_sparse_attention_dkv": BACKWARD,
+    "multiscale_attention": BLOCK_SPARSE,
+    "multiscale_attention_dq": BACKWARD,
+    "multiscale_attention_dkv": BACKWARD,
+    "conv_attention": DENSE,
+    "conv_attention_scores": DENSE,
+    "conv_attention_resident": DENSE,
+    "conv_attention_scores_resident": DENSE,
+    "score_products": DENSE,
+    "head_mix_scores": DENSE,
+    "materialized_attention": DENSE,
+    "materialized_attention_backward": BACKWARD,
+    "bucket_decode": DECODE,
+    "flash_decode": DECODE,
     "bucket_mass": [
         Tile(128, 64, 8, 4, 2),
         Tile(128, 64, 8, 6, 2),
         Tile(128, 128, 8, 3, 1),
         Tile(256, 64, 16, 4, 1),
         Tile(64, 64, 4, 2, 4),
-        Tile(64, 64, 4, 4, 3),  # registers for a product beside the exponentials of the tile before
+        Tile(64, 64, 4, 4, 3),  # leaves registers to overlap a product with the exponentials of the previous tile
         Tile(64, 128, 4, 2, 3),
         Tile(64, 128, 4, 3, 2),
     ],
@@ -116,7 +120,7 @@ TILES = {  # by kernel, as `tuned` calls it, or by operation where that chooses 
         Tile(64, 128, 4, 3, 2),
     ],
 }
-FORWARD = {
+FORWARD_KERNELS = {
     "maxpool_attention": ["maxpool_attention"],
     "block_sparse_attention": ["block_sparse_attention"],
     "multiscale_attention": ["multiscale_attention"],
@@ -127,37 +131,38 @@ FORWARD = {
     "bucket_mass": ["bucket_mass"],
     "nearest_centroid": ["nearest_centroid", "bucket_sums"],
 }
-BACKWARD = {
+BACKWARD_KERNELS = {
     "block_sparse_attention": ["block_sparse_attention_dq", "block_sparse_attention_dkv"],
     "multiscale_attention": ["multiscale_attention_dq", "multiscale_attention_dkv"],
     "conv_attention": ["conv_attention_scores", "conv_attention_scores_resident", "score_products"],
     "head_mix_attention": ["head_mix_scores", "materialized_attention_backward", "score_products"],
 }
-CHOOSES_BY_SHAPE = {  # modules whose ``default_tile`` follows the shape
+SHAPE_DEPENDENT = {  # modules whose ``default_tile`` depends on the shape
     "bucket_decode": "msattn.kernels.bucket_decode",
     "bucket_mass": "msattn.kernels.bucket_mass.forward",
     "flash_decode": "msattn.kernels.flash_decode.forward",
 }
 
 
-def to_try(operation: str, backward: bool) -> list[tuple[str, Tile]]:
-    """Each kernel of an operation's pass with each of its tiles; empty where there is nothing to choose."""
-    kernels = (BACKWARD if backward else FORWARD).get(operation, [])
-    return [(kernel, tile) for kernel in kernels for tile in TILES[kernel]]
+def list_candidates(operation: str, backward: bool) -> list[tuple[str, Tile]]:
+    """Returns (kernel, tile) for every candidate of an operation's pass."""
+    kernels = (BACKWARD_KERNELS if backward else FORWARD_KERNELS).get(operation, [])
+    return [(kernel, tile) for kernel in kernels for tile in CANDIDATES[kernel]]
 
 
-def variant(kernel: str, tile: Tile) -> str:
-    """What a row of a sweep calls a kernel's tile."""
+def variant_name(kernel: str, tile: Tile) -> str:
+    """Returns the name of a kernel's tile in the rows of a sweep."""
     return f"{kernel} {'-'.join(map(str, tile))}"
 
 
-def fastest(operation: str, backward: bool, rows: Sequence[BenchRow]) -> dict[str, tuple[Tile, float]]:
-    """Of each kernel the tile that a sweep found clearly faster than the shipped one on the whole.
+def faster_tiles(operation: str, backward: bool, rows: Sequence[BenchRow]) -> dict[str, tuple[Tile, float]]:
+    """Returns the tiles that are faster than the shipped ones by ``MIN_SPEEDUP``.
 
     Returns
     -------
     dict
-        ``{kernel: (tile, how many times faster)}``: the geometric mean over the problems, all of which the tile must have run.
+        ``{kernel: (tile, speedup)}``, at most one tile per kernel. The speedup is the geometric mean over all problems; a tile
+        that failed on one of them is not considered.
     """
     timed: dict[str, dict[tuple[int, int, str], float]] = {}
     for row in rows:
@@ -165,39 +170,39 @@ def fastest(operation: str, backward: bool, rows: Sequence[BenchRow]) -> dict[st
             timed.setdefault(row.variant, {})[row.length, row.queries, row.setting] = row.ms
     shipped = timed.get(SHIPPED, {})
     found: dict[str, tuple[Tile, float]] = {}
-    for kernel, tile in to_try(operation, backward):
-        own = timed.get(variant(kernel, tile), {})
-        if not shipped or own.keys() != shipped.keys():
+    for kernel, tile in list_candidates(operation, backward):
+        candidate = timed.get(variant_name(kernel, tile), {})
+        if not shipped or candidate.keys() != shipped.keys():
             continue
-        gain = geometric_mean(shipped[problem] / ms for problem, ms in own.items())
-        if gain > max(CLEARLY, found[kernel][1] if kernel in found else 0.0):
-            found[kernel] = tile, gain
+        speedup = geometric_mean(shipped[problem] / ms for problem, ms in candidate.items())
+        if speedup > max(MIN_SPEEDUP, found[kernel][1] if kernel in found else 0.0):
+            found[kernel] = tile, speedup
     return found
 
 
 @contextmanager
-def shipped_alone() -> Iterator[None]:
-    """Meanwhile no kernel runs with a tile of the user's own."""
-    own = tuned.own_tiles
-    tuned.own_tiles = dict
+def ignore_user_tiles() -> Iterator[None]:
+    """Temporarily disables the tiles that the user has tuned."""
+    user_tiles = tuned.user_tiles
+    tuned.user_tiles = dict
     try:
         yield
     finally:
-        tuned.own_tiles = own
+        tuned.user_tiles = user_tiles
 
 
 @contextmanager
-def launched_with(kernel: str, tile: Tile) -> Iterator[None]:
-    """Meanwhile ``kernel`` runs with ``tile``, whatever its inputs."""
-    shared = kernel in tuned.FULL_PRECISION
-    place, name = (tuned, "pick") if shared else (import_module(CHOOSES_BY_SHAPE[kernel]), "default_tile")
-    shipped = getattr(place, name)
+def override_tile(kernel: str, tile: Tile) -> Iterator[None]:
+    """Temporarily overrides the tile of ``kernel``, for all inputs."""
+    in_table = kernel in tuned.FULL_PRECISION
+    module, name = (tuned, "pick") if in_table else (import_module(SHAPE_DEPENDENT[kernel]), "default_tile")
+    original = getattr(module, name)
 
     def choose(*inputs: Any) -> Tile:
-        return shipped(*inputs) if shared and inputs[0] != kernel else tile
+        return original(*inputs) if in_table and inputs[0] != kernel else tile
 
-    setattr(place, name, choose)
+    setattr(module, name, choose)
     try:
         yield
     finally:
-        setattr(place, name, shipped)
+        setattr(module, name, original)

@@ -1,4 +1,4 @@
-"""One problem for an operation, what stands beside it, and the check that comes before any time is taken."""
+"""Benchmark cases: inputs, reference, peers, and the check before any timing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from msattn.kernels.bench.rows import Work
 from msattn.kernels.bench.timing import Call, graphed
 from msattn.kernels.testing import assert_within_budget
 
-Function = Callable[..., Any]  # of a problem's tensors; gives a tensor, or a tuple that begins with the output
+Function = Callable[..., Any]  # maps the tensors of a layer to a tensor, or to a tuple that begins with the output
 Layer = tuple[Any, ...]
-Window = Callable[[Layer, int, int], Layer]  # of a layer of one sequence, what the query rows from one to before another see
-SUMMED = "gradient 3"  # of a weight over scores: a sum over every pair of tokens
+Window = Callable[[Layer, int, int], Layer]  # (layer of one sequence, begin, end) -> inputs of the query rows [begin, end)
+WEIGHT_GRADIENT = "gradient 3"  # of a weight over scores: a sum over all pairs of tokens
 
 
-class Disagreement(AssertionError):
-    """An operation is not what its reference says: there is nothing to time."""
+class ReferenceMismatch(AssertionError):
+    """An operation disagrees with its reference."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, beside the size.
+    """Choice of the measurements, apart from the size of the problem.
 
     Attributes
     ----------
     lengths : numbers of keys.
     sparsities : shares of the visible keys that are not read, for operations that select.
     queries : numbers of queries, for ``flash_decode``.
-    kernels : queries and keys of a convolution, for ``conv_attention`` and ``conv_decode``; as in the paper by default.
-    backward : time the backward pass alone, instead of the forward pass.
-    peers : names of what may stand beside the operation.
+    kernels : (queries, keys) of a convolution, for ``conv_attention`` and ``conv_decode``; the paper's by default.
+    backward : time the backward pass alone instead of the forward pass.
+    peers : names of the peers to time.
     """
 
     lengths: Sequence[int]
@@ -45,9 +45,10 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Peer:
-    """Something that stands beside the operation. One that several cases share is timed once.
+    """A competing implementation. A peer that several cases share is timed once.
 
-    ``prepare`` makes the function, which may compile, need room or not exist here: whatever it raises is why it is absent.
+    ``prepare`` returns the function to time. It may compile, run out of memory or find the peer unsupported; the exception it
+    raises is reported as the reason why the peer was not timed.
     """
 
     name: str
@@ -60,21 +61,22 @@ class Peer:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class BenchCase:
     """One operation on one problem.
 
     Attributes
     ----------
-    call, reference, eager : the operation, its reference, and the plain form that holds every score in memory: each takes
-        the tensors of a layer. The eager form in the operation's own precision says how much rounding is to be expected.
-    layers : tensors of each layer; decoding takes several in turn, so that none is in the L2 cache when its turn comes.
+    call, reference, eager : the operation, its reference, and the eager PyTorch form that materializes all scores. Each takes
+        the tensors of a layer. The error of the eager form in the operation's precision sets the tolerance of the check.
+    layers : tensors of each layer. Decoding cycles through several layers so that none is in the L2 cache when it is read.
     work : of one layer.
     peers : in the order in which they are timed.
-    setting, sparsity, queries : as in a row; ``queries=None`` is as many as keys.
-    graph : whether launches are left out of the time, by a CUDA graph.
-    term : size of the terms that cancel in a result, for what rounding may be (``kernels/testing.py``).
-    window : what the check at full size takes for the reference; None: there is no such check beyond a few queries.
-    context : rows before a window that its first rows depend on.
+    setting, sparsity, queries : as in a row; ``queries=None`` means as many as keys.
+    graph : run as a CUDA graph, which removes launch overhead from the time.
+    term : size of the terms that cancel in a result, which scales the rounding band (``kernels/testing.py``).
+    window : selects the reference's inputs for a range of query rows in the check at full size. If None, only problems with
+        few queries are checked at full size.
+    context : number of rows before a window that its first rows depend on.
     """
 
     call: Function
@@ -93,7 +95,7 @@ class Case:
 
 
 def runner(function: Function, layers: Sequence[Layer], backward: bool, graph: bool, device: str) -> Call:
-    """A call without arguments that runs the function once on each layer, or its backward pass alone."""
+    """Returns a call that runs the function, or its backward pass, on each layer."""
     if backward:
         return _backward_of(function, layers)
 
@@ -106,7 +108,7 @@ def runner(function: Function, layers: Sequence[Layer], backward: bool, graph: b
 
 
 def _backward_of(function: Function, layers: Sequence[Layer]) -> Call:
-    """Gradients of the output alone, as a model asks for them."""
+    """Returns a call that computes the gradients of the first output alone."""
     passes = []
     for layer in layers:
         leaves, wanted = _with_gradients(layer)
@@ -120,27 +122,27 @@ def _backward_of(function: Function, layers: Sequence[Layer]) -> Call:
     return backward
 
 
-def check(case: Case, backward: bool) -> None:
-    """Hold an operation to its reference in fp64, outputs and gradients.
+def check(case: BenchCase, backward: bool) -> None:
+    """Compares outputs, and gradients if ``backward``, with the fp64 reference.
 
-    It may be as far away as the eager form of its own precision, plus a rounding band (see ``kernels/testing.py``).
+    The tolerance is the error of the eager form in the same precision plus a rounding band (see ``kernels/testing.py``).
 
     Raises
     ------
-    Disagreement
-        If it is farther.
+    ReferenceMismatch
+        If the error exceeds the tolerance.
     """
     layer = case.layers[0]
     exact_layer = tuple(x.double() if is_float(x) else x for x in layer)
     exact = _results(case.reference, exact_layer, backward)
     eager = _results(case.eager, layer, backward)
     actual = _results(case.call, layer, backward)
-    for name, want in exact.items():
-        count = layer[0].shape[2] * layer[1].shape[2] if name == SUMMED else 1
+    for name, expected in exact.items():
+        count = layer[0].shape[2] * layer[1].shape[2] if name == WEIGHT_GRADIENT else 1
         try:
-            assert_within_budget(name, actual[name], want, eager[name], term=case.term, count=count)
+            assert_within_budget(name, actual[name], expected, eager[name], term=case.term, count=count)
         except AssertionError as error:
-            raise Disagreement(f"{case.setting}: {error}" if case.setting else str(error)) from error
+            raise ReferenceMismatch(f"{case.setting}: {error}" if case.setting else str(error)) from error
 
 
 def _results(function: Function, layer: Layer, backward: bool) -> dict[str, Tensor]:
@@ -148,11 +150,11 @@ def _results(function: Function, layer: Layer, backward: bool) -> dict[str, Tens
         with torch.no_grad():
             return {f"output {i}": x for i, x in enumerate(outputs(function(*layer)))}
     leaves, wanted = _with_gradients(layer)
-    given = outputs(function(*leaves))
+    results = outputs(function(*leaves))
     generator = torch.Generator().manual_seed(0)
-    douts = [torch.randn(x.shape, generator=generator).to(x) for x in given]
-    gradients = torch.autograd.grad(given, wanted, douts)
-    named = {f"output {i}": x.detach() for i, x in enumerate(given)}
+    douts = [torch.randn(x.shape, generator=generator).to(x) for x in results]
+    gradients = torch.autograd.grad(results, wanted, douts)
+    named = {f"output {i}": x.detach() for i, x in enumerate(results)}
     return named | {f"gradient {i}": x for i, x in enumerate(gradients)}
 
 
@@ -162,7 +164,7 @@ def _with_gradients(layer: Layer) -> tuple[Layer, list[Tensor]]:
 
 
 def outputs(result: Any) -> list[Tensor]:
-    """An operation's floating results and masks (as 0 and 1), whether they come alone or in a tuple."""
+    """Returns the floating-point results as a list, and boolean ones as 0 and 1."""
     tensors = (result,) if isinstance(result, Tensor) else result
     return [x.float() if x.dtype == torch.bool else x for x in tensors if is_float(x) or x.dtype == torch.bool]
 

@@ -1,4 +1,7 @@
-"""What this machine can do at most, measured: one large matrix product, and a copy and a sum of a large buffer."""
+"""Measured roofline ceilings of this machine.
+
+A large matrix product gives the compute ceiling, a copy and a sum of a large buffer the memory ceiling.
+"""
 
 from functools import cache
 
@@ -10,7 +13,11 @@ from msattn.kernels.bench.timing import time_ms
 
 @cache
 def ceilings(device: str, dtype: torch.dtype) -> Rate:
-    """Operations a second of a matrix product in ``dtype``, and the faster of copying and reading memory; some seconds."""
+    """Measures the peak TFLOP/s of a matrix product in ``dtype``, and peak TB/s.
+
+    This takes some seconds, and the result is cached. The memory ceiling is the faster of a copy (read and write) and a sum
+    (read alone).
+    """
     side, size = (1024, 2**26) if device == "cpu" else (8192, 2**31)
     a, b = torch.randn(2, side, side, dtype=dtype, device=device)
     product = time_ms(lambda: a @ b, device, budget_s=1.0)

@@ -1,7 +1,7 @@
-"""Each operation in plain PyTorch that holds every score in memory, in the precision of its input.
+"""Each operation in eager PyTorch, with all scores materialized.
 
-These are what one would write first. They stand beside the kernels as a peer, and their rounding error is what the check
-of a kernel allows it. One sequence layout throughout: no padding, as many queries as keys unless decoding.
+These straightforward forms compute in the precision of their input. They are a peer of the kernels, and their rounding error
+sets the tolerance of the kernels' check. There is no padding, and there are as many queries as keys unless decoding.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ BLOCK = 64
 
 
 def maxpool_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Dense attention and the largest probability of each block."""
+    """Dense attention, and the maximum probability of each block."""
     batch, _, n, _ = q.shape
     out, lse, probs = dense_attention(q, k, v, _causal(q, k), dtype=q.dtype)
     blocks = -(-n // BLOCK)
@@ -26,26 +26,26 @@ def maxpool_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Dense attention under a mask of tokens."""
+    """Dense attention with the block mask expanded to tokens."""
     read = tokens_of_blocks(block_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], True, None, BLOCK)
     return dense_attention(q, k, v, read & _causal(q, k), dtype=q.dtype)[:2]
 
 
 def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor) -> tuple[Tensor, Tensor]:
-    """Dense attention in which a key of a block at zoom z is the mean of its group of z.
+    """Dense attention over means: a key at zoom z becomes the mean of its group of z.
 
-    z equal scores weigh as much as one of them plus log z, so that nothing is left to compensate.
+    The z equal scores of a group have the weight of one score plus log z, so no further correction is needed.
     """
     n = q.shape[2]
     first = torch.arange(zoom.shape[2], device=q.device) * BLOCK
-    near = (first + BLOCK).clamp(max=n) - 1 > first[:, None]  # blocks that would leak the future
+    near = (first + BLOCK).clamp(max=n) - 1 > first[:, None]  # at these blocks a mean would include keys past the causal limit
     zoom = zoom.where(~near | (zoom == 0), 1).repeat_interleave(q.shape[1] // zoom.shape[1], dim=1)
     zoom = zoom.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :n, :n]
     group = q.shape[1] // k.shape[1]
     scores = torch.full((), -torch.inf, device=q.device)
     for z in (1, 2, 4, 8):
         keys = _means(k, z).repeat_interleave(group, 1)
-        scores = torch.where(zoom == z, (q @ keys.mT).to(_statistics(q)) * q.shape[3] ** -0.5, scores)
+        scores = torch.where(zoom == z, (q @ keys.mT).to(_statistics_dtype(q)) * q.shape[3] ** -0.5, scores)
     scores = scores.masked_fill(~_causal(q, k), -torch.inf)
     probs = scores.softmax(-1).to(q.dtype)
     parts = [(probs * (zoom == z)) @ _means(v, z).repeat_interleave(group, 1) for z in (1, 2, 4, 8)]
@@ -53,107 +53,110 @@ def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor) -> tuple
 
 
 def _means(x: Tensor, z: int) -> Tensor:
-    """Each token of ``x [B, H, M, D]`` replaced by the mean of its group of z, the last one of those that exist."""
+    """Replaces each token of ``x [B, H, M, D]`` by the mean of its group of z."""
     tokens = x.shape[2]
-    groups = pad(x.to(_statistics(x)), (0, 0, 0, -tokens % z)).unflatten(2, (-1, z)).sum(3)
+    groups = pad(x.to(_statistics_dtype(x)), (0, 0, 0, -tokens % z)).unflatten(2, (-1, z)).sum(3)
     counts = (tokens - torch.arange(groups.shape[2], device=x.device) * z).clamp(max=z)[:, None]
     return (groups / counts).to(x.dtype).repeat_interleave(z, 2)[:, :, :tokens]
 
 
 def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """Scores, a convolution over them, softmax."""
-    seen, group = _causal(q, k), q.shape[1] // k.shape[1]
+    """Softmax attention with a convolution over the scores."""
+    mask, group = _causal(q, k), q.shape[1] // k.shape[1]
     c_q, c_k = weight.shape[1:]
-    scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(~seen, 0)
+    scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(~mask, 0)
     scores = pad(scores, ((c_k - 1) // 2, c_k // 2, c_q - 1, 0))
     mixed = conv2d(scores, weight[:, None], groups=q.shape[1])
-    return _attend(mixed, seen, v.repeat_interleave(group, 1))
+    return _softmax_attention(mixed, mask, v.repeat_interleave(group, 1))
 
 
 def conv_decode(q_window: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """The last row of :func:`conv_attention`, from the scores of the last queries."""
+    """The last row of :func:`conv_attention`, from the last ``c_q`` queries."""
     c_q, c_k = weight.shape[1:]
     group = q_window.shape[1] // k.shape[1]
-    seen = visible(1, c_q, k.shape[2], True, None, k.device)
-    scores = (q_window @ k.repeat_interleave(group, 1).mT * k.shape[3] ** -0.5).masked_fill(~seen, 0)
+    mask = visible(1, c_q, k.shape[2], True, None, k.device)
+    scores = (q_window @ k.repeat_interleave(group, 1).mT * k.shape[3] ** -0.5).masked_fill(~mask, 0)
     mixed = conv2d(pad(scores, ((c_k - 1) // 2, c_k // 2)), weight[:, None], groups=q_window.shape[1])
-    return _attend(mixed, seen[:, :, -1:], v.repeat_interleave(group, 1))
+    return _softmax_attention(mixed, mask[:, :, -1:], v.repeat_interleave(group, 1))
 
 
 def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """Scores, a mixture of them over heads, softmax."""
+    """Softmax attention with scores mixed over heads."""
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5
     mixed = torch.einsum("hg,bgij->bhij", weight, scores)
-    return _attend(mixed, _causal(q, k), v.repeat_interleave(group, 1))
+    return _softmax_attention(mixed, _causal(q, k), v.repeat_interleave(group, 1))
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Every query sees every key."""
+    """Dense attention without a mask."""
     return dense_attention(q, k, v, torch.ones((), dtype=torch.bool, device=q.device), dtype=q.dtype)[:2]
 
 
 def bucket_decode(
     q: Tensor, k: Tensor, v: Tensor, index: BucketIndex, probes: Tensor, recent: int, sink: int
 ) -> tuple[Tensor, Tensor]:
-    """One query over a mask of the cache."""
+    """Dense attention of one query with a mask over the cache."""
     read = keys_read(index, probes, recent, sink).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype)[:2]
 
 
 def keys_read(index: BucketIndex, probes: Tensor, recent: int, sink: int) -> Tensor:
-    """Which keys of the cache ``bucket_decode`` reads, bool ``[B, Hkv, M]``; every key is in a bucket, every probe is one."""
+    """Returns the keys that ``bucket_decode`` reads, bool ``[B, Hkv, M]``.
+
+    Assumes that each key is in a bucket and each probe is valid.
+    """
     size = index.order.shape[2]
-    place = torch.arange(size, dtype=torch.int32, device=probes.device)
-    bucket = torch.searchsorted(index.offsets, place.expand_as(index.order).contiguous(), right=True) - 1
+    position = torch.arange(size, dtype=torch.int32, device=probes.device)
+    bucket = torch.searchsorted(index.offsets, position.expand_as(index.order).contiguous(), right=True) - 1
     probed = torch.zeros_like(index.offsets, dtype=torch.bool).scatter_(2, probes.long(), True)
     members = torch.zeros_like(index.order, dtype=torch.bool).scatter_(2, index.order.long(), probed.gather(2, bucket))
-    return members | (place < sink) | (place >= size - recent)
+    return members | (position < sink) | (position >= size - recent)
 
 
 def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
-    """Every probability, added to its key's bucket."""
-    everything = torch.ones((), dtype=torch.bool, device=q.device)
-    _, lse, probs = dense_attention(q, k, k, everything, dtype=q.dtype)
+    """All probabilities, summed by the bucket of their key."""
+    all_visible = torch.ones((), dtype=torch.bool, device=q.device)
+    _, lse, probs = dense_attention(q, k, k, all_visible, dtype=q.dtype)
     of_key = buckets.long().repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand_as(probs)
     return probs.new_zeros((*probs.shape[:3], num_buckets)).scatter_add_(3, of_key, probs), lse
 
 
 def nearest_centroid(k: Tensor, centroids: Tensor) -> Tensor:
-    """The largest of all products, which are held."""
+    """The maximum over the materialized products with all centroids."""
     return (k.to(centroids.dtype) @ centroids.mT).amax(-1)
 
 
 def bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
-    """A one-hot matrix, which is held, times the keys."""
+    """A materialized one-hot matrix times the keys."""
     return one_hot(buckets.long(), num_buckets).to(k.dtype).mT @ k
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Parts weighted by their share of the whole sum."""
+    """The sum of the parts, each weighted by its share of the softmax denominator."""
     lse = lses.logsumexp(0)
     return ((lses - lse).exp()[..., None].to(outs.dtype) * outs).sum(0), lse
 
 
 def pool_blocks(x: Tensor, poolings: list[str]) -> Tensor:
-    """One pass over all tokens for each way; of whole blocks, and the rest."""
+    """One pass per pooling, over the whole blocks and over the partial last one."""
     whole = x.shape[2] // BLOCK * BLOCK
     parts = [x[:, :, :whole].unflatten(2, (-1, BLOCK)), *([x[:, :, None, whole:]] if whole < x.shape[2] else [])]
-    ways = {
-        "avg": partial(torch.mean, dim=3, dtype=_statistics(x)),
+    pool = {
+        "avg": partial(torch.mean, dim=3, dtype=_statistics_dtype(x)),
         "max": partial(torch.amax, dim=3),
         "min": partial(torch.amin, dim=3),
     }
-    return torch.cat([torch.cat([ways[name](part).to(_statistics(x)) for name in poolings], -1) for part in parts], 2)
+    return torch.cat([torch.cat([pool[name](part).to(_statistics_dtype(x)) for name in poolings], -1) for part in parts], 2)
 
 
 def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
-    """Three passes over the map."""
+    """Softmax over the visible blocks, in three passes over the map."""
     return logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~visible, 0)
 
 
 def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-    """As many as the fullest row wants, sorted, of which each row keeps its own."""
+    """Sorts each row; keeps its ``counts`` best visible blocks, and ``always``."""
     best = scores.masked_fill(~visible, -1).masked_fill_(always, torch.inf).topk(scores.shape[-1], dim=-1).indices
     keep = torch.arange(scores.shape[-1], device=scores.device) < torch.minimum(counts, visible.sum(-1, keepdim=True))
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, keep.expand_as(best)) | always
@@ -163,10 +166,10 @@ def _causal(q: Tensor, k: Tensor) -> Tensor:
     return visible(1, q.shape[2], k.shape[2], True, None, q.device)
 
 
-def _attend(scores: Tensor, seen: Tensor, v: Tensor) -> Tensor:
-    probs = scores.to(_statistics(v)).masked_fill(~seen, -torch.inf).softmax(-1)
+def _softmax_attention(scores: Tensor, mask: Tensor, v: Tensor) -> Tensor:
+    probs = scores.to(_statistics_dtype(v)).masked_fill(~mask, -torch.inf).softmax(-1)
     return probs.to(v.dtype) @ v
 
 
-def _statistics(x: Tensor) -> torch.dtype:
+def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""What stands beside the operations: PyTorch's dense attention, FlexAttention with the same block mask, eager code."""
+"""Peers of the operations: dense SDPA backends, FlexAttention, eager PyTorch."""
 
 import os
 from collections.abc import Sequence
@@ -12,33 +12,33 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from msattn.kernels.bench.cases import Function, Layer, Peer
 from msattn.kernels.bench.rows import Shape, Work
 
-DENSE = {  # as PyTorch calls them
+DENSE_BACKENDS = {  # names in torch.nn.attention.SDPBackend
     "flash": "FLASH_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
     "efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
 }
-BLOCKS_OF_64 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}  # its own choice is tiles of 128 queries
-BYTES_A_SCORE = 12  # that eager code holds: scores and probabilities, in fp32 and in the precision of the input
+FLEX_TILES_64 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}  # the default is tiles of 128 queries
+BYTES_PER_SCORE = 12  # of eager code: scores and probabilities, in fp32 and in the precision of the input
 
 
 class PeerUnavailable(RuntimeError):
-    """Why a peer cannot be timed here."""
+    """A peer cannot run on this machine; the message gives the reason."""
 
 
 def dense(layers: Sequence[Layer], work: Work, *, causal: bool, setting: str = "") -> list[Peer]:
-    """``scaled_dot_product_attention`` over all keys, by each of its backends: FlashAttention-2, cuDNN, ..."""
+    """Returns ``scaled_dot_product_attention`` with each of its backends."""
     qkv = [layer[:3] for layer in layers]
     peers = []
-    for name, backend in DENSE.items():
+    for name, backend in DENSE_BACKENDS.items():
         prepare = partial(_prepare_dense, backend, causal, qkv[0][0].device.type)
         peers.append(Peer(name, prepare, qkv, work, setting=setting))
     return peers
 
 
 def _prepare_dense(backend: str, causal: bool, device: str) -> Function:
-    if device == "cpu" and backend in (DENSE["cudnn"], DENSE["efficient"]):
-        raise PeerUnavailable("PyTorch has it for GPUs alone")
+    if device == "cpu" and backend in (DENSE_BACKENDS["cudnn"], DENSE_BACKENDS["efficient"]):
+        raise PeerUnavailable("PyTorch supports it on GPUs only")
     return partial(_dense, backend, causal)
 
 
@@ -52,35 +52,39 @@ def _dense(backend: str, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tenso
 def eager(
     function: Function, layers: Sequence[Layer], work: Work, scores: int, backward: bool = False, setting: str = ""
 ) -> Peer:
-    """The operation in plain PyTorch, where memory has room for its ``scores``: twice as much with a backward pass."""
+    """Returns the operation in eager PyTorch, unavailable if memory is too small.
+
+    ``scores`` is the number of scores that are materialized; a backward pass needs twice as much memory for them.
+    """
 
     def prepare() -> Function:
-        needed, room = scores * BYTES_A_SCORE * (2 if backward else 1), _room(layers[0][0].device)
-        if needed > room:
-            raise PeerUnavailable(f"its scores need {needed / 1e9:,.0f} GB of {room / 1e9:,.0f} GB")
+        needed, free = scores * BYTES_PER_SCORE * (2 if backward else 1), _free_bytes(layers[0][0].device)
+        if needed > free:
+            raise PeerUnavailable(f"its scores need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are free")
         return function
 
     return Peer("eager", prepare, layers, work, setting=setting)
 
 
-def _room(device: torch.device) -> int:
-    """Free bytes; on a GPU with those that PyTorch keeps for itself."""
+def _free_bytes(device: torch.device) -> int:
+    """Returns the free bytes; on a GPU they include PyTorch's unused reserved memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def flex_decode(layers: Sequence[Layer], work: Work, setting: str = "") -> Peer:
-    """FlexAttention, compiled, over all keys of a cache."""
+    """Returns compiled FlexAttention over all keys of a cache."""
     return Peer("flex", lambda: _flex, [layer[:3] for layer in layers], work, setting=setting)
 
 
 def flex(
     layers: Sequence[Layer], work: Work, block_mask: Tensor, *, coarse: bool, setting: str = "", sparsity: float = 0.0
 ) -> Peer:
-    """FlexAttention, compiled, over the causally visible blocks of ``block_mask [1, Hq | Hkv | 1, T, T]``.
+    """Returns compiled FlexAttention over the visible blocks of ``block_mask``.
 
-    ``coarse``: in blocks of 128 tokens that read as many keys, because its backward pass refuses blocks of 64.
+    The mask is ``[1, Hq | Hkv | 1, T, T]``. ``coarse`` replaces it by a mask of 128-token blocks that reads as many keys: the
+    backward pass of FlexAttention does not support blocks of 64.
     """
     q = layers[0][0]
 
@@ -91,7 +95,7 @@ def flex(
         return partial(
             _flex,
             block_mask=_flex_mask(mask, 128 if coarse else 64, q.shape[2]),
-            kernel_options=None if coarse or not q.is_cuda else BLOCKS_OF_64,
+            kernel_options=None if coarse or not q.is_cuda else FLEX_TILES_64,
         )
 
     note = "in blocks of 128 tokens" if coarse else ""
@@ -102,14 +106,17 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     import torch._functorch.config as functorch
 
     if q.requires_grad and not q.is_cuda:
-        raise PeerUnavailable("PyTorch has its backward pass for GPUs alone")
-    with functorch.patch(donated_buffer=False):  # its backward pass is timed again and again
+        raise PeerUnavailable("PyTorch supports its backward pass on GPUs only")
+    with functorch.patch(donated_buffer=False):  # the backward pass runs more than once
         return _compiled(q.shape, k.shape)(q, k, v, enable_gqa=True, **options)
 
 
 @lru_cache(maxsize=1)
 def _compiled(q_shape: torch.Size, k_shape: torch.Size) -> Function:
-    """FlexAttention for these shapes, all earlier ones forgotten: a recompilation too many, and it would be refused."""
+    """Compiles FlexAttention for these shapes.
+
+    Earlier compilations are dropped: beyond its recompile limit PyTorch would refuse to compile.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     torch.compiler.reset()
@@ -117,7 +124,10 @@ def _compiled(q_shape: torch.Size, k_shape: torch.Size) -> Function:
 
 
 def coarsen(mask: Tensor) -> Tensor:
-    """``mask [..., T, T]``, lower triangular, in blocks twice as long that cover as much: in each row the fullest ones."""
+    """Returns a mask of blocks twice as long that reads about as many keys.
+
+    ``mask [..., T, T]`` is lower triangular. Each row keeps its fullest blocks, and the diagonal.
+    """
     size = mask.shape[-1]
     odd = size % 2
     counts = pad(mask.float(), (0, odd, 0, odd)).unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2)).sum((-1, -3))
@@ -128,7 +138,10 @@ def coarsen(mask: Tensor) -> Tensor:
 
 
 def _flex_mask(mask: Tensor, block: int, tokens: int) -> Any:
-    """FlexAttention's form of a lower triangular block mask: those on the diagonal are masked by token, the others full."""
+    """Returns a lower triangular block mask as a FlexAttention ``BlockMask``.
+
+    Diagonal blocks are partial (masked per token), the others are full.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     def lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,16 +158,19 @@ def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def dense_work(shape: Shape, backward: bool) -> Work:
-    """Causal attention with as many queries as keys: 2 products forward, 5 backward; inputs and results move once."""
+    """Returns the work of causal attention with as many queries as keys.
+
+    The forward pass has 2 matrix products, the backward pass 5; inputs and results are moved once.
+    """
     return attention_work(shape, shape.batch * shape.q_heads * shape.length * (shape.length + 1) / 2, backward)
 
 
 def attention_work(shape: Shape, pairs: float, backward: bool) -> Work:
-    """The same when only ``pairs`` scores, over all sequences and heads, are read."""
+    """Returns the work when only ``pairs`` scores, over all heads, are read."""
     tokens = shape.batch * shape.length
     rows, keys = tokens * shape.q_heads * shape.head_size, 2 * tokens * shape.kv_heads * shape.head_size
     lse = 4 * tokens * shape.q_heads
     item = shape.dtype.itemsize
-    if backward:  # q, out, dout and k, v in; dq and dk, dv out
+    if backward:  # reads q, out, dout, k, v; writes dq, dk, dv
         return Work(10 * shape.head_size * pairs, (4 * rows + 2 * keys) * item + lse)
     return Work(4 * shape.head_size * pairs, (2 * rows + keys) * item + lse)

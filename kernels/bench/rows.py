@@ -1,4 +1,4 @@
-"""What is measured and what comes out: a shape, the work it takes, and one row a measurement."""
+"""Size of a benchmark problem, the work it takes, and the row of a measurement."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SMALL = 333  # tokens at which an operation is checked: several blocks, the last one partial
+CHECK_LENGTH = 333  # tokens of the check before timing: several blocks, the last one partial
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a problem: ``length`` keys, and as many queries unless an operation says otherwise."""
+    """Size of a problem: ``length`` keys, and as many queries unless decoding."""
 
     length: int
     batch: int = 1
@@ -24,15 +24,18 @@ class Shape:
     seed: int = 0
 
     def small(self) -> "Shape":
-        """A problem of the same kind that its reference solves at once: short, with two query groups at most."""
+        """Returns a short problem of the same kind that the reference solves quickly."""
         kv_heads = min(2, self.kv_heads)
         group = self.q_heads // self.kv_heads
-        return dataclasses.replace(self, length=SMALL, batch=min(2, self.batch), q_heads=group * kv_heads, kv_heads=kv_heads)
+        return dataclasses.replace(
+            self, length=CHECK_LENGTH, batch=min(2, self.batch), q_heads=group * kv_heads, kv_heads=kv_heads
+        )
 
     def draw(self, heads: int, tokens: int, layers: int = 1, *, cached: bool = False) -> list[Tensor]:
-        """Normal ``[B, heads, tokens, D]`` for each layer, as transposed views, which is how projections give them.
+        """Draws normal ``[B, heads, tokens, D]`` for each layer.
 
-        Keys and values (``cached``) are not the queries' numbers, even where they are as many.
+        The tensors are transposed views, as those of a model's projections. ``cached`` selects a different random seed for keys
+        and values, so that they differ from queries of the same shape.
         """
         generator = torch.Generator(self.device).manual_seed(2 * (self.seed + heads + tokens) + cached)
         size = layers, self.batch, tokens, heads, self.head_size
@@ -40,26 +43,26 @@ class Shape:
         return list(drawn.transpose(2, 3))
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs of one layer: ``q [B, Hq, N, D]`` and ``k, v [B, Hkv, N, D]``."""
+        """Draws the inputs of one layer: ``q [B, Hq, N, D]`` and ``k, v [B, Hkv, N, D]``."""
         (q,), (k, v) = self.draw(self.q_heads, self.length), self.draw(self.kv_heads, self.length, 2, cached=True)
         return q, k, v
 
     def cache(self, layers: int, num_queries: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """A few queries and a cache for each layer; the cache lies head by head, as transformers' does."""
+        """Draws queries and a cache for each layer, contiguous as in transformers."""
         q = self.draw(self.q_heads, num_queries, layers)
         kv = [x.contiguous() for x in self.draw(self.kv_heads, self.length, 2 * layers, cached=True)]
         return list(zip(q, kv[:layers], kv[layers:], strict=True))
 
 
 class Work(NamedTuple):
-    """What one run takes at least: floating point operations of the definition over what is read, and bytes moved once."""
+    """Minimum work of one run: operations on the scores read, bytes moved once."""
 
     flops: float
     bytes: float
 
 
 class Rate(NamedTuple):
-    """What a machine does a second, measured: 10**12 floating point operations, 10**12 bytes."""
+    """Measured peak TFLOP/s and TB/s of a machine."""
 
     tflops: float
     tb_s: float
@@ -67,24 +70,24 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One measurement, or why there is none (``ms`` is None and ``note`` says it).
+    """One measurement; without one, ``ms`` is None and ``note`` gives the reason.
 
     Attributes
     ----------
-    op, direction : what was run; ``backward`` is the backward pass alone.
+    op, direction : the operation; ``backward`` is the backward pass alone.
     variant : ``msattn``, a tile of a sweep, or a peer.
-    setting : what tells it from others of its variant, e.g. ``90 % sparse``.
+    setting : distinguishes rows of the same variant, e.g. ``90% sparse``.
     batch, length, queries, q_heads, kv_heads, head_size, dtype : size of the problem; ``length`` counts keys.
-    sparsity : share of the visible keys that is not read, as realised.
+    sparsity : realised share of the visible keys that is not read.
     ms, q1, q3 : median and quartiles of the time of one run.
-    error : largest error of a row against fp64 at this size, over a row's size; None where it is not checked.
-    memory_gb : device memory that one run takes at its peak beyond its inputs, results included; None on a CPU.
-    tflops, tb_s : the operation's :class:`Work` over the time.
-    share : the larger of the shares of this machine's measured ceilings; ``bound`` says of which.
-    compile_s : seconds that the slowest of its kernels took to compile, in a sweep; None where none had to be compiled.
-    times : how many times faster than each peer of the same run.
-    note : how a peer differs, or why it is absent.
-    device, torch, triton : where and with what.
+    error : largest error of an output row against fp64 at this size, relative to the norm of the row; None if not checked.
+    memory_gb : peak device memory (GB) of one run beyond its inputs, results included; None on a CPU.
+    tflops, tb_s : the :class:`Work` of the operation divided by the time.
+    share : share of this machine's measured ceiling, compute or memory, whichever is larger; ``bound`` names it.
+    compile_s : seconds that the slowest of its kernels took to compile, in a sweep; None if nothing was compiled.
+    times : speedup over each peer of the same run.
+    note : difference between a peer and the operation, or the reason why there is no time.
+    device, torch, triton : the GPU or CPU and the versions of the libraries.
     """
 
     op: str
@@ -116,13 +119,13 @@ class BenchRow:
     triton: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Flat, for a table: each of ``times`` a column of its own."""
+        """Returns a flat dict for a table, with a column ``times_<peer>`` for each peer."""
         record = dataclasses.asdict(self)
         return record | {f"times_{peer}": ratio for peer, ratio in record.pop("times").items()}
 
 
-def rated(work: Work, ms: float, ceiling: Rate) -> dict[str, Any]:
-    """``tflops``, ``tb_s``, ``share`` and ``bound`` of a :class:`BenchRow`."""
+def throughput(work: Work, ms: float, ceiling: Rate) -> dict[str, Any]:
+    """Returns ``tflops``, ``tb_s``, ``share`` and ``bound`` of a :class:`BenchRow`."""
     tflops, tb_s = work.flops / ms / 1e9, work.bytes / ms / 1e9
     compute, memory = tflops / ceiling.tflops, tb_s / ceiling.tb_s
     return {

@@ -1,4 +1,4 @@
-"""From an operation's name to rows: check it, then time it beside its peers."""
+"""Benchmark of an operation by name: check, timing of peers, sweep over tiles."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -8,125 +8,127 @@ from typing import Any
 
 import torch
 
-from msattn.kernels.bench import decode, prefill, selection, targets
-from msattn.kernels.bench.candidate_tiles import SHIPPED, launched_with, shipped_alone, to_try, variant
-from msattn.kernels.bench.cases import Case, Disagreement, Function, Options, Peer, check, runner
+from msattn.kernels.bench import clustering_cases, decode_cases, prefill_cases, selection_cases
+from msattn.kernels.bench.candidate_tiles import SHIPPED, ignore_user_tiles, list_candidates, override_tile, variant_name
+from msattn.kernels.bench.cases import BenchCase, Function, Options, Peer, ReferenceMismatch, check, runner
 from msattn.kernels.bench.ceilings import ceilings
-from msattn.kernels.bench.full_size import error_at_size
-from msattn.kernels.bench.rows import BenchRow, Shape, Work, rated
+from msattn.kernels.bench.full_size import error_at_full_size
+from msattn.kernels.bench.rows import BenchRow, Shape, Work, throughput
 from msattn.kernels.bench.timing import compile_seconds, peak_memory_gb, time_ms
 
-CASES: dict[str, Callable[[Shape, Options], Iterator[Case]]] = {
-    "maxpool_attention": prefill.maxpool_attention,
-    "block_sparse_attention": prefill.block_sparse_attention,
-    "multiscale_attention": prefill.multiscale_attention,
-    "conv_attention": prefill.conv_attention,
-    "head_mix_attention": prefill.head_mix_attention,
-    "bucket_decode": decode.bucket_decode,
-    "probe_buckets": decode.probe_buckets,
-    "flash_decode": decode.flash_decode,
-    "conv_decode": decode.conv_decode,
-    "bucket_mass": targets.bucket_mass,
-    "merge_states": targets.merge_states,
-    "nearest_centroid": targets.nearest_centroid,
-    "gate_scores": selection.gate_scores,
-    "pool_blocks": selection.pool_blocks,
-    "best_blocks": selection.best_blocks,
+CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
+    "maxpool_attention": prefill_cases.maxpool_attention,
+    "block_sparse_attention": prefill_cases.block_sparse_attention,
+    "multiscale_attention": prefill_cases.multiscale_attention,
+    "conv_attention": prefill_cases.conv_attention,
+    "head_mix_attention": prefill_cases.head_mix_attention,
+    "bucket_decode": decode_cases.bucket_decode,
+    "probe_buckets": decode_cases.probe_buckets,
+    "flash_decode": decode_cases.flash_decode,
+    "conv_decode": decode_cases.conv_decode,
+    "bucket_mass": clustering_cases.bucket_mass,
+    "merge_states": decode_cases.merge_states,
+    "nearest_centroid": clustering_cases.nearest_centroid,
+    "gate_scores": selection_cases.gate_scores,
+    "pool_blocks": selection_cases.pool_blocks,
+    "best_blocks": selection_cases.best_blocks,
 }
 
 
 def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
-    """Time an operation and its peers at each length; peers come before what they stand beside.
+    """Times an operation and its peers at each length.
+
+    Peers come before the rows that are compared with them.
 
     Parameters
     ----------
     operation : a key of :data:`msattn.kernels.operations.OPERATIONS`.
-    shape : size of a problem; its length is replaced by each of ``options.lengths``.
+    shape : size of the problem; its length is replaced by each of ``options.lengths``.
     options : what to measure.
 
     Yields
     ------
     BenchRow
-        As soon as it is measured. A peer that cannot run here has no time, and a note that says why.
+        As soon as it is measured. A peer that cannot run here has no time, and a note that gives the reason.
 
     Raises
     ------
-    Disagreement
-        If the operation is not what its reference says: at a small shape, before anything is timed, or at the shape just timed.
+    ReferenceMismatch
+        If the operation disagrees with its reference at a small shape, before anything is timed, or at a shape just timed.
     """
     for case in CASES[operation](shape.small(), options):
         check(case, options.backward)
     for length in options.lengths:
-        bench = _Bench(operation, replace(shape, length=length), options.backward)
-        beside: dict[Peer, BenchRow] = {}
-        for case in CASES[operation](bench.shape, options):
+        timer = _Timer(operation, replace(shape, length=length), options.backward)
+        peer_rows: dict[Peer, BenchRow] = {}
+        for case in CASES[operation](timer.shape, options):
             for peer in case.peers:
-                if peer.name in options.peers and peer not in beside:
-                    beside[peer] = bench.peer(peer, case)
-                    yield beside[peer]
-            row = bench.own(case, "msattn")
-            timed = {peer.name: beside[peer].ms for peer in case.peers if peer in beside}
-            yield replace(row, times={name: ms / row.ms for name, ms in timed.items() if ms and row.ms})
+                if peer.name in options.peers and peer not in peer_rows:
+                    peer_rows[peer] = timer.time_peer(peer, case)
+                    yield peer_rows[peer]
+            row = timer.time_operation(case, "msattn")
+            peer_ms = {peer.name: peer_rows[peer].ms for peer in case.peers if peer in peer_rows}
+            yield replace(row, times={name: ms / row.ms for name, ms in peer_ms.items() if ms and row.ms})
 
 
 def sweep(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
-    """Time an operation with its shipped tiles, and with those to try of each of its kernels in turn; no peers.
+    """Times an operation with its shipped tiles, then with each candidate tile.
 
     Yields
     ------
     BenchRow
-        A tile that does not fit, or whose result is wrong, has no time, and a note that says why.
+        A tile that fails or gives a wrong result has no time, and a note that gives the reason.
 
     Raises
     ------
-    Disagreement
-        If the operation with its shipped tiles is not what its reference says.
+    ReferenceMismatch
+        If the operation with its shipped tiles disagrees with its reference.
     """
     for length in options.lengths:
-        bench = _Bench(operation, replace(shape, length=length), options.backward)
-        for choice in (None, *to_try(operation, options.backward)):
-            name = SHIPPED if choice is None else variant(*choice)
-            with shipped_alone(), nullcontext() if choice is None else launched_with(*choice):
+        timer = _Timer(operation, replace(shape, length=length), options.backward)
+        for candidate in (None, *list_candidates(operation, options.backward)):
+            name = SHIPPED if candidate is None else variant_name(*candidate)
+            with ignore_user_tiles(), nullcontext() if candidate is None else override_tile(*candidate):
                 try:
-                    with compile_seconds() as taken:
+                    with compile_seconds() as seconds:
                         for case in CASES[operation](shape.small(), options):
                             check(case, options.backward)
-                    for case in CASES[operation](bench.shape, options):
-                        yield replace(bench.own(case, name), compile_s=max(taken, default=None))
+                    for case in CASES[operation](timer.shape, options):
+                        yield replace(timer.time_operation(case, name), compile_s=max(seconds, default=None))
                 except Exception as error:
-                    if choice is None and isinstance(error, Disagreement):
+                    if candidate is None and isinstance(error, ReferenceMismatch):
                         raise
-                    yield replace(bench.row(name, "", 0.0), note=f"absent: {_reason(error)}")
+                    yield replace(timer.row(name, "", 0.0), note=_not_timed(error))
 
 
-class _Bench:
-    """Takes the times of one operation at one shape."""
+class _Timer:
+    """Times one operation and its peers at one shape."""
 
     def __init__(self, operation: str, shape: Shape, backward: bool) -> None:
         self.operation, self.shape, self.backward = operation, shape, backward
         on_cpu = f"CPU, {torch.get_num_threads()} threads"
-        self.where = {
+        self.environment = {
             "device": on_cpu if shape.device == "cpu" else torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "triton": _triton_version(),
         }
 
-    def own(self, case: Case, variant: str) -> BenchRow:
-        """The operation itself, timed and then compared at this size; Disagreement if it is not what its reference says."""
+    def time_operation(self, case: BenchCase, variant: str) -> BenchRow:
+        """Times the operation, then checks it at this size (ReferenceMismatch)."""
         row = self.row(variant, case.setting, case.sparsity, case.queries)
         try:
             timed = self._time(case.call, case.layers, case.work, case.graph)
         except torch.OutOfMemoryError:
-            return replace(row, note="absent: out of memory")
-        return replace(row, **timed, error=error_at_size(case, self.backward))
+            return replace(row, note="not timed: out of memory")
+        return replace(row, **timed, error=error_at_full_size(case, self.backward))
 
-    def peer(self, peer: Peer, case: Case) -> BenchRow:
-        """What stands beside it, or why it does not: a peer is others' code, which may raise anything."""
+    def time_peer(self, peer: Peer, case: BenchCase) -> BenchRow:
+        """Times a peer. As third-party code it may raise anything; that becomes the note."""
         row = replace(self.row(peer.name, peer.setting, peer.sparsity, case.queries), note=peer.note)
         try:
             return replace(row, **self._time(peer.prepare(), peer.layers, peer.work, case.graph))
         except Exception as error:
-            return replace(row, note=f"absent: {_reason(error)}")
+            return replace(row, note=_not_timed(error))
 
     def _time(self, function: Function, layers: Any, work: Work, graph: bool) -> dict[str, Any]:
         shape = self.shape
@@ -134,11 +136,11 @@ class _Bench:
         took = time_ms(run, shape.device, budget_s=0.5 if shape.device == "cpu" else 5.0)
         median, q1, q3 = (ms / len(layers) for ms in took)
         memory = peak_memory_gb(runner(function, layers[:1], self.backward, False, shape.device), shape.device)
-        rates = rated(work, median, ceilings(shape.device, shape.dtype))
+        rates = throughput(work, median, ceilings(shape.device, shape.dtype))
         return {"ms": median, "q1": q1, "q3": q3, "memory_gb": memory, **rates}
 
     def row(self, variant: str, setting: str, sparsity: float, queries: int | None = None) -> BenchRow:
-        """A row without a time."""
+        """Returns a row without a time."""
         shape = self.shape
         return BenchRow(
             self.operation,
@@ -153,14 +155,14 @@ class _Bench:
             shape.head_size,
             str(shape.dtype).removeprefix("torch."),
             sparsity,
-            **self.where,
+            **self.environment,
         )
 
 
-def _reason(error: Exception) -> str:
-    """One line of an error."""
+def _not_timed(error: Exception) -> str:
+    """Returns the note of a row without a time: the first line of the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    return f"not timed: {lines[0][:200] if lines else type(error).__name__}"
 
 
 def _triton_version() -> str:

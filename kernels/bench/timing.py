@@ -1,4 +1,4 @@
-"""Time and memory of a call, on a GPU or a CPU."""
+"""Time, peak memory and compile time of a call, on a GPU or a CPU."""
 
 import statistics
 import time
@@ -10,25 +10,28 @@ from typing import NamedTuple
 import torch
 
 Call = Callable[[], object]
-HEAD_START = 2_000_000  # clock cycles that a GPU idles before a call is timed: about as long as Python takes to launch it
+SLEEP_CYCLES = 2_000_000  # GPU clock cycles of idling before a timed call: about as long as Python takes to launch it
 
 
 class Milliseconds(NamedTuple):
-    """Median and quartiles of the time of a call."""
+    """Median and quartiles of the time of a call, in ms."""
 
     median: float
     q1: float
     q3: float
 
 
-def time_ms(call: Call, device: str, repeats: int = 20, budget_s: float = 5.0, least: int = 5) -> Milliseconds:
-    """Time a call by itself, warm: CUDA events on a GPU, else the clock. ``least`` repeats or more, but few long ones."""
+def time_ms(call: Call, device: str, repeats: int = 20, budget_s: float = 5.0, min_repeats: int = 5) -> Milliseconds:
+    """Times a warm call, by CUDA events on a GPU and by the wall clock on a CPU.
+
+    Slow calls are repeated less often, to stay within ``budget_s``, but at least ``min_repeats`` times.
+    """
     call()
-    _wait(device)
+    _synchronize(device)
     start = time.perf_counter()
     call()
-    _wait(device)
-    repeats = max(least, min(repeats, int(budget_s / max(time.perf_counter() - start, 1e-9))))
+    _synchronize(device)
+    repeats = max(min_repeats, min(repeats, int(budget_s / max(time.perf_counter() - start, 1e-9))))
     times = [_time_once(call, device) for _ in range(repeats)]
     q1, median, q3 = statistics.quantiles(times, n=4)
     return Milliseconds(median, q1, q3)
@@ -40,7 +43,7 @@ def _time_once(call: Call, device: str) -> float:
         call()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(HEAD_START)  # the launch overlaps with this, so that only the device's time counts
+    torch.cuda._sleep(SLEEP_CYCLES)  # the CPU launches the call during the sleep, so that only GPU time is measured
     begin.record()
     call()
     end.record()
@@ -48,13 +51,16 @@ def _time_once(call: Call, device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def _wait(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
 
 
 def peak_memory_gb(call: Call, device: str) -> float | None:
-    """Device memory that one call takes at its peak, its result included; None on a CPU, where PyTorch keeps no count."""
+    """Returns the peak device memory (GB) that one call allocates; None on a CPU.
+
+    The result of the call is included.
+    """
     if device == "cpu":
         return None
     torch.cuda.synchronize()
@@ -67,24 +73,24 @@ def peak_memory_gb(call: Call, device: str) -> float | None:
 
 @contextmanager
 def compile_seconds() -> Iterator[list[float]]:
-    """Seconds of each compilation of a Triton kernel meanwhile, as on a machine whose cache on disk is empty."""
-    taken: list[float] = []
+    """Collects the seconds of each Triton compilation, without Triton's disk cache."""
+    seconds: list[float] = []
     if find_spec("triton") is None:
-        yield taken
+        yield seconds
         return
     from triton import knobs
 
-    def note(*, times: knobs.CompileTimes, **others: object) -> None:  # Triton says more about a compilation
-        taken.append(times.total / 1e6)
+    def listen(*, times: knobs.CompileTimes, **others: object) -> None:  # Triton passes further keyword arguments
+        seconds.append(times.total / 1e6)
 
     with knobs.compilation.scope():
         knobs.compilation.always_compile = True
-        knobs.compilation.listener = note
-        yield taken
+        knobs.compilation.listener = listen
+        yield seconds
 
 
 def graphed(call: Call, device: str) -> Call:
-    """The call as a CUDA graph, which leaves out what Python and the launches take; the call itself on a CPU."""
+    """Returns the call as a CUDA graph, without launch overhead; unchanged on a CPU."""
     if device == "cpu":
         return call
     call()

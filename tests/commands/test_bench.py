@@ -1,4 +1,4 @@
-"""``msattn bench``: what is timed is right, rows add up, peers are peers; through the entry point, on a CPU."""
+"""``msattn bench`` on a CPU: cases and rows of the benchmark, and the command."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -12,12 +12,12 @@ from torch import Tensor
 from msattn import cli
 from msattn.kernels import bench, merge_states
 from msattn.kernels.bench import candidate_tiles as tiles
-from msattn.kernels.bench import cases, decode, eager, peers, prefill
+from msattn.kernels.bench import cases, decode_cases, eager, peers, prefill_cases
 from msattn.kernels.bench.ceilings import ceilings
-from msattn.kernels.bench.rows import Rate, Work, rated
+from msattn.kernels.bench.rows import Rate, Work, throughput
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import OPERATIONS
-from msattn.trainer.commands.bench import figure
+from msattn.trainer.commands.bench_report import figure
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
 OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("round_figures")
 
 @pytest.fixture
 def msattn(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the entry point in an empty folder; returns (exit code, stdout, stderr)."""
+    """Runs the entry point in an empty folder; returns (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -48,25 +48,27 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def test_bench_has_cases_for_every_operation() -> None:
     assert list(bench.CASES) == list(OPERATIONS)
-    assert {*tiles.FORWARD, *tiles.BACKWARD} <= set(OPERATIONS)
-    assert {kernel for kernels in (*tiles.FORWARD.values(), *tiles.BACKWARD.values()) for kernel in kernels} == set(tiles.TILES)
+    assert {*tiles.FORWARD_KERNELS, *tiles.BACKWARD_KERNELS} <= set(OPERATIONS)
+    assert {
+        kernel for kernels in (*tiles.FORWARD_KERNELS.values(), *tiles.BACKWARD_KERNELS.values()) for kernel in kernels
+    } == set(tiles.CANDIDATES)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_eager_and_reference_are_one_operation(name: str) -> None:
-    """The eager form says how much rounding a kernel is allowed: were it another operation, anything would pass."""
+def test_eager_form_equals_reference(name: str) -> None:
+    """The eager form sets the tolerance of a kernel: if it computed something else, a wrong kernel would pass."""
     found = list(bench.CASES[name](SMALL, OPTIONS))
     assert found
     for case in found:
         layer = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.layers[0])
-        want = cases._results(case.reference, layer, OPERATIONS[name].differentiable)
+        expected = cases._results(case.reference, layer, OPERATIONS[name].differentiable)
         for key, x in cases._results(case.eager, layer, OPERATIONS[name].differentiable).items():
-            torch.testing.assert_close(x, want[key], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(x, expected[key], rtol=1e-9, atol=1e-9)
         cases.check(case, OPERATIONS[name].differentiable)
 
 
-def test_keys_are_not_the_queries() -> None:
-    """Equal numbers would make each query see itself alone."""
+def test_keys_differ_from_queries() -> None:
+    """With equal queries and keys each query would attend to itself alone."""
     shape = replace(SMALL, q_heads=2, length=40)
     q, k, v = shape.qkv()
     assert not torch.isclose(q, k).any()
@@ -76,7 +78,7 @@ def test_keys_are_not_the_queries() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_gives_rows(name: str) -> None:
+def test_every_operation_is_timed_with_its_peers(name: str) -> None:
     rows = list(bench.measure(name, SMALL, replace(OPTIONS, peers=("flash", "eager", "product", "block_sparse"))))
     own = [row for row in rows if row.variant == "msattn"]
     assert len({(row.setting, row.queries) for row in own}) == len(own) > 0
@@ -88,7 +90,7 @@ def test_every_operation_gives_rows(name: str) -> None:
         assert row.tflops is not None
         assert row.tb_s is not None
         assert row.share == pytest.approx(max(row.tflops / 2, row.tb_s / 0.5))
-        assert row.memory_gb is None, "PyTorch counts no memory of a CPU"
+        assert row.memory_gb is None, "PyTorch does not track memory on a CPU"
         assert 0 <= row.sparsity < 1
     assert all("eager" in row.times for row in own)
     assert {"maxpool_attention": "flash", "bucket_mass": "product", "multiscale_attention": "block_sparse"}.get(
@@ -96,7 +98,7 @@ def test_every_operation_gives_rows(name: str) -> None:
     ) in own[0].times
 
 
-def test_ratios_are_to_the_peer_of_the_same_setting() -> None:
+def test_speedups_are_over_the_peer_of_the_same_setting() -> None:
     rows = list(bench.measure("flash_decode", SMALL, replace(OPTIONS, peers=("flash",))))
     for row in (row for row in rows if row.variant == "msattn"):
         (peer,) = (peer for peer in rows if peer.variant == "flash" and peer.queries == row.queries)
@@ -106,7 +108,7 @@ def test_ratios_are_to_the_peer_of_the_same_setting() -> None:
     assert len(rows) == 2 * 3, "a peer is timed once for both variants"
 
 
-def test_the_backward_pass_is_timed_alone() -> None:
+def test_backward_pass_has_speedups_over_peers() -> None:
     options = replace(OPTIONS, backward=True, sparsities=[0.5], peers=("flash", "eager"))
     rows = list(bench.measure("block_sparse_attention", SMALL, options))
     assert {row.direction for row in rows} == {"backward"}
@@ -114,33 +116,33 @@ def test_the_backward_pass_is_timed_alone() -> None:
     assert set(own.times) == {"flash", "eager"}
 
 
-def test_rates() -> None:
-    compute = rated(Work(flops=4e12, bytes=1e9), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
+def test_throughput_is_bound_by_compute_or_memory() -> None:
+    compute = throughput(Work(flops=4e12, bytes=1e9), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
     assert compute == {"tflops": 4.0, "tb_s": 0.001, "share": 0.5, "bound": "compute"}
-    memory = rated(Work(flops=1e9, bytes=3e12), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
+    memory = throughput(Work(flops=1e9, bytes=3e12), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
     assert memory == {"tflops": 0.001, "tb_s": 3.0, "share": 0.75, "bound": "memory"}
 
 
-def test_work_counts_what_is_read() -> None:
+def test_work_counts_the_scores_that_are_read() -> None:
     shape = replace(SMALL, length=200)
     mask = torch.rand(1, 6, 4, 4) < 0.4
     tokens = mask.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :200, :200].tril()
-    assert prefill._pairs_read(mask, shape) == int(tokens.sum()) * shape.batch
+    assert prefill_cases._pairs_read(mask, shape) == int(tokens.sum()) * shape.batch
     dense = peers.dense_work(shape, backward=False)
     assert dense.flops == 4 * 16 * 2 * 6 * 200 * 201 / 2
     assert dense.bytes == 4 * 2 * 200 * (2 * 6 * 16 + 2 * 2 * 16 + 6)
     assert peers.dense_work(shape, backward=True).flops == 2.5 * dense.flops
-    assert decode._work(shape, 3, 200).flops == 4 * 16 * 2 * 6 * 3 * 200
+    assert decode_cases._work(shape, 3, 200).flops == 4 * 16 * 2 * 6 * 3 * 200
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.8, 0.9, 0.99])
-def test_zooms_leave_out_what_is_asked(sparsity: float) -> None:
+def test_random_zooms_skip_the_given_share_of_tokens(sparsity: float) -> None:
     shape = replace(SMALL, length=64 * 256, batch=1)
-    left_out = 1 - prefill._pairs_read(prefill._zoom(shape, sparsity), shape) / prefill._pairs(shape)
-    assert left_out == pytest.approx(sparsity, abs=0.01)  # the diagonal is always read
+    skipped = 1 - prefill_cases._pairs_read(prefill_cases._zoom(shape, sparsity), shape) / prefill_cases._pairs(shape)
+    assert skipped == pytest.approx(sparsity, abs=0.01)  # the diagonal is always read
 
 
-def test_coarse_blocks_read_as_much() -> None:
+def test_coarsened_mask_reads_as_many_keys() -> None:
     mask = (torch.rand(1, 3, 65, 65) < 0.2).tril()
     mask.diagonal(dim1=2, dim2=3).fill_(True)
     coarse = peers.coarsen(mask)
@@ -152,19 +154,19 @@ def test_coarse_blocks_read_as_much() -> None:
 
 
 @pytest.mark.slow
-def test_flex_attends_to_the_same_blocks() -> None:
-    case = next(prefill.block_sparse_attention(SMALL, OPTIONS))
+def test_flex_reads_the_same_blocks() -> None:
+    case = next(prefill_cases.block_sparse_attention(SMALL, OPTIONS))
     (flex,) = (peer for peer in case.peers if peer.name == "flex")
-    got = flex.prepare()(*flex.layers[0])
-    torch.testing.assert_close(got, case.reference(*case.layers[0]).out, rtol=1e-5, atol=1e-5)
+    actual = flex.prepare()(*flex.layers[0])
+    torch.testing.assert_close(actual, case.reference(*case.layers[0]).out, rtol=1e-5, atol=1e-5)
 
 
-def test_eager_code_without_room_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_room", lambda device: 10**5)
+def test_peers_that_cannot_run_have_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_free_bytes", lambda device: 10**5)
     options = replace(OPTIONS, peers=("cudnn", "eager"))
-    absent, eager_row, own = bench.measure("maxpool_attention", SMALL, options)
-    assert (absent.ms, absent.note) == (None, "absent: PyTorch has it for GPUs alone")
-    assert eager_row.note == "absent: its scores need 0 GB of 0 GB"
+    cudnn_row, eager_row, own = bench.measure("maxpool_attention", SMALL, options)
+    assert (cudnn_row.ms, cudnn_row.note) == (None, "not timed: PyTorch supports it on GPUs only")
+    assert eager_row.note == "not timed: its scores need 0 GB, 0 GB are free"
     assert own.ms is not None
     assert own.times == {}
 
@@ -176,11 +178,11 @@ def test_ceilings_are_measured_once() -> None:
     assert ceilings("cpu", torch.float32) is found
 
 
-def test_the_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> None:
+def test_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> None:
     code, out, err = msattn(*TINY, "bench.peers=[flash,cudnn,eager]")
     assert (code, err) == (0, "")
     assert "CPU times say nothing of GPUs" in out
-    assert "cudnn at 96 keys, absent: PyTorch has it for GPUs alone" in out
+    assert "cudnn at 96 keys, not timed: PyTorch supports it on GPUs only" in out
     folder = tmp_path / "outputs/bench/block_sparse_attention"
     assert (folder / "forward-cpu.png").stat().st_size > 10_000
     rows = read(folder / "forward-cpu.csv")
@@ -189,12 +191,12 @@ def test_the_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) ->
     own = [row for row in rows if row["variant"] == "msattn"]
     assert {row["setting"] for row in own} == {"50% sparse", "50% sparse, group masks"}
     assert all(float(row["times_flash"]) > 0 and row["device"].startswith("CPU") and row["torch"] for row in own)
-    assert not list(folder.glob(".bench-*"))
+    assert not list(folder.glob(".writing-*"))
     (run,) = (folder / "runs").iterdir()
     assert (run / ".hydra/config.yaml").exists()
 
 
-def test_results_of_each_direction_stand_side_by_side(msattn: Run, tmp_path: Path) -> None:
+def test_each_direction_has_files_of_its_own(msattn: Run, tmp_path: Path) -> None:
     for direction in ("forward", "backward"):
         assert msattn(*TINY, "bench.peers=[]", f"bench.direction={direction}")[0] == 0
     folder = tmp_path / "outputs/bench/block_sparse_attention"
@@ -203,7 +205,7 @@ def test_results_of_each_direction_stand_side_by_side(msattn: Run, tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_an_interrupted_run_keeps_its_rows_and_the_results_before(
+def test_interrupted_run_keeps_its_rows_and_earlier_results(
     msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert msattn(*TINY, "bench.peers=[]")[0] == 0
@@ -223,11 +225,11 @@ def test_an_interrupted_run_keeps_its_rows_and_the_results_before(
     assert (folder / "forward-cpu.csv").read_bytes() == before
 
 
-def test_a_wrong_kernel_is_refused(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = block_sparse_attention.block_sparse_attention
+def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = block_sparse_attention.block_sparse_attention
 
     def wrong(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = right(*arguments)
+        out, lse = correct(*arguments)
         return out * 1.001, lse
 
     monkeypatch.setattr(block_sparse_attention, "block_sparse_attention", wrong)
@@ -241,18 +243,18 @@ def test_a_wrong_kernel_is_refused(msattn: Run, tmp_path: Path, monkeypatch: pyt
     assert not list((tmp_path / "outputs/bench/block_sparse_attention").glob("forward.*"))
 
 
-def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = block_sparse_attention.block_sparse_attention
+def test_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = block_sparse_attention.block_sparse_attention
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        return right(q, k, v * 1.001 - v.detach() * 0.001, mask)
+        return correct(q, k, v * 1.001 - v.detach() * 0.001, mask)
 
     monkeypatch.setattr(block_sparse_attention, "block_sparse_attention", wrong)
-    with pytest.raises(bench.Disagreement, match="gradient 2: error"):
+    with pytest.raises(bench.ReferenceMismatch, match="gradient 2: error"):
         next(bench.measure("block_sparse_attention", SMALL, replace(OPTIONS, backward=True)))
 
 
-def test_a_sweep_of_operations_says_which_one_failed(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multirun_error_names_the_failed_operation(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_states, "merge_states", lambda outs, lses: (outs[0], lses[0]))
     code, _, err = msattn(*TINY, "-m", "op=maxpool_attention,merge_states", "bench.peers=[]")
     assert code == 1
@@ -261,7 +263,7 @@ def test_a_sweep_of_operations_says_which_one_failed(msattn: Run, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["op=block_sparse"], "op=block_sparse: accepted are maxpool_attention"),
         (["op=flash_decode", "bench.direction=backward"], "flash_decode has no backward pass"),
@@ -270,46 +272,56 @@ def test_a_sweep_of_operations_says_which_one_failed(msattn: Run, tmp_path: Path
         (["bench.lenghts=[1]"], "unknown key bench.lenghts (did you mean bench.lengths?)"),
     ],
 )
-def test_mistakes(msattn: Run, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_user_errors_are_one_line(msattn: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
     code, _, err = msattn("device=cpu", *arguments)
     assert code == 2
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1
     assert not list(tmp_path.rglob("*.csv"))
 
 
-def test_help_names_what_can_be_set(msattn: Run) -> None:
+def test_help_lists_configuration_keys(msattn: Run) -> None:
     code, out, _ = msattn("--help")
     assert code == 0
     assert "bench={default}" in out
     assert "op: block_sparse_attention" in out
 
 
-def test_a_figure_of_nothing_timed() -> None:
+def test_figure_without_timed_rows() -> None:
     (row,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
-    assert figure([replace(row, ms=None, note="absent: out of memory")]).axes
+    assert figure([replace(row, ms=None, note="not timed: out of memory")]).axes
+
+
+@pytest.mark.parametrize(("variants", "settings"), [(2, 1), (1, 14), (25, 4)])
+def test_lines_of_a_figure_differ_in_colour_or_marker(variants: int, settings: int) -> None:
+    (row,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
+    names = ["msattn", *(f"kernel 64-64-4-{i}-1" for i in range(variants)), "flash"]
+    rows = [replace(row, variant=name, setting=f"{i}% sparse") for name in names for i in range(settings)]
+    for axes in figure(rows).axes:
+        looks = [(line.get_color(), line.get_marker()) for line in axes.get_lines()]
+        assert len(set(looks)) == len(looks) == len(rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_on_a_gpu(name: str) -> None:
-    """Both directions, graphs, memory, and every peer that is meant for a GPU."""
+def test_every_operation_on_gpu(name: str) -> None:
+    """Both directions, CUDA graphs, memory, and every peer that supports a GPU."""
     shape = bench.Shape(1024, dtype=torch.bfloat16, device="cuda")
     for backward in (False, True) if OPERATIONS[name].differentiable else (False,):
         options = bench.Options(lengths=[1024], sparsities=[0.8], queries=[1, 4], backward=backward)
         rows = list(bench.measure(name, shape, options))
         assert any(row.variant == "msattn" for row in rows)
         for row in rows:
-            if row.variant != "cudnn":  # not every version of it takes every shape
+            if row.variant != "cudnn":  # some versions of cuDNN do not support some shapes
                 assert row.ms is not None, f"{row.variant}: {row.note}"
                 assert row.memory_gb is not None
 
 
 @pytest.mark.gpu
-def test_flex_on_a_gpu_reads_the_same_blocks() -> None:
+def test_flex_on_gpu_reads_the_same_blocks() -> None:
     shape = bench.Shape(1000, dtype=torch.bfloat16, device="cuda")
-    case = next(prefill.block_sparse_attention(shape, OPTIONS))
+    case = next(prefill_cases.block_sparse_attention(shape, OPTIONS))
     (flex,) = (peer for peer in case.peers if peer.name == "flex")
-    got = flex.prepare()(*flex.layers[0])
-    assert torch.equal(eager.block_sparse_attention(*case.layers[0])[0].isfinite(), got.isfinite())
-    torch.testing.assert_close(got, case.reference(*case.layers[0]).out, rtol=2e-2, atol=2e-2)
+    actual = flex.prepare()(*flex.layers[0])
+    assert torch.equal(eager.block_sparse_attention(*case.layers[0])[0].isfinite(), actual.isfinite())
+    torch.testing.assert_close(actual, case.reference(*case.layers[0]).out, rtol=2e-2, atol=2e-2)

@@ -1,4 +1,4 @@
-"""Tiles of a user's own: kept for one GPU and version of Triton, read before the shipped ones, and never in the way."""
+"""The user's tile file: saved for one GPU and Triton version, used before the shipped tiles, ignored if damaged."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -30,42 +30,42 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine that has one, as far as tiles are concerned."""
+    """Makes PyTorch report an H200."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (9, 0))
-    tuned._own_tiles_of.cache_clear()
+    tuned._user_tiles_of.cache_clear()
     yield
-    tuned._own_tiles_of.cache_clear()
+    tuned._user_tiles_of.cache_clear()
 
 
-def test_where_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuned.own_path(GPU) == folder / "cache/tiles/nvidia-h200.json"
+def test_path_of_the_tile_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuned.user_tiles_path(GPU) == folder / "cache/tiles/nvidia-h200.json"
     monkeypatch.delenv("MSATTN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert tuned.own_path(GPU) == Path("/caches/msattn/tiles/nvidia-h200.json")
+    assert tuned.user_tiles_path(GPU) == Path("/caches/msattn/tiles/nvidia-h200.json")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert tuned.own_path(GPU) == Path.home() / ".cache/msattn/tiles/nvidia-h200.json"
+    assert tuned.user_tiles_path(GPU) == Path.home() / ".cache/msattn/tiles/nvidia-h200.json"
 
 
-def test_own_tiles_come_first(gpu: None) -> None:
+def test_user_tiles_come_before_shipped_ones(gpu: None) -> None:
     shipped = tuned.pick("maxpool_attention", 128, torch.bfloat16, 90)
     assert shipped == tuned.TILES["maxpool_attention", 256, 90]
-    tiles.keep(GPU, 256, {"maxpool_attention"}, {"maxpool_attention": (FAST, 1.1)})
-    assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == shipped, "read once a process"
-    tuned._own_tiles_of.cache_clear()
+    tiles.save_tiles(GPU, 256, {"maxpool_attention"}, {"maxpool_attention": (FAST, 1.1)})
+    assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == shipped, "read once per process"
+    tuned._user_tiles_of.cache_clear()
     assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == FAST
     assert tuned.pick("maxpool_attention", 256, torch.bfloat16, 90) == tuned.TILES["maxpool_attention", 512, 90]
     assert tuned.pick("maxpool_attention", 128, torch.float32, 90) == tuned.FULL_PRECISION["maxpool_attention"]
     assert tuned.pick("bucket_sums", 128, torch.bfloat16, 90) == tuned.TILES["bucket_sums", 256, 90]
 
 
-def test_what_was_not_tried_stays() -> None:
-    tiles.keep(GPU, 256, {"a", "b"}, {"a": (FAST, 1.1), "b": (OTHER, 1.2)})
-    tiles.keep(GPU, 512, {"a"}, {"a": (OTHER, 1.3)}, commit="abc")
-    path = tiles.keep(GPU, 256, {"b"}, {})
-    assert tuned.read_own(GPU) == {("a", 256): FAST, ("a", 512): OTHER}
+def test_entries_of_other_kernels_and_head_sizes_remain() -> None:
+    tiles.save_tiles(GPU, 256, {"a", "b"}, {"a": (FAST, 1.1), "b": (OTHER, 1.2)})
+    tiles.save_tiles(GPU, 512, {"a"}, {"a": (OTHER, 1.3)}, commit="abc")
+    path = tiles.save_tiles(GPU, 256, {"b"}, {})
+    assert tuned.read_user_tiles(GPU) == {("a", 256): FAST, ("a", 512): OTHER}
     document = json.loads(path.read_text())
     assert document["format"] == tuned.FORMAT
     assert document["gpu"] == GPU
@@ -74,53 +74,53 @@ def test_what_was_not_tried_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        ({"triton": "0.1"}, "made with triton=0.1, here"),
-        ({"format": 0}, "made with format=0, here 1"),
-        ({"gpu": "another"}, "made with gpu=another"),
+        ({"triton": "0.1"}, "written for triton=0.1, this is triton"),
+        ({"format": 0}, f"written for format=0, this is format={tuned.FORMAT}"),
+        ({"gpu": "another"}, "written for gpu=another"),
         ({"tiles": [{"kernel": "a", "head_bytes": 256}]}, "rows"),
         ({"tiles": None}, "not iterable"),
     ],
 )
-def test_a_file_of_something_else_is_left_aside(change: dict[str, Any], says: str) -> None:
-    path = tiles.keep(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
+def test_file_with_another_header_or_content_is_ignored(change: dict[str, Any], message: str) -> None:
+    path = tiles.save_tiles(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.warns(UserWarning, match=says):
-        assert tuned.read_own(GPU) == {}
-    with pytest.warns(UserWarning, match="shipped tiles serve"):
-        tiles.keep(GPU, 256, {"a"}, {"a": (OTHER, 1.1)})
-    assert tuned.read_own(GPU) == {("a", 256): OTHER}
+    with pytest.warns(UserWarning, match=message):
+        assert tuned.read_user_tiles(GPU) == {}
+    with pytest.warns(UserWarning, match="the shipped tiles are used"):
+        tiles.save_tiles(GPU, 256, {"a"}, {"a": (OTHER, 1.1)})
+    assert tuned.read_user_tiles(GPU) == {("a", 256): OTHER}
 
 
-def test_a_damaged_file_and_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tiles.keep(GPU, 256, {"a"}, {})
+def test_damaged_file_is_ignored_and_unwritable_folder_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tiles.save_tiles(GPU, 256, {"a"}, {})
     path.write_text("{")
-    with pytest.warns(UserWarning, match="is not read"):
-        assert tuned.read_own(GPU) == {}
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert tuned.read_user_tiles(GPU) == {}
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MSATTN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="MSATTN_CACHE names another folder"), pytest.warns(UserWarning, match="is not read"):
-        tiles.keep(GPU, 256, {"a"}, {})
+    with pytest.raises(UserError, match="set MSATTN_CACHE to another folder"), pytest.warns(UserWarning, match="is ignored"):
+        tiles.save_tiles(GPU, 256, {"a"}, {})
 
 
-def test_a_write_that_fails_leaves_the_old_file_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*paths: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    path = tiles.keep(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
-    monkeypatch.setattr(tiles.os, "replace", full)
+    path = tiles.save_tiles(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(UserError, match="No space left on device"):
-        tiles.keep(GPU, 256, {"a"}, {"a": (OTHER, 1.1)})
-    assert tuned.read_own(GPU) == {("a", 256): FAST}
+        tiles.save_tiles(GPU, 256, {"a"}, {"a": (OTHER, 1.1)})
+    assert tuned.read_user_tiles(GPU) == {("a", 256): FAST}
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_break_even(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_break_even_length_by_sparsity_and_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msattn.trainer.models.break_even.BREAK_EVEN", {90: {0.5: 9000, 0.9: 3000}})
     device = torch.device("cuda")
     assert [break_even(sparsity, device) for sparsity in (0.5, 0.8, 0.9, 0.99)] == [9000, 9000, 3000, 3000]
-    assert break_even(0.4, device) > 2**31, "at no length"
+    assert break_even(0.4, device) > 2**31, "never at this sparsity"
     assert break_even(0.9, torch.device("cpu")) == 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (10, 0))
     assert break_even(0.9, device) == 3000
@@ -128,7 +128,7 @@ def test_break_even(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert break_even(0.9, device) == 0
 
 
-def test_the_shipped_lengths_fall_as_sparsity_rises() -> None:
+def test_break_even_lengths_fall_with_sparsity() -> None:
     for measured in BREAK_EVEN.values():
         lengths = [measured[sparsity] for sparsity in sorted(measured)]
         assert lengths == sorted(lengths, reverse=True)
@@ -136,7 +136,7 @@ def test_the_shipped_lengths_fall_as_sparsity_rises() -> None:
 
 @pytest.fixture
 def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
-    """``bench.tune`` on a machine with a GPU whose sweep is made up: one tile is twice as fast."""
+    """Runs ``bench.tune`` as on a GPU, with a fake sweep in which one tile is twice as fast."""
     (blank,) = bench.measure(
         "merge_states",
         bench.Shape(96, q_heads=2, kv_heads=1, head_size=16, dtype=torch.float32, device="cpu"),
@@ -145,7 +145,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
 
     def sweep(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.BenchRow]:
         yield replace(blank, variant="shipped", ms=2.0, device=GPU)
-        for kernel, tile in bench.to_try(operation, options.backward):
+        for kernel, tile in bench.list_candidates(operation, options.backward):
             fast = (kernel, tile) == ("block_sparse_attention_dq", Tile(32, 64, 4, 2))
             yield replace(blank, variant=f"{kernel} {'-'.join(map(str, tile))}", ms=1.0 if fast else 2.0, compile_s=1.5)
 
@@ -161,42 +161,40 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
 
     def tune(*overrides: str) -> Path:
         cfg = compose("bench", [f"outputs='{folder}'", "device=cpu", "bench.tune=true", *overrides])
-        cfg.folder.mkdir(parents=True)  # where Hydra has made it
+        cfg.folder.mkdir(parents=True)  # Hydra makes the folder in a real run
         return run(cfg)
 
     return tune
 
 
-def test_the_command_keeps_what_is_faster(swept: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_saves_the_faster_tiles(swept: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     results = swept("op=block_sparse_attention", "bench.direction=backward", "bench.dtype=bfloat16")
     assert "compile_s" in (results / "backward-sweep-nvidia-h200.csv").read_text()
-    assert tuned.read_own(GPU) == {("block_sparse_attention_dq", 256): Tile(32, 64, 4, 2)}
+    assert tuned.read_user_tiles(GPU) == {("block_sparse_attention_dq", 256): Tile(32, 64, 4, 2)}
     shown = capsys.readouterr().out
     assert "block_sparse_attention_dq: 32-64-4-2-1, 2.000 x the speed of the shipped tile" in shown
-    assert "block_sparse_attention_dkv: the shipped tile stays" in shown
+    assert "block_sparse_attention_dkv: shipped tile kept" in shown
     assert "nvidia-h200.json" in shown.replace("\n", "")
 
 
-def test_nothing_is_kept_where_the_shipped_tiles_have_no_time(
-    swept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tile_is_saved_if_the_shipped_ones_have_no_time(swept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def sweep(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.BenchRow]:
         for row in whole(operation, shape, options):
-            yield replace(row, ms=None, note="absent: out of memory") if row.variant == "shipped" else row
+            yield replace(row, ms=None, note="not timed: out of memory") if row.variant == "shipped" else row
 
-    tiles.keep(GPU, 256, set(), {"block_sparse_attention_dq": (OTHER, 1.1)})
+    tiles.save_tiles(GPU, 256, set(), {"block_sparse_attention_dq": (OTHER, 1.1)})
     whole = bench.sweep
     monkeypatch.setattr(bench, "sweep", sweep)
-    with pytest.raises(UserError, match="no tile is kept; the shipped ones at 96 keys, absent: out of memory"):
+    with pytest.raises(UserError, match="no tile is saved; the shipped tiles at 96 keys: not timed: out of memory"):
         swept("op=block_sparse_attention", "bench.direction=backward", "bench.dtype=bfloat16")
-    assert tuned.read_own(GPU) == {("block_sparse_attention_dq", 256): OTHER}, "what was tuned before stays"
+    assert tuned.read_user_tiles(GPU) == {("block_sparse_attention_dq", 256): OTHER}, "earlier tiles remain"
 
 
-def test_what_cannot_be_tuned(swept: Callable[..., Path]) -> None:
-    for overrides, says in (
+def test_operations_that_cannot_be_tuned(swept: Callable[..., Path]) -> None:
+    for overrides, message in (
         (["op=flash_decode", "bench.dtype=bfloat16"], "chooses its tiles by shape"),
-        (["op=merge_states", "bench.dtype=bfloat16"], "has no tiles to try"),
-        (["op=maxpool_attention", "bench.dtype=float32"], "bench.dtype is bfloat16 or float16"),
+        (["op=merge_states", "bench.dtype=bfloat16"], "has no candidate tiles"),
+        (["op=maxpool_attention", "bench.dtype=float32"], "bench.dtype must be bfloat16 or float16"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             swept(*overrides)

@@ -1,4 +1,4 @@
-"""Sweeps of ``msattn bench`` over tiles: which are tried, what becomes of those that fail, which one is fastest."""
+"""Sweeps of ``msattn bench`` over tiles: candidates, failing tiles, choice of the fastest."""
 
 import importlib
 from dataclasses import replace
@@ -17,72 +17,76 @@ OPTIONS = bench.Options(lengths=[130], sparsities=[0.5])
 pytestmark = pytest.mark.usefixtures("round_figures")
 
 
-@pytest.mark.parametrize("kernel", tiles.TILES)
-def test_a_tile_replaces_the_shipped_one_for_a_while(kernel: str) -> None:
+@pytest.mark.parametrize("kernel", tiles.CANDIDATES)
+def test_override_tile_is_temporary(kernel: str) -> None:
     tile = Tile(16, 128, 2, 7)
-    place = tuned if kernel in tuned.FULL_PRECISION else importlib.import_module(tiles.CHOOSES_BY_SHAPE[kernel])
-    shipped = getattr(place, "pick" if place is tuned else "default_tile")
+    module = tuned if kernel in tuned.FULL_PRECISION else importlib.import_module(tiles.SHAPE_DEPENDENT[kernel])
+    shipped = getattr(module, "pick" if module is tuned else "default_tile")
     other = tuned.pick("maxpool_attention", 128, torch.float16, 90)
-    with tiles.launched_with(kernel, tile):
-        if place is tuned:
+    with tiles.override_tile(kernel, tile):
+        if module is tuned:
             assert tuned.pick(kernel, 128, torch.float16, 90) == tile
             assert kernel == "maxpool_attention" or tuned.pick("maxpool_attention", 128, torch.float16, 90) == other
         else:
-            assert vars(place)["default_tile"](1, 2, 3) == tile
-    assert getattr(place, "pick" if place is tuned else "default_tile") is shipped
+            assert vars(module)["default_tile"](1, 2, 3) == tile
+    assert getattr(module, "pick" if module is tuned else "default_tile") is shipped
 
 
-def test_compilations_are_timed_as_triton_reports_them() -> None:
+def test_compile_seconds_are_those_that_triton_reports() -> None:
     from triton import knobs
 
     before = knobs.compilation.listener, knobs.compilation.always_compile
-    with compile_seconds() as taken:
+    with compile_seconds() as seconds:
         assert knobs.compilation.always_compile
         assert knobs.compilation.listener
         times = knobs.CompileTimes(ir_initialization=0, lowering_stages=[("ttir", 2_000_000)], store_results=500_000)
         knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)  # pyright: ignore[reportArgumentType]
-    assert taken == [2.5]
+    assert seconds == [2.5]
     assert (knobs.compilation.listener, knobs.compilation.always_compile) == before
 
 
-def test_a_sweep_uses_no_tile_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {("block_sparse_attention", 256): Tile(16, 16, 2, 1)}
-    monkeypatch.setattr(tuned, "own_tiles", lambda: own)
+def test_sweep_ignores_the_users_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    user_tiles = {("block_sparse_attention", 256): Tile(16, 16, 2, 1)}
+    monkeypatch.setattr(tuned, "user_tiles", lambda: user_tiles)
     assert tuned.pick("block_sparse_attention", 128, torch.float16, 90) == Tile(16, 16, 2, 1)
-    seen: list[Tile] = []
+    used: list[Tile] = []
 
-    def note(case: cases.Case, backward: bool) -> None:
-        seen.append(tuned.pick("block_sparse_attention", 128, torch.float16, 90))
+    def record(case: cases.BenchCase, backward: bool) -> None:
+        used.append(tuned.pick("block_sparse_attention", 128, torch.float16, 90))
 
-    monkeypatch.setattr("msattn.kernels.bench.run.check", note)
+    monkeypatch.setattr("msattn.kernels.bench.run.check", record)
     list(bench.sweep("block_sparse_attention", SMALL, OPTIONS))
-    assert seen[0] == tuned.TILES["block_sparse_attention", 256, 90]
-    assert Tile(16, 16, 2, 1) not in seen
-    assert tuned.own_tiles() is own
+    assert used[0] == tuned.TILES["block_sparse_attention", 256, 90]
+    assert Tile(16, 16, 2, 1) not in used
+    assert tuned.user_tiles() is user_tiles
 
 
-def test_the_fastest_tile_is_clearly_faster_on_the_whole() -> None:
-    (first, second), other = tiles.TILES["nearest_centroid"][:2], tiles.TILES["bucket_sums"][0]
+def test_faster_tiles_need_a_mean_speedup_over_all_problems() -> None:
+    (first, second), other = tiles.CANDIDATES["nearest_centroid"][:2], tiles.CANDIDATES["bucket_sums"][0]
     (blank,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
 
     def rows(name: str, *times: float | None) -> list[bench.BenchRow]:
         return [replace(blank, variant=name, length=length, ms=ms) for length, ms in enumerate(times)]
 
     shipped = rows("shipped", 4.0, 1.0)
-    tried = rows(tiles.variant("nearest_centroid", first), 2.0, 1.9) + rows(tiles.variant("nearest_centroid", second), 1, 1)
-    faster, gain = tiles.fastest("nearest_centroid", False, shipped + tried)["nearest_centroid"]
-    assert (faster, gain) == (second, pytest.approx(2.0))
+    swept = rows(tiles.variant_name("nearest_centroid", first), 2.0, 1.9) + rows(
+        tiles.variant_name("nearest_centroid", second), 1, 1
+    )
+    faster, speedup = tiles.faster_tiles("nearest_centroid", False, shipped + swept)["nearest_centroid"]
+    assert (faster, speedup) == (second, pytest.approx(2.0))
     for slow in ((4.0, 0.99), (1.0, None), (1.0,)):
-        assert tiles.fastest("nearest_centroid", False, shipped + rows(tiles.variant("bucket_sums", other), *slow)) == {}
-    assert tiles.fastest("nearest_centroid", False, []) == {}
+        assert (
+            tiles.faster_tiles("nearest_centroid", False, shipped + rows(tiles.variant_name("bucket_sums", other), *slow)) == {}
+        )
+    assert tiles.faster_tiles("nearest_centroid", False, []) == {}
 
 
-def test_a_sweep_goes_on_after_a_tile_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = tiles.to_try("block_sparse_attention", backward=True)
-    assert {kernel for kernel, _ in tried} == {"block_sparse_attention_dq", "block_sparse_attention_dkv"}
+def test_sweep_continues_after_a_tile_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = tiles.list_candidates("block_sparse_attention", backward=True)
+    assert {kernel for kernel, _ in candidates} == {"block_sparse_attention_dq", "block_sparse_attention_dkv"}
     shipped = tuned.pick
 
-    def fail(case: cases.Case, backward: bool) -> None:
+    def fail(case: cases.BenchCase, backward: bool) -> None:
         if tuned.pick is not shipped:
             raise RuntimeError("out of resource: shared memory\nand more")
 
@@ -90,23 +94,23 @@ def test_a_sweep_goes_on_after_a_tile_that_fails(monkeypatch: pytest.MonkeyPatch
     rows = list(bench.sweep("block_sparse_attention", SMALL, replace(OPTIONS, backward=True)))
     assert {(row.variant, row.direction) for row in rows if row.ms} == {("shipped", "backward")}
     failed = [row for row in rows if not row.ms]
-    assert len(failed) == len(tried)
+    assert len(failed) == len(candidates)
     assert failed[0].variant == "block_sparse_attention_dq 64-64-4-1-1"
-    assert failed[0].note == "absent: out of resource: shared memory"
+    assert failed[0].note == "not timed: out of resource: shared memory"
 
 
-def test_a_sweep_stops_where_the_shipped_tiles_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def disagree(case: cases.Case, backward: bool) -> None:
-        raise cases.Disagreement("wrong")
+def test_sweep_stops_if_the_shipped_tiles_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disagree(case: cases.BenchCase, backward: bool) -> None:
+        raise cases.ReferenceMismatch("wrong")
 
     monkeypatch.setattr("msattn.kernels.bench.run.check", disagree)
-    with pytest.raises(cases.Disagreement, match="wrong"):
+    with pytest.raises(cases.ReferenceMismatch, match="wrong"):
         list(bench.sweep("block_sparse_attention", SMALL, OPTIONS))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["block_sparse_attention", "bucket_decode"])
-def test_sweeps_on_a_gpu(name: str) -> None:
+def test_sweep_on_gpu(name: str) -> None:
     shape = bench.Shape(1000, dtype=torch.bfloat16, device="cuda")
     rows = list(bench.sweep(name, shape, bench.Options(lengths=[1000], sparsities=[0.8], queries=[1])))
     assert rows[0].variant == "shipped"

@@ -144,7 +144,7 @@ def _timed(row: CostRow, call: Callable[[], None], device: torch.device, kernel:
     """``row`` with the time and peak memory of ``call``, dense attention by ``kernel``."""
     try:
         with use_backend(kernel):
-            took = time_ms(call, device.type, repeats=REPEATS, least=REPEATS)
+            took = time_ms(call, device.type, repeats=REPEATS, min_repeats=REPEATS)
             resident = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             more = peak_memory_gb(call, device.type)
     except BackendUnavailable as error:

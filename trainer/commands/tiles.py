@@ -1,20 +1,22 @@
-"""The tiles that a user's GPU runs fastest, kept where the kernels look for them (:mod:`msattn.kernels.tuned`)."""
+"""Writes the user's tile file, which :mod:`msattn.kernels.tuned` reads."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from msattn.kernels import tuned
 from msattn.kernels.tuned import Tile
+from msattn.trainer.commands.atomic import replacing
 from msattn.trainer.errors import UserError
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """One kernel's choice in the user's file; ``faster`` is how many times faster than shipped, ``commit`` what was timed."""
+class TileRecord:
+    """The tile of one kernel in the user's file.
+
+    ``faster`` is the speedup over the shipped tile, ``commit`` the checkout in which it was timed.
+    """
 
     kernel: str
     head_bytes: int
@@ -27,42 +29,43 @@ class Tuned:
     commit: str | None
 
 
-def keep(
-    gpu: str, head_bytes: int, tried: set[str], found: Mapping[str, tuple[Tile, float]], commit: str | None = None
+def save_tiles(
+    gpu: str, head_bytes: int, swept: set[str], faster: Mapping[str, tuple[Tile, float]], commit: str | None = None
 ) -> Path:
-    """Replace what the user's file for ``gpu`` says of the kernels that were ``tried``.
+    """Replaces the entries of the swept kernels in the user's file for ``gpu``.
 
     Parameters
     ----------
-    head_bytes : which heads the tiles are for, as ``tuned.head_bytes`` counts.
-    found : of the kernels with a tile clearly faster than the shipped one, that tile and how many times; the others go back
-        to shipped tiles.
+    gpu : name of the GPU, as PyTorch gives it.
+    head_bytes : size of the heads that the tiles are for (``tuned.head_bytes``).
+    swept : kernels whose tiles were compared; those that are not in ``faster`` return to their shipped tile.
+    faster : ``{kernel: (tile, speedup over the shipped tile)}``.
+    commit : of the checkout that was timed.
 
     Returns
     -------
     Path
-        The file. What other sizes and kernels have there stays, unless it was made with another version of Triton.
+        The file. Entries of other kernels and head sizes remain, unless the file was written for another version of Triton.
 
     Raises
     ------
-    UserError : it cannot be written.
+    UserError : the file cannot be written.
     """
-    path = tuned.own_path(gpu)
+    path = tuned.user_tiles_path(gpu)
     new = [
-        asdict(Tuned(kernel, head_bytes, *tile, faster=round(gain, 3), commit=commit)) for kernel, (tile, gain) in found.items()
+        asdict(TileRecord(kernel, head_bytes, *tile, faster=round(speedup, 3), commit=commit))
+        for kernel, (tile, speedup) in faster.items()
     ]
     try:
-        rows = [row for row in _rows(gpu, path) if not (row["kernel"] in tried and row["head_bytes"] == head_bytes)]
-        document = json.dumps({**tuned.own_key(gpu), "tiles": rows + new}, indent=1) + "\n"
+        kept = [row for row in _records(gpu, path) if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)]
+        document = json.dumps({**tuned.user_tiles_header(gpu), "tiles": kept + new}, indent=1) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=path.parent, prefix=".tiles-") as scratch:
-            beside = Path(scratch, path.name)
-            beside.write_text(document, encoding="utf-8")
-            os.replace(beside, path)
+        with replacing(path) as temporary:
+            temporary.write_text(document, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); MSATTN_CACHE names another folder") from error
+        raise UserError(f"{path} cannot be written ({error.strerror}); set MSATTN_CACHE to another folder") from error
     return path
 
 
-def _rows(gpu: str, path: Path) -> list[dict[str, object]]:
-    return json.loads(path.read_text(encoding="utf-8"))["tiles"] if tuned.read_own(gpu) else []
+def _records(gpu: str, path: Path) -> list[dict[str, object]]:
+    return json.loads(path.read_text(encoding="utf-8"))["tiles"] if tuned.read_user_tiles(gpu) else []

@@ -1,6 +1,8 @@
-"""Decoding: a few new queries against a long cache, as a CUDA graph that goes over the caches of several layers.
+"""Benchmark cases of decoding: a few new queries against long caches.
 
-What bounds these is memory: bytes count the keys and values that are read, the queries and the output, each once.
+The caches of several layers are read in turn and timed as one CUDA graph.
+
+Decoding is memory-bound: bytes count the keys and values that are read, the queries and the output, once each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,16 +14,17 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import Case, Layer, Options, Peer
-from msattn.kernels.bench.prefill import conv_weight
+from msattn.kernels.bench.cases import BenchCase, Layer, Options, Peer
+from msattn.kernels.bench.prefill_cases import conv_weight
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.common.bucket_index import build_bucket_index
 
-LAYERS = 8  # caches that take turns, so that none is still in the L2 cache when its turn comes
+LAYERS = 8  # caches read in turn, so that none is still in the L2 cache when it is read again
+PARTS = 8  # partial results that merge_states combines
 
 
-def flash_decode(shape: Shape, options: Options) -> Iterator[Case]:
-    """Both variants, at each number of queries."""
+def flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Both variants of ``flash_decode`` at each number of queries."""
     from msattn.kernels.flash_decode import forward as op
 
     cache = shape.cache(LAYERS, max(options.queries))
@@ -29,87 +32,96 @@ def flash_decode(shape: Shape, options: Options) -> Iterator[Case]:
         layers = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
         work, setting = _work(shape, queries, shape.length), f"N = {queries}"
         scores = shape.batch * shape.q_heads * queries * shape.length
-        beside = [*_dense(layers, work, setting), peers.eager(eager.decode, layers, work, scores, setting=setting)]
+        compared = [*_dense(layers, work, setting), peers.eager(eager.decode, layers, work, scores, setting=setting)]
         for variant in ("partial", "global"):
-            yield Case(
+            yield BenchCase(
                 partial(op.flash_decode, variant=variant),
                 partial(reference.flash_decode, variant=variant),
                 eager.decode,
                 layers,
                 work,
-                beside,
+                compared,
                 f"{variant}, {setting}",
                 queries=queries,
                 graph=True,
             )
 
 
-def bucket_decode(shape: Shape, options: Options) -> Iterator[Case]:
-    """A step of SAAP: 1024 buckets, 32 probes, 1 + 2047 keys read exactly; fewer if the cache is short. Then with routing."""
+def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """One step of SAAP decoding, without and with routing.
+
+    It has 1024 buckets, 32 probes, a sink of 1 and 2047 recent keys, or fewer if the cache is short.
+    """
     from msattn.kernels import bucket_decode as op
 
     problem = _bucket_problem(shape)
-    own, beside = problem.own, _beside(shape, problem)
-    yield Case(
-        partial(op.bucket_decode, **own),
-        partial(reference.bucket_decode, **own),
-        partial(eager.bucket_decode, **own),
+    window, compared = problem.window, _bucket_peers(shape, problem)
+    yield BenchCase(
+        partial(op.bucket_decode, **window),
+        partial(reference.bucket_decode, **window),
+        partial(eager.bucket_decode, **window),
         problem.layers,
         _work(shape, 1, problem.read * shape.length),
-        beside,
+        compared,
         problem.name,
         1 - problem.read,
         queries=1,
         graph=True,
     )
-    yield _routed(shape, problem, beside)
+    yield _routed(shape, problem, compared)
 
 
-def probe_buckets(shape: Shape, options: Options) -> Iterator[Case]:
-    """That step with its routing alone."""
+def probe_buckets(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """The step of SAAP decoding with routing."""
     problem = _bucket_problem(shape)
-    yield _routed(shape, problem, _beside(shape, problem))
+    yield _routed(shape, problem, _bucket_peers(shape, problem))
 
 
-class _Buckets(NamedTuple):
-    """Layers of queries, cache, index and probes; the window; the share of the keys that is read."""
+class _BucketProblem(NamedTuple):
+    """A problem of ``bucket_decode``.
+
+    ``layers`` hold (q, k, v, index, probes), ``window`` the options recent and sink, ``read`` the share of keys that is read.
+    """
 
     layers: list[Layer]
-    own: dict[str, Any]
+    window: dict[str, int]
     read: float
     name: str
 
 
-def _bucket_problem(shape: Shape) -> _Buckets:
+def _bucket_problem(shape: Shape) -> _BucketProblem:
     num_buckets, recent = min(1024, max(1, shape.length // 32)), min(2047, shape.length // 8)
     num_probes = min(32, max(1, num_buckets // 4))
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
     heads = shape.batch, shape.kv_heads
-    drawn: dict[str, Any] = {"generator": generator, "device": shape.device}
-    buckets = torch.randint(num_buckets, (*heads, shape.length), dtype=torch.int32, **drawn)
+    random: dict[str, Any] = {"generator": generator, "device": shape.device}
+    buckets = torch.randint(num_buckets, (*heads, shape.length), dtype=torch.int32, **random)
     index = build_bucket_index(buckets, num_buckets)
-    probes = torch.rand((LAYERS, *heads, num_buckets), **drawn).argsort(-1)[..., :num_probes].int().contiguous()
+    probes = torch.rand((LAYERS, *heads, num_buckets), **random).argsort(-1)[..., :num_probes].int().contiguous()
     layers = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
     read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
-    return _Buckets(layers, {"recent": recent, "sink": 1}, read, f"{num_probes} of {num_buckets} buckets")
+    return _BucketProblem(layers, {"recent": recent, "sink": 1}, read, f"{num_probes} of {num_buckets} buckets")
 
 
-def _beside(shape: Shape, problem: _Buckets) -> list[Peer]:
-    """Every key read, and plain code that reads the buckets."""
-    plain, everything = partial(eager.bucket_decode, **problem.own), _work(shape, 1, shape.length)
+def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
+    """Returns dense attention over all keys, and eager PyTorch with a mask."""
+    plain, all_keys = partial(eager.bucket_decode, **problem.window), _work(shape, 1, shape.length)
     scores = shape.batch * shape.q_heads * shape.length
     return [
-        *_dense([layer[:3] for layer in problem.layers], everything),
-        peers.eager(plain, problem.layers, everything, scores),
+        *_dense([layer[:3] for layer in problem.layers], all_keys),
+        peers.eager(plain, problem.layers, all_keys, scores),
     ]
 
 
-def _routed(shape: Shape, problem: _Buckets, beside: Sequence[Peer]) -> Case:
-    """A step with its routing, by classifiers of 1024 hidden units; their biases make the choice beyond doubt."""
+def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> BenchCase:
+    """Returns the step with routing by classifiers of 1024 hidden units.
+
+    Large output biases fix the probed buckets, so that rounding cannot change the selection.
+    """
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
 
-    layers, own, read, name = problem
+    layers, window, read, name = problem
     num_buckets, num_probes, hidden = layers[0][3].offsets.shape[2] - 1, layers[0][4].shape[2], 1024
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:
@@ -121,21 +133,21 @@ def _routed(shape: Shape, problem: _Buckets, beside: Sequence[Peer]) -> Case:
 
     def decode(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor, *weights: Tensor) -> Any:
         chosen = routing.probe_buckets(q, *weights, kv_heads=shape.kv_heads, probes=num_probes)
-        return op.bucket_decode(q, k, v, index, chosen, **own)
+        return op.bucket_decode(q, k, v, index, chosen, **window)
 
     routed = [with_classifiers(*layer) for layer in layers]
     work = _work(shape, 1, read * shape.length)
     weights = sum(x.numel() for x in routed[0][5:])
-    return Case(
+    return BenchCase(
         decode,
-        lambda *layer: reference.bucket_decode(*layer[:5], **own),
-        lambda *layer: eager.bucket_decode(*layer[:5], **own),
+        lambda *layer: reference.bucket_decode(*layer[:5], **window),
+        lambda *layer: eager.bucket_decode(*layer[:5], **window),
         routed,
         Work(
             work.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights,
             work.bytes + weights * shape.dtype.itemsize,
         ),
-        beside,
+        compared,
         f"{name}, routing included",
         1 - read,
         queries=1,
@@ -143,8 +155,8 @@ def _routed(shape: Shape, problem: _Buckets, beside: Sequence[Peer]) -> Case:
     )
 
 
-def conv_decode(shape: Shape, options: Options) -> Iterator[Case]:
-    """One new query, and the scores of those before it that a convolution reaches."""
+def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """One new query, with the previous queries that the convolution reaches."""
     from msattn.kernels import conv_decode as op
 
     for c_q, c_k in options.kernels:
@@ -155,7 +167,7 @@ def conv_decode(shape: Shape, options: Options) -> Iterator[Case]:
         flops = dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k)
         cache = [(q[:, :, -1:].contiguous(), k, v) for q, k, v, _ in layers]
         work = Work(flops, dense.bytes + window)
-        yield Case(
+        yield BenchCase(
             op.conv_decode,
             reference.conv_decode,
             eager.conv_decode,
@@ -168,13 +180,34 @@ def conv_decode(shape: Shape, options: Options) -> Iterator[Case]:
         )
 
 
+def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Merges 8 partial results of ``length`` queries."""
+    from msattn.kernels import merge_states as op
+
+    outs = torch.stack(shape.draw(shape.q_heads, shape.length, PARTS))
+    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    lses = torch.randn(outs.shape[:4], generator=generator, device=shape.device)
+    out, lse = outs[0].numel(), lses[0].numel()
+    work = Work((2 * out + 4 * lse) * PARTS, (PARTS + 1) * (out * shape.dtype.itemsize + 4 * lse))
+    layers = [(outs, lses)]
+    yield BenchCase(
+        op.merge_states,
+        reference.merge_states,
+        eager.merge_states,
+        layers,
+        work,
+        [peers.eager(eager.merge_states, layers, work, out)],
+        f"{PARTS} parts",
+    )
+
+
 def _dense(layers: Sequence[Layer], work: Work, setting: str = "") -> list[Peer]:
-    """Every key read, by PyTorch."""
+    """Returns the dense peers of PyTorch, which read all keys."""
     return [*peers.dense(layers, work, causal=False, setting=setting), peers.flex_decode(layers, work, setting)]
 
 
 def _work(shape: Shape, queries: int, keys: float) -> Work:
-    """``keys`` of the cache read by ``queries`` of each head."""
+    """Returns the work of ``queries`` per head that read ``keys`` of the cache."""
     rows = shape.batch * shape.q_heads * queries * shape.head_size
     cache = shape.batch * shape.kv_heads * keys * shape.head_size
     return Work(4 * rows * keys, (2 * rows + 2 * cache) * shape.dtype.itemsize)

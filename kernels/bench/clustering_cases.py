@@ -1,4 +1,4 @@
-"""What serves training and other operations: the mass of each bucket, the merging of partial results, k-means."""
+"""Benchmark cases of SAAP training: bucket mass and one iteration of k-means."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -9,16 +9,15 @@ from torch.nn.functional import normalize
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import Case, Options, Peer
+from msattn.kernels.bench.cases import BenchCase, Options, Peer
 from msattn.kernels.bench.rows import Shape, Work
 
-QUERIES = 1000  # of a prompt, as SAAP trains
-PARTS = 8
-CHUNK = 8192  # keys that the product alone takes at once, so that its result fits
+QUERIES = 1000  # per prompt, as in SAAP training
+PRODUCT_CHUNK = 8192  # keys per matrix product of the peer, so that its result fits in memory
 
 
-def bucket_mass(shape: Shape, options: Options) -> Iterator[Case]:
-    """1000 queries against 1024 buckets of keys; beside it the product Q K^T alone, in chunks whose result is dropped."""
+def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """1000 queries and 1024 buckets of keys, compared with the product Q K^T alone."""
     from msattn.kernels.bucket_mass import forward as op
 
     queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
@@ -31,16 +30,16 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[Case]:
     product = Work(2 * rows * shape.length * shape.head_size, (rows + keys) * item)
     work = Work(product.flops, product.bytes + 4 * keys + 4 * rows * (num_buckets + 2))
     layers = [(q, k, buckets)]
-    own = {"num_buckets": num_buckets}
-    yield Case(
-        lambda *layer: op.bucket_mass(*layer, **own)[:2],
-        lambda *layer: reference.bucket_mass(*layer, **own)[:2],
-        partial(eager.bucket_mass, **own),
+    sizes = {"num_buckets": num_buckets}
+    yield BenchCase(
+        lambda *layer: op.bucket_mass(*layer, **sizes)[:2],
+        lambda *layer: reference.bucket_mass(*layer, **sizes)[:2],
+        partial(eager.bucket_mass, **sizes),
         layers,
         work,
         [
             Peer("product", lambda: _product, [(q.contiguous(), k.contiguous())], product, note="Q K^T alone"),
-            peers.eager(partial(eager.bucket_mass, **own), layers, work, 2 * rows * shape.length),
+            peers.eager(partial(eager.bucket_mass, **sizes), layers, work, 2 * rows * shape.length),
         ],
         f"{queries} queries, {num_buckets} buckets",
         queries=queries,
@@ -49,34 +48,14 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[Case]:
 
 
 def _product(q: Tensor, k: Tensor) -> None:
+    """Computes Q K^T in chunks of keys and drops the result."""
     grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    for keys in k.split(CHUNK, dim=2):
+    for keys in k.split(PRODUCT_CHUNK, dim=2):
         torch.matmul(grouped, keys.mT)
 
 
-def merge_states(shape: Shape, options: Options) -> Iterator[Case]:
-    """8 partial results of ``length`` queries."""
-    from msattn.kernels import merge_states as op
-
-    outs = torch.stack(shape.draw(shape.q_heads, shape.length, PARTS))
-    generator = torch.Generator(shape.device).manual_seed(shape.seed)
-    lses = torch.randn(outs.shape[:4], generator=generator, device=shape.device)
-    out, lse = outs[0].numel(), lses[0].numel()
-    work = Work((2 * out + 4 * lse) * PARTS, (PARTS + 1) * (out * shape.dtype.itemsize + 4 * lse))
-    layers = [(outs, lses)]
-    yield Case(
-        op.merge_states,
-        reference.merge_states,
-        eager.merge_states,
-        layers,
-        work,
-        [peers.eager(eager.merge_states, layers, work, out)],
-        f"{PARTS} parts",
-    )
-
-
-def nearest_centroid(shape: Shape, options: Options) -> Iterator[Case]:
-    """An iteration of k-means, half by half; beside each the product K C^T alone, whose result is dropped chunk by chunk."""
+def nearest_centroid(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """The assignment and the update of k-means, compared with the product K C^T."""
     from msattn.kernels import nearest_centroid as op
 
     num_buckets = min(1024, max(1, shape.length // 32))
@@ -88,7 +67,7 @@ def nearest_centroid(shape: Shape, options: Options) -> Iterator[Case]:
     work = Work(2 * rows * num_buckets * shape.head_size, rows * shape.head_size * item + 4 * centroids.numel())
     rounded = centroids.to(shape.dtype).expand(shape.batch, -1, -1, -1)
     product = Peer("product", lambda: _product, [(rounded, k.contiguous())], work, note="K C^T alone")
-    halves = [
+    steps = [
         (
             lambda k, centroids: op.nearest_centroid(k, centroids).products,
             lambda k, centroids: reference.nearest_centroid(k, centroids).products,
@@ -104,8 +83,8 @@ def nearest_centroid(shape: Shape, options: Options) -> Iterator[Case]:
             "sums",
         ),
     ]
-    for call, exact, plain, layers, half in halves:
-        setting = f"{half}, {num_buckets} buckets"
-        beside = [product, peers.eager(plain, layers, work, rows * num_buckets, setting=setting)]
-        moved = work._replace(bytes=work.bytes + 4 * rows)
-        yield Case(call, exact, plain, layers, moved, beside, setting, term=k.norm(dim=-1).max().item())
+    for call, exact, plain, layers, step in steps:
+        setting = f"{step}, {num_buckets} buckets"
+        compared = [product, peers.eager(plain, layers, work, rows * num_buckets, setting=setting)]
+        own_work = work._replace(bytes=work.bytes + 4 * rows)
+        yield BenchCase(call, exact, plain, layers, own_work, compared, setting, term=k.norm(dim=-1).max().item())

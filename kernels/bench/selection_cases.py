@@ -1,4 +1,4 @@
-"""What stands before attention over blocks: pooling, probabilities over blocks, the best of them."""
+"""Benchmark cases of block selection: pooling, gate scores, best blocks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,21 +8,21 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import Case, Options
+from msattn.kernels.bench.cases import BenchCase, Options
 from msattn.kernels.bench.rows import Shape, Work
 
 
-def gate_scores(shape: Shape, options: Options) -> Iterator[Case]:
-    """A gate a query head as it is configured by default, beside the same in eager PyTorch."""
+def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """A gate per query head in its default configuration."""
     from msattn.kernels import gate_scores as op
 
     (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length, cached=True)
     heads, size, blocks = shape.q_heads, shape.head_size, -(-shape.length // eager.BLOCK)
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
     query_weight, key_weight = (
-        torch.randn((heads, size, ways * size), generator=generator, device=shape.device) * size**-0.5 for ways in (1, 2)
+        torch.randn((heads, size, pools * size), generator=generator, device=shape.device) * size**-0.5 for pools in (1, 2)
     )
-    own = {
+    gate = {
         "inv_freq": 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size),
         "q_pool": ["avg"],
         "k_pool": ["max", "min"],
@@ -34,13 +34,13 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[Case]:
         (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks,
     )
     layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
-    plain = partial(reference.gate_scores, **own)
-    beside = [peers.eager(plain, layers, work, 3 * scored * blocks, setting="gate")]
-    yield Case(partial(op.gate_scores, **own), plain, plain, layers, work, beside, "gate")
+    plain = partial(reference.gate_scores, **gate)
+    compared = [peers.eager(plain, layers, work, 3 * scored * blocks, setting="gate")]
+    yield BenchCase(partial(op.gate_scores, **gate), plain, plain, layers, work, compared, "gate")
 
 
-def pool_blocks(shape: Shape, options: Options) -> Iterator[Case]:
-    """Means of queries; largest and smallest values of keys, as SeerAttention's gate takes them."""
+def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Average pooling of queries, max and min pooling of keys (SeerAttention)."""
     from msattn.kernels import pool_blocks as op
 
     for heads, poolings in ((shape.q_heads, ["avg"]), (shape.kv_heads, ["max", "min"])):
@@ -49,7 +49,7 @@ def pool_blocks(shape: Shape, options: Options) -> Iterator[Case]:
         pooled = shape.batch * heads * -(-shape.length // eager.BLOCK) * len(poolings) * shape.head_size
         work = Work(x.numel() * len(poolings), x.numel() * shape.dtype.itemsize + 4 * pooled)
         setting = f"{' and '.join(poolings)}, {heads} heads"
-        yield Case(
+        yield BenchCase(
             partial(op.pool_blocks, poolings=poolings),
             partial(reference.pool_blocks, poolings=poolings),
             plain,
@@ -60,8 +60,8 @@ def pool_blocks(shape: Shape, options: Options) -> Iterator[Case]:
         )
 
 
-def best_blocks(shape: Shape, options: Options) -> Iterator[Case]:
-    """Probabilities over the causally visible blocks of each query head, then the best of each row beside a sort."""
+def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Softmax over the visible blocks, then the best blocks of each row."""
     from msattn.kernels import best_blocks as op
 
     blocks = -(-shape.length // eager.BLOCK)
@@ -69,16 +69,18 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[Case]:
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
     logits = torch.randn(size, generator=generator, device=shape.device) * 2
     visible = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device).tril_()
-    seen = logits.numel() * (blocks + 1) / (2 * blocks)
-    work = Work(4 * seen, 4 * seen + 4 * logits.numel())
-    beside = [peers.eager(eager.block_softmax, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")]
-    yield Case(op.block_softmax, reference.block_softmax, eager.block_softmax, [(logits, visible)], work, beside, "softmax")
+    visible_blocks = logits.numel() * (blocks + 1) / (2 * blocks)
+    work = Work(4 * visible_blocks, 4 * visible_blocks + 4 * logits.numel())
+    compared = [peers.eager(eager.block_softmax, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")]
+    yield BenchCase(
+        op.block_softmax, reference.block_softmax, eager.block_softmax, [(logits, visible)], work, compared, "softmax"
+    )
     diagonal = torch.eye(blocks, dtype=torch.bool, device=shape.device)[None, None]
     for sparsity in sorted(options.sparsities, reverse=True):
         counts = (visible.sum(-1, keepdim=True) * (1 - sparsity)).round().int()
         layers: list[tuple[Tensor, ...]] = [(reference.block_softmax(logits, visible), counts, visible, diagonal)]
-        work, setting = Work(seen, 4 * seen + logits.numel()), f"best {1 - sparsity:.0%}"
-        yield Case(
+        work, setting = Work(visible_blocks, 4 * visible_blocks + logits.numel()), f"best {1 - sparsity:.0%}"
+        yield BenchCase(
             op.best_blocks,
             reference.best_blocks,
             eager.best_blocks,

@@ -1,0 +1,176 @@
+"""Terminal table and figure of benchmark rows."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msattn.kernels.bench import SHIPPED, BenchRow
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+    from rich.table import Table
+
+OURS = ("msattn", SHIPPED)  # emphasized in the table and in the figure
+COLORS = {  # Okabe and Ito's palette, distinguishable with colour vision deficiency, and two more
+    "msattn": "#D55E00",
+    SHIPPED: "#D55E00",
+    "flash": "#0072B2",
+    "cudnn": "#009E73",
+    "flex": "#CC79A7",
+    "eager": "#7A7A7A",
+    "efficient": "#56B4E9",
+    "math": "#E69F00",
+    "block_sparse": "#8C564B",
+    "product": "#333333",
+}
+CYCLE = [f"C{i}" for i in range(10)]  # colours of the other variants: the tiles of a sweep
+MARKERS = "os^vDPX*<>"
+
+
+def label(row: BenchRow) -> str:
+    """Returns the name of a row's line: its variant and setting."""
+    return f"{row.variant}, {row.setting}" if row.setting else row.variant
+
+
+def title(row: BenchRow) -> str:
+    """Returns the heading of the table and the figure: the problem and the device."""
+    heads = f"{row.q_heads} query heads, {row.kv_heads} key/value heads of {row.head_size}"
+    return f"{row.op}, {row.direction}: {row.dtype}, batch {row.batch}, {heads}; {row.device}"
+
+
+def print_report(rows: Sequence[BenchRow], notes: Sequence[str], console: "Console") -> None:
+    """Prints the table, then the notes on the machine and on single rows."""
+    console.print(table(rows, console.width))
+    row_notes = [f"{row.variant} at {row.length:,} keys, {row.note}" for row in rows if row.note]
+    for note in (*notes, *dict.fromkeys(row_notes)):
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
+
+
+class Column(NamedTuple):
+    """A column of the table.
+
+    On a narrow terminal, columns with a ``priority`` are dropped, the lowest first.
+    """
+
+    header: str
+    cell: Callable[[BenchRow], str]
+    priority: int | None = None
+
+
+def _milliseconds(ms: float | None) -> str:
+    assert ms is not None
+    return f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
+
+
+def _rate(row: BenchRow) -> str:
+    tera, unit = (row.tflops, "FLOP/s") if row.bound == "compute" else (row.tb_s, "B/s")
+    assert tera is not None
+    return f"{tera:.3g} T{unit}" if tera >= 1 else f"{1000 * tera:.3g} G{unit}"
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+COLUMNS = (
+    Column("keys", lambda row: f"{row.length:,}"),
+    Column("variant", label),
+    Column("ms", lambda row: _milliseconds(row.ms)),
+    Column("quartiles", lambda row: f"{_milliseconds(row.q1)} – {_milliseconds(row.q3)}", 1),
+    Column("rate", _rate, 5),
+    Column("share", lambda row: f"{row.share:.1%}"),
+    Column("error", lambda row: _optional(row.error, "{:.1e}"), 4),
+    Column("memory", lambda row: _optional(row.memory_gb, "{:.3g} GB"), 0),
+    Column("compile", lambda row: _optional(row.compile_s, "{:.1f} s"), 3),
+)
+EAGER_PRIORITY = 2  # of the speedup over eager code
+LEGEND = "share: of this machine's measured peak; error: relative error of a row; x: speedup over a peer"
+
+
+def _columns(timed: Sequence[BenchRow], width: int) -> list[tuple[Column, list[str]]]:
+    """Returns the non-empty columns that fit ``width`` characters, with their cells."""
+    speedups = [
+        Column(
+            f"x {peer}",
+            lambda row, peer=peer: _optional(row.times.get(peer), "{:.3g}"),
+            EAGER_PRIORITY if peer == "eager" else None,
+        )
+        for peer in dict.fromkeys(peer for row in timed for peer in row.times)
+    ]
+    filled = [(column, [column.cell(row) for row in timed]) for column in (*COLUMNS, *speedups)]
+    filled = [(column, cells) for column, cells in filled if any(cells)]
+    droppable = sorted(column.priority for column, _ in filled if column.priority is not None)
+    for priority in droppable:
+        if sum(3 + max(map(len, [column.header, *cells])) for column, cells in filled) > width:
+            filled = [(column, cells) for column, cells in filled if column.priority != priority]
+    return filled
+
+
+def table(rows: Sequence[BenchRow], width: int) -> "Table":
+    """Returns the rows that have a time as a table with a section for each length."""
+    from rich import box
+    from rich.table import Table
+
+    timed = [row for row in rows if row.ms is not None]
+    columns = _columns(timed, width)
+    heading = f"{title(rows[0])}\n{LEGEND}" if rows else ""
+    shown = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, _ in columns:
+        is_text = column.header == "variant"
+        shown.add_column(column.header, justify="left" if is_text else "right", no_wrap=not is_text)
+    previous = 0
+    for row, (keys, *cells) in zip(timed, zip(*(cells for _, cells in columns), strict=True), strict=True):
+        if previous and row.length != previous:
+            shown.add_section()
+        shown.add_row("" if row.length == previous else keys, *cells, style="bold" if row.variant in OURS else None)
+        previous = row.length
+    return shown
+
+
+def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
+    """Plots time and share of peak by length, one line per variant and setting."""
+    from msattn.trainer.evaluate.report.plots import subplots
+
+    timed = [row for row in rows if row.ms is not None]
+    lines: dict[str, list[BenchRow]] = {}
+    for row in sorted(timed, key=lambda row: row.length):
+        lines.setdefault(label(row), []).append(row)
+    styles = line_styles(timed)
+    drawn, (time, share) = subplots(1, 2, (11.5, max(4.3, 0.5 + 0.22 * len(styles))))
+    for name, style in styles.items():
+        lengths = [row.length for row in lines[name]]
+        time.plot(lengths, [row.ms or 0 for row in lines[name]], label=name, **style)
+        share.plot(lengths, [100 * (row.share or 0) for row in lines[name]], **style)
+    ticks = sorted({row.length for row in timed})
+    for axes in (time, share):
+        axes.set(xscale="log", xlabel="keys")
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+    time.set(yscale="log", ylabel="time of one run (ms)")
+    share.set(ylabel="share of the measured peak (%)", ylim=(0, None))
+    if rows:
+        drawn.suptitle("\n".join([title(rows[0]), *notes]), fontsize=10)
+    drawn.legend(*time.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    return drawn
+
+
+def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
+    """Returns the style of each line, unique in its pair of colour and marker.
+
+    A variant has one colour and a setting one marker, except that variants beyond the colour cycle start a new set of markers.
+    """
+    settings = list(dict.fromkeys(row.setting for row in rows))
+    cycled = [variant for variant in dict.fromkeys(row.variant for row in rows) if variant not in COLORS]
+    styles = {}
+    for row in rows:
+        turn, position = divmod(cycled.index(row.variant), len(CYCLE)) if row.variant in cycled else (0, 0)
+        number = settings.index(row.setting) + turn * len(settings)
+        ours = row.variant in OURS
+        styles[label(row)] = {
+            "color": CYCLE[position] if row.variant in cycled else COLORS[row.variant],
+            "marker": MARKERS[number] if number < len(MARKERS) else f"${number}$",
+            "linestyle": "-" if ours else "--",
+            "linewidth": 2.0 if ours else 1.2,
+            "markersize": 5,
+        }
+    return styles
