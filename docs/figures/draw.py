@@ -1,0 +1,165 @@
+"""Draws the figures of README and docs/results.md from the CSV files in this folder, for light and dark pages.
+
+``speed.csv`` and ``quality.csv`` are the ``results.csv`` of two evaluations; docs/results.md names the commands. Run::
+
+    python docs/figures/draw.py
+"""
+
+import csv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+FOLDER = Path(__file__).parent
+Rows = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one page background."""
+
+    text: str
+    grid: str
+    ours: str
+    peer: str
+    baselines: tuple[str, ...]
+
+
+THEMES = {
+    "light": Theme("#24292f", "#d8dee4", "#c2410c", "#57606a", ("#0969da", "#1a7f37", "#8250df", "#9a6700")),
+    "dark": Theme("#e6edf3", "#3d444d", "#ff9a5c", "#9ea7b3", ("#58a6ff", "#56d364", "#d2a8ff", "#e3b341")),
+}
+
+
+def read(name: str, task: str) -> Rows:
+    """The rows of one task in one CSV file."""
+    with (FOLDER / name).open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if row["task"] == task]
+
+
+def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[float]]:
+    """Columns ``x`` and ``y`` of the rows whose columns equal ``where``, ordered by ``x``."""
+    points = sorted((float(row[x]), float(row[y])) for row in rows if all(row[key] == value for key, value in where.items()))
+    return [point[0] for point in points], [point[1] for point in points]
+
+
+def draw_prefill(axes: Axes, theme: Theme) -> None:
+    """Seconds to the first token against prompt length, dense and at three sparsities."""
+    rows = read("speed.csv", "latency")
+    for kernel, style in (("flash", "--"), ("cuDNN", ":")):
+        x, y = series(rows, "length", "score", method=f"dense, {kernel}")
+        axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
+        label_end(axes, x, y, f"dense, {kernel}", theme.peer)
+    for sparsity, width, shift in (("0.8", 1.2, 3), ("0.9", 1.7, 1), ("0.95", 2.2, -5)):
+        x, y = series(rows, "length", "score", setting=f"sparsity {sparsity}")
+        axes.plot(x, y, color=theme.ours, linewidth=width, marker="o", markersize=3)
+        label_end(axes, x, y, f"msattn, {float(sparsity):.0%} sparse", theme.ours, shift)
+    axes.set(title="Time to the first token", xlabel="prompt length (tokens)", ylabel="seconds")
+    length_ticks(axes, x)
+    axes.set_xlim(0, 185_000)
+    axes.set_ylim(0, None)
+
+
+def draw_decode(axes: Axes, theme: Theme) -> None:
+    """Tokens per second against cache length, dense and routed, each step replayed as a CUDA graph."""
+    rows = read("speed.csv", "decoding")
+    for kernel, style, shift in (("flash", "--", -5), ("cuDNN", ":", 5)):
+        x, y = series(rows, "length", "device_tokens_per_s", method=f"dense, {kernel}")
+        axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
+        label_end(axes, x, y, f"dense, {kernel}", theme.peer, shift)
+    x, y = series(rows, "length", "device_tokens_per_s", setting="32 probes")
+    axes.plot(x, y, color=theme.ours, linewidth=2.2, marker="o", markersize=3)
+    label_end(axes, x, y, "msattn,\n32 of 1024 buckets", theme.ours)
+    axes.set(title="Decoding, one step as a CUDA graph", xlabel="keys in the cache", ylabel="tokens per second", xscale="log")
+    length_ticks(axes, x)
+    axes.set_xlim(x[0] / 1.2, x[-1] * 4.5)
+    axes.set_ylim(0, None)
+
+
+def draw_quality(axes: Axes, theme: Theme) -> None:
+    """Perplexity over dense against the share of blocks read, the trained gate beside training-free selections."""
+    rows = read("quality.csv", "perplexity")
+    names = {
+        "quest": "Quest bounds",
+        "mean_pool": "mean pooling",
+        "sink_local": "first and nearest",
+        "oracle": "true block map",
+    }
+    for (method, name), color in zip(names.items(), theme.baselines, strict=True):
+        x, y = series(rows, "selectivity", "ratio_to_dense", method=method)
+        axes.plot(x, y, "--", color=color, linewidth=1.2, marker="o", markersize=3, label=f"{name}, top-k")
+    for method, name, style in (("gate, top-k", "gate, top-k", "--"), ("gate", "gate, calibrated", "-")):
+        x, y = series(rows, "selectivity", "ratio_to_dense", method=method)
+        axes.plot(x, y, style, color=theme.ours, linewidth=2.0, marker="o", markersize=3, label=name)
+    axes.axhline(1, color=theme.grid, linewidth=1)
+    axes.set(title="Perplexity over dense", xlabel="share of visible blocks that is read (%)", ylabel="ratio")
+    axes.set_xticks([0.05, 0.1, 0.2, 0.5], ["5", "10", "20", "50"])
+    axes.set_ylim(0.99, 1.33)
+    axes.legend(frameon=False, fontsize=8, labelcolor=theme.text)
+
+
+def label_end(axes: Axes, x: list[float], y: list[float], text: str, color: str, shift: float = 0) -> None:
+    """Names a line at its last point, ``shift`` points above it."""
+    axes.annotate(text, (x[-1], y[-1]), (6, shift), textcoords="offset points", color=color, fontsize=8, va="center")
+
+
+def length_ticks(axes: Axes, lengths: list[float]) -> None:
+    """Ticks at lengths in thousands of tokens; on a linear axis at the longer ones alone."""
+    shown = [length for length in lengths if axes.get_xscale() == "log" or length >= lengths[-1] / 4]
+    axes.set_xticks(shown, [f"{length / 1024:g}k" for length in shown])
+    axes.minorticks_off()
+
+
+@contextmanager
+def styled(theme: Theme) -> Iterator[None]:
+    """Matplotlib settings of a theme; text stays text, and element ids are the same in every run."""
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "msattn",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.linewidth": 0.6,
+        "grid.color": theme.grid,
+        "axes.edgecolor": theme.grid,
+        "axes.labelcolor": theme.text,
+        "axes.titlecolor": theme.text,
+        "xtick.color": theme.text,
+        "ytick.color": theme.text,
+    }
+    with plt.rc_context(settings):
+        yield
+
+
+def figure(draw: Callable[[Axes, Theme], None], theme: Theme) -> Figure:
+    """One figure on a transparent background."""
+    drawn, axes = plt.subplots(figsize=(6.0, 3.4), layout="constrained")
+    drawn.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
+    draw(axes, theme)
+    return drawn
+
+
+def main() -> None:
+    """Writes ``<name>-<theme>.svg`` for every figure and theme."""
+    for name, draw in {"prefill": draw_prefill, "decode": draw_decode, "quality": draw_quality}.items():
+        for label, theme in THEMES.items():
+            with styled(theme):
+                drawn = figure(draw, theme)
+                drawn.savefig(FOLDER / f"{name}-{label}.svg", metadata={"Date": None})
+                plt.close(drawn)
+
+
+if __name__ == "__main__":
+    main()
