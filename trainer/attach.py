@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from msattn.trainer import artifacts
-from msattn.trainer.config import SelectConfig
+from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.break_even import break_even
 from msattn.trainer.models.families import check_supported, num_layers
@@ -151,8 +151,9 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     cfg = select or SelectConfig()
     if isinstance(cfg.dense_below, int):
         return cfg.dense_below
-    measured = cfg.scores == "gate" and cfg.policy in ("topk", "calibrated")
-    return break_even(cfg.sparsity, device) if measured else 0
+    if cfg.scores == "gate" and isinstance(cfg, SparsityConfig):  # what break_even was measured for
+        return break_even(cfg.sparsity, device)
+    return 0
 
 
 def _check_numbers(

@@ -8,7 +8,7 @@ import yaml
 
 from msattn.trainer import config as schemas
 from msattn.trainer.commands.compose import COMMANDS, compose
-from msattn.trainer.config import ModelPresets, known_keys, nearest
+from msattn.trainer.config import ModelPresets, SelectConfig, known_keys, nearest
 from msattn.trainer.errors import UserError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -47,7 +47,10 @@ def test_defaults_name_every_key(command: str) -> None:
     with initialize_config_module("msattn.conf", version_base="1.3"):
         node = OmegaConf.to_container(hydra_compose(COMMANDS[command].config))
     assert isinstance(node, dict)
-    assert keys_of(node) == set(known_keys(COMMANDS[command].schema))  # pyright: ignore[reportArgumentType]
+    known = set(known_keys(COMMANDS[command].schema))
+    if "select" in node:
+        known -= {f"select.{key}" for key in ("threshold", "mass", "tokens", "shares")}  # of policies that are no default
+    assert keys_of(node) == known  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("command", WITH_A_MODEL)
@@ -93,12 +96,12 @@ def test_sizes_follow_the_model() -> None:
     assert llama.eval.needle.probes == [0, 4, 16, 32]
 
 
-@pytest.mark.parametrize("select", options("select"))
-def test_selections(select: str) -> None:
-    cfg = compose("eval", [f"select={select}", "select.sparsity=0.5"])
+@pytest.mark.parametrize("option", options("select"))
+def test_every_selection_composes(option: str) -> None:
+    cfg = compose("eval", [f"select={option}", "select.sink_blocks=2"])
     assert isinstance(cfg, schemas.EvalRunConfig)
-    assert select in (cfg.select.policy, cfg.select.scores)
-    assert cfg.select.sparsity == 0.5
+    assert option in (cfg.select.policy, cfg.select.scores)
+    assert cfg.select == SelectConfig(cfg.select.policy, scores=cfg.select.scores, sink_blocks=2)
 
 
 @pytest.mark.parametrize("group", ["data", "gate", "kmeans", "qmodel", "eval", "train", "tracker", "bench"])

@@ -198,7 +198,8 @@ def test_nucleus_is_the_smallest_set_that_holds_the_mass():
 )
 def test_any_policy_reads_the_diagonal_and_nothing_unseen(num_queries, num_keys, padding, policy, sink_blocks):
     x = layer_inputs(num_queries, num_keys, [p % num_keys for p in padding])
-    cfg = SelectConfig(policy=policy, scores="random", block_size=BLOCK, sparsity=0.8, tokens=20, sink_blocks=sink_blocks)
+    keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
+    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink_blocks, **keys)
     mask = select.Selection.from_config(cfg).blocks(x) > 0
     visible, diagonal = geometry(num_queries, num_keys, [p % num_keys for p in padding])
     assert (mask <= visible).all()

@@ -30,7 +30,18 @@ from msattn.trainer.config.evaluate import (
     RecallConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
-from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig
+from msattn.trainer.config.select import (
+    POLICIES,
+    SCORES,
+    CalibratedConfig,
+    MultiscaleConfig,
+    NucleusConfig,
+    SelectConfig,
+    SparsityConfig,
+    ThresholdConfig,
+    TokenBudgetConfig,
+    TopKConfig,
+)
 from msattn.trainer.config.train import (
     LOSSES,
     POOLINGS,
@@ -41,8 +52,8 @@ from msattn.trainer.config.train import (
     TrackerConfig,
     TrainConfig,
 )
-from msattn.trainer.config.typed import known_keys, nearest, typed
-from msattn.trainer.config.values import DTYPES
+from msattn.trainer.config.typed import known_keys, typed
+from msattn.trainer.config.values import DTYPES, nearest
 
 __all__ = [
     "DTYPES",
@@ -55,6 +66,7 @@ __all__ = [
     "ArtifactsConfig",
     "BenchConfig",
     "BenchRunConfig",
+    "CalibratedConfig",
     "DataConfig",
     "DecodingConfig",
     "EvalConfig",
@@ -69,13 +81,19 @@ __all__ = [
     "LatencyConfig",
     "ModelConfig",
     "ModelPresets",
+    "MultiscaleConfig",
     "NeedleConfig",
+    "NucleusConfig",
     "PerplexityConfig",
     "QModelConfig",
     "RecallConfig",
     "RunConfig",
     "SelectConfig",
     "ServingConfig",
+    "SparsityConfig",
+    "ThresholdConfig",
+    "TokenBudgetConfig",
+    "TopKConfig",
     "TrackerConfig",
     "TrainConfig",
     "TrainGateConfig",

@@ -9,7 +9,7 @@ from msattn.trainer.config.bench import BenchConfig
 from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
-from msattn.trainer.config.select import SelectConfig
+from msattn.trainer.config.select import SelectConfig, SparsityConfig
 from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
 from msattn.trainer.config.values import DTYPES, one_of, require
 
@@ -178,7 +178,7 @@ class FinetuneConfig(RunConfig):
     @property
     def sparse(self) -> bool:
         """Whether attention reads what gates choose."""
-        return self.select.sparsity > 0
+        return not (isinstance(self.select, SparsityConfig) and self.select.sparsity == 0)
 
 
 @dataclass(frozen=True, kw_only=True)

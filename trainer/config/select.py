@@ -1,61 +1,192 @@
-"""From block scores to the blocks that are read."""
+"""Selection of key blocks: one dataclass for each policy, with the keys that this policy reads."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from msattn.trainer.config.values import one_of, power_of_two, require
+from msattn.trainer.config.values import nearest, one_of, power_of_two, require
+from msattn.trainer.errors import UserError
 
-POLICIES = ("topk", "calibrated", "threshold", "nucleus", "token_budget", "multiscale")
+if TYPE_CHECKING:
+    from typing import Self
+
 SCORES = ("gate", "oracle", "random", "sink_local", "mean_pool", "quest")
 
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """From block scores to the blocks that are read.
+    """Selects the key blocks that prefill reads, by block scores and a policy.
+
+    ``SelectConfig(policy="nucleus", mass=0.9)`` constructs the dataclass of that policy (:data:`POLICIES`), a subclass.
+    ``dataclasses.replace`` changes the values of its keys, and :meth:`with_policy` the policy.
 
     Attributes
     ----------
     policy : ``topk``, ``calibrated``, ``threshold``, ``nucleus``, ``token_budget`` or ``multiscale``.
-    scores : where scores come from: ``gate``, or a baseline.
-    sparsity : share of the causally visible blocks that is not read, in [0, 1): of each row (``topk``), or of each layer
-        on average (``calibrated``, by thresholds that the gate learned from text).
-    threshold : smallest row-normalised score that is read (``threshold``).
-    mass : probability to collect (``nucleus``).
-    tokens : keys a query block may read (``token_budget``).
-    shares : of the visible blocks, best first, that are read whole, at half, a quarter and an eighth of their tokens
-        (``multiscale``); what is left is skipped.
-    sink_blocks : first blocks that are always read.
-    dense_below : prompts shorter than so many tokens are read densely, which is faster there, and counted in
-        ``stats()["dense_by_choice"]``; a batch is as long as its longest prompt. ``auto``: what was measured on GPUs for gates
-        at ``sparsity`` (:func:`msattn.kernels.tuned.break_even`); 0, never, on a CPU, for other scores and for policies
-        without a sparsity.
-        What ``msattn eval`` measures is always sparse.
-    block_size : tokens a block for scores other than the gate's own.
-    seed : of ``random``.
+    scores : source of the block scores: ``gate``, or a baseline.
+    sink_blocks : number of leading blocks that are always read.
+    dense_below : prompts shorter than this many tokens are read densely, which is faster there, and counted in
+        ``stats()["dense_by_choice"]``; the length of a batch is that of its longest prompt. ``auto``: the break-even length
+        measured on GPUs for gates at ``sparsity`` (:func:`msattn.kernels.tuned.break_even`); 0 (never) on a CPU, for other
+        scores and for policies without a sparsity. ``msattn eval`` always measures sparse attention.
+    block_size : tokens in a block, for scores other than the gate's own.
+    seed : seed of the scores ``random``.
+
+    Raises
+    ------
+    UserError : a value out of range, or a key that the policy does not have.
     """
 
     policy: str = "topk"
+    _: KW_ONLY
     scores: str = "gate"
-    sparsity: float = 0.9
-    threshold: float = 0.002
-    mass: float = 0.95
-    tokens: int = 1024
-    shares: list[float] = field(default_factory=lambda: [0.1, 0.1, 0.2, 0.4])
     sink_blocks: int = 0
     dense_below: int | str = "auto"
     block_size: int = 64
     seed: int = 0
 
+    def __new__(cls, policy: str | None = None, **keys: Any) -> "Self":
+        kind: Any = policy_class(policy or cls.policy)
+        require(issubclass(kind, cls), "select.policy", policy, f"a {cls.__name__} has {cls.policy}; with_policy changes it")
+        check_keys(kind, keys)
+        return object.__new__(kind)
+
+    if TYPE_CHECKING:  # the keys depend on the policy
+
+        def __init__(self, policy: str = "topk", **keys: Any) -> None: ...
+
     def __post_init__(self) -> None:
-        one_of("select.policy", self.policy, POLICIES)
         one_of("select.scores", self.scores, SCORES)
-        require(0 <= self.sparsity < 1, "select.sparsity", self.sparsity, "in [0, 1)")
-        require(0 <= self.threshold < 1, "select.threshold", self.threshold, "in [0, 1)")
-        require(0 < self.mass <= 1, "select.mass", self.mass, "in (0, 1]")
-        require(self.tokens > 0, "select.tokens", self.tokens, "a positive number of keys")
-        fits = len(self.shares) == 4 and min(self.shares) >= 0 and 0 < sum(self.shares) <= 1 + 1e-9
-        require(fits, "select.shares", self.shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
         require(self.sink_blocks >= 0, "select.sink_blocks", self.sink_blocks, "0 or more")
         number = isinstance(self.dense_below, int) and self.dense_below >= 0
         require(number or self.dense_below == "auto", "select.dense_below", self.dense_below, "auto, or 0 or more tokens")
         ok = power_of_two(self.block_size) and 16 <= self.block_size <= 128
         require(ok, "select.block_size", self.block_size, "a power of two from 16 to 128")
+
+    def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
+        """Returns a selection by another policy; the keys that both policies have keep their values."""
+        kept = {key: getattr(self, key) for key in keys_of(policy_class(policy)) if hasattr(self, key)}
+        return SelectConfig(policy, **(kept | keys))
+
+
+@dataclass(frozen=True)
+class SparsityConfig(SelectConfig):
+    """Base of the policies that read a given share of the blocks.
+
+    Attributes
+    ----------
+    sparsity : share of the causally visible blocks that is not read, in [0, 1).
+    """
+
+    sparsity: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.sparsity < 1, "select.sparsity", self.sparsity, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class TopKConfig(SparsityConfig):
+    """The best blocks of each row, ``1 - sparsity`` of the visible ones."""
+
+    policy: str = "topk"
+
+
+@dataclass(frozen=True)
+class CalibratedConfig(SparsityConfig):
+    """Blocks above thresholds that the gate learned from text; ``sparsity`` is the mean over the rows and heads of a layer."""
+
+    policy: str = "calibrated"
+
+
+@dataclass(frozen=True)
+class ThresholdConfig(SelectConfig):
+    """Every block whose row-normalised score is at least ``threshold``, in [0, 1)."""
+
+    policy: str = "threshold"
+    threshold: float = 0.002
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.threshold < 1, "select.threshold", self.threshold, "in [0, 1)")
+
+
+@dataclass(frozen=True)
+class NucleusConfig(SelectConfig):
+    """The fewest blocks of each row whose row-normalised scores sum to ``mass``, in (0, 1]."""
+
+    policy: str = "nucleus"
+    mass: float = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.mass <= 1, "select.mass", self.mass, "in (0, 1]")
+
+
+@dataclass(frozen=True)
+class TokenBudgetConfig(SelectConfig):
+    """The best blocks of each row that together hold ``tokens`` keys."""
+
+    policy: str = "token_budget"
+    tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tokens > 0, "select.tokens", self.tokens, "a positive number of keys")
+
+
+@dataclass(frozen=True)
+class MultiscaleConfig(SelectConfig):
+    """The best blocks whole and the next ones at lower resolution.
+
+    Attributes
+    ----------
+    shares : shares of the visible blocks, best first, that are read whole, at a half, a quarter and an eighth of their
+        tokens; the rest is skipped.
+    """
+
+    policy: str = "multiscale"
+    shares: list[float] = field(default_factory=lambda: [0.1, 0.1, 0.2, 0.4])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = len(self.shares) == 4 and min(self.shares) >= 0 and 0 < sum(self.shares) <= 1 + 1e-9
+        require(fits, "select.shares", self.shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
+
+
+POLICIES: dict[str, type[SelectConfig]] = {
+    kind.policy: kind
+    for kind in (TopKConfig, CalibratedConfig, ThresholdConfig, NucleusConfig, TokenBudgetConfig, MultiscaleConfig)
+}
+
+
+def policy_class(policy: str) -> type[SelectConfig]:
+    """Returns the dataclass of a policy; refuses an unknown policy."""
+    one_of("select.policy", policy, tuple(POLICIES))
+    return POLICIES[policy]
+
+
+def check_keys(kind: type[SelectConfig], keys: Iterable[str]) -> None:
+    """Refuses keys that the policy of ``kind`` does not have."""
+    for key in keys:
+        if key not in ("policy", *keys_of(kind)):
+            raise UserError(foreign_key(kind, key))
+
+
+def keys_of(kind: type[SelectConfig]) -> list[str]:
+    """Keys of a policy other than ``policy``: its own first, then those that all policies share."""
+    return own_keys(kind) + [item.name for item in fields(SelectConfig) if item.name != "policy"]
+
+
+def own_keys(kind: type[SelectConfig]) -> list[str]:
+    """Keys that only ``kind`` and its bases below :class:`SelectConfig` have."""
+    shared = {item.name for item in fields(SelectConfig)}
+    return [item.name for item in fields(kind) if item.name not in shared]
+
+
+def foreign_key(kind: type[SelectConfig], key: str) -> str:
+    """Message for a key that the policy of ``kind`` does not have: the keys it accepts, and the policy that ``key`` is of."""
+    accepted = keys_of(kind)
+    owners = [name for name, other in POLICIES.items() if key in keys_of(other)]
+    hint = f"; {key} belongs to policy={' and '.join(owners)}" if owners else nearest(key, accepted)
+    return f"select.{key}: policy={kind.policy} accepts {', '.join(accepted)}{hint}"

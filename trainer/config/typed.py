@@ -1,41 +1,51 @@
 """From what Hydra composed to a schema's dataclass."""
 
-import difflib
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+from msattn.trainer.config.select import POLICIES, SelectConfig, check_keys, policy_class
+from msattn.trainer.config.values import nearest
 from msattn.trainer.errors import UserError
 
 Config = TypeVar("Config")
 
 
 def known_keys(schema: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a config dataclass, for nearest-key hints."""
+    """Every dotted key of a config dataclass, those of all selection policies included, for nearest-key hints."""
     keys: list[str] = []
     for item in fields(schema):
         keys.append(prefix + item.name)
-        if isinstance(item.type, type) and is_dataclass(item.type):
-            keys += known_keys(item.type, f"{prefix}{item.name}.")
-    return keys
+        for group in POLICIES.values() if item.type is SelectConfig else [item.type]:
+            if isinstance(group, type) and is_dataclass(group):
+                keys += known_keys(group, f"{prefix}{item.name}.")
+    return list(dict.fromkeys(keys))  # policies share keys
 
 
-def nearest(key: str, accepted: list[str]) -> str:
-    """`` (did you mean X?)`` for the accepted key nearest to ``key``, or nothing."""
-    near = difflib.get_close_matches(key, accepted, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def _unfreeze(node: Any, schema: type, config: Any) -> None:
+    """Makes a structured node and its groups writable, for the merge; the object made of it is frozen again.
 
-
-def _unfreeze(node: Any, schema: type) -> None:
-    """OmegaConf marks the nodes of frozen dataclasses read-only; composing needs them open, the resulting object is frozen."""
+    OmegaConf marks the nodes of frozen dataclasses read-only. The policy in ``config`` decides the class of a selection.
+    """
     from omegaconf import OmegaConf
 
+    OmegaConf.set_readonly(node, False)
     for item in fields(schema):
         if isinstance(item.type, type) and is_dataclass(item.type):
+            given = config.get(item.name) or {}
+            group = _policy_of(given) if item.type is SelectConfig else item.type
             if OmegaConf.is_missing(node, item.name):
-                OmegaConf.set_readonly(node, False)
-                node[item.name] = OmegaConf.structured(item.type)
-            _unfreeze(node[item.name], item.type)
-    OmegaConf.set_readonly(node, False)
+                node[item.name] = OmegaConf.structured(group)
+            _unfreeze(node[item.name], group, given)
+
+
+def _policy_of(select: Any) -> type[SelectConfig]:
+    """Returns the dataclass of the policy that ``select`` names; refuses keys which this policy does not have."""
+    kind = policy_class(str(select.get("policy", SelectConfig.policy)))
+    try:
+        check_keys(kind, select)
+    except UserError as error:
+        raise UserError(f"{error}; select={kind.policy} sets the policy together with its keys") from error
+    return kind
 
 
 def typed(config: Any, schema: type[Config]) -> Config:
@@ -50,7 +60,7 @@ def typed(config: Any, schema: type[Config]) -> Config:
 
     try:
         target = OmegaConf.structured(schema)
-        _unfreeze(target, schema)
+        _unfreeze(target, schema, config)
         target.merge_with(config)
         return OmegaConf.to_object(target)  # pyright: ignore[reportReturnType]
     except UserError:

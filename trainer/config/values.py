@@ -1,6 +1,7 @@
 """Refusals that name the key, its value and what is accepted."""
 
 import difflib
+from collections.abc import Sequence
 
 from msattn.trainer.errors import UserError
 
@@ -14,9 +15,13 @@ def require(condition: bool, key: str, value: object, accepted: str) -> None:
 
 def one_of(key: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
-        near = difflib.get_close_matches(value, accepted, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"{key}={value}: accepted are {', '.join(accepted)}{hint}")
+        raise UserError(f"{key}={value}: accepted are {', '.join(accepted)}{nearest(value, accepted)}")
+
+
+def nearest(key: str, accepted: Sequence[str]) -> str:
+    """Returns the hint `` (did you mean X?)`` for the accepted key nearest to ``key``, or an empty string."""
+    near = difflib.get_close_matches(key, accepted, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def power_of_two(value: int) -> bool:

@@ -19,7 +19,15 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import SparseAttention
-from msattn.trainer.config import SelectConfig
+from msattn.trainer.config import (
+    CalibratedConfig,
+    MultiscaleConfig,
+    NucleusConfig,
+    SelectConfig,
+    ThresholdConfig,
+    TokenBudgetConfig,
+    TopKConfig,
+)
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidates, sparsity, visible_blocks
 from msattn.trainer.seer.calibrate import floor_of, threshold_at
@@ -195,15 +203,7 @@ class Selection:
             "quest": lambda: Quest(cfg.block_size),
         }
         scorer = scorers[cfg.scores]()
-        policies: dict[str, Callable[[], Policy | Sequence[Policy]]] = {
-            "topk": lambda: TopK(cfg.sparsity),
-            "threshold": lambda: Threshold(cfg.threshold),
-            "nucleus": lambda: Nucleus(cfg.mass),
-            "token_budget": lambda: TokenBudget(cfg.tokens, scorer.block_size),
-            "calibrated": lambda: _calibrated(cfg, scorer),
-            "multiscale": lambda: Multiscale(cfg.shares),
-        }
-        return cls(policies[cfg.policy](), scorer, cfg.sink_blocks)
+        return cls(_policy(cfg, scorer), scorer, cfg.sink_blocks)
 
     def blocks(self, x: "LayerInputs") -> Tensor:
         """Blocks to read of one layer: a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``, never empty in a row that sees a key."""
@@ -219,7 +219,24 @@ class Selection:
         return candidates(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.sink_blocks)
 
 
-def _calibrated(cfg: SelectConfig, scorer: Scorer) -> list[Policy]:
+def _policy(cfg: SelectConfig, scorer: Scorer) -> Policy | Sequence[Policy]:
+    match cfg:
+        case TopKConfig():
+            return TopK(cfg.sparsity)
+        case CalibratedConfig():
+            return _calibrated(cfg, scorer)
+        case ThresholdConfig():
+            return Threshold(cfg.threshold)
+        case NucleusConfig():
+            return Nucleus(cfg.mass)
+        case TokenBudgetConfig():
+            return TokenBudget(cfg.tokens, scorer.block_size)
+        case MultiscaleConfig():
+            return Multiscale(cfg.shares)
+    raise NotImplementedError(cfg.policy)
+
+
+def _calibrated(cfg: CalibratedConfig, scorer: Scorer) -> list[Policy]:
     if not isinstance(scorer, GateScores) or scorer.gate.thresholds is None:
         raise UserError(f"select.policy=calibrated: needs the scores of a trained gate, not select.scores={cfg.scores}")
     table = scorer.gate.thresholds
