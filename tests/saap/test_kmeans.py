@@ -1,4 +1,4 @@
-"""Spherical k-means: the batched form against Faiss, routing by centroids, and the job on one process and on two."""
+"""Spherical k-means: the batched engine against Faiss, k-means routing, and `fit-kmeans` on one and two ranks."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.saap.clustering import (
     batched_kmeans,
     faiss_kmeans,
-    fit_points,
+    fit_centroids,
     partition_stats,
     resolve_engine,
     split_empty,
@@ -30,7 +30,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def blobs(heads: int = 2, num_points: int = 3000, dim: int = 16, modes: int = 24, seed: int = 0) -> Tensor:
-    """Points around random directions, of different lengths: ``[H, n, D]``."""
+    """Returns points around random directions, with random norms: ``[H, n, D]``."""
     generator = torch.Generator().manual_seed(seed)
     centres = normalize(torch.randn(heads, modes, dim, generator=generator), dim=-1)
     picked = torch.randint(0, modes, (heads, num_points), generator=generator)
@@ -45,27 +45,27 @@ def mean_objective(points: Tensor, centroids: Tensor) -> float:
 
 
 @pytest.mark.parametrize("num_buckets", [8, 64])
-def test_batched_form_is_as_good_as_faiss(num_buckets: int) -> None:
+def test_batched_objective_matches_faiss(num_buckets: int) -> None:
     points = blobs(heads=4)
-    ours, theirs = (fit(points, num_buckets, 10, 0) for fit in (batched_kmeans, faiss_kmeans))
-    assert ours.shape == theirs.shape == (4, num_buckets, 16)
-    for centroids in (ours, theirs):
+    batched, faiss = (fit(points, num_buckets, 10, 0) for fit in (batched_kmeans, faiss_kmeans))
+    assert batched.shape == faiss.shape == (4, num_buckets, 16)
+    for centroids in (batched, faiss):
         torch.testing.assert_close(centroids.norm(dim=-1), torch.ones(4, num_buckets))
-    # 1 % of the objective, and each seed ends in another local optimum: the mean over heads is compared
-    assert mean_objective(points, ours) == pytest.approx(mean_objective(points, theirs), rel=0.01)
+    # Each seed ends in another local optimum, so that only the mean over heads is comparable.
+    assert mean_objective(points, batched) == pytest.approx(mean_objective(points, faiss), rel=0.01)
 
 
 @pytest.mark.parametrize("normalize_keys", [False, True])
-def test_keys_in_half_precision_are_as_good(normalize_keys: bool) -> None:
+def test_half_precision_keeps_the_objective(normalize_keys: bool) -> None:
     points = blobs(heads=4)
     cfg = KMeansConfig(num_buckets=32, engine="batched", normalize_keys=normalize_keys)
-    full, half = (fit_points(x, cfg, device=CPU, seed=0)[1] for x in (points, points.bfloat16()))
-    for ours, theirs in zip(half, full, strict=True):
-        assert ours["objective"] == pytest.approx(theirs["objective"], rel=0.02)
-        assert normalize_keys == (ours["objective"] <= 1)
+    full, half = (fit_centroids(x, cfg, device=CPU, seed=0)[1] for x in (points, points.bfloat16()))
+    for half_stats, full_stats in zip(half, full, strict=True):
+        assert half_stats["objective"] == pytest.approx(full_stats["objective"], rel=0.02)
+        assert normalize_keys == (half_stats["objective"] <= 1)
 
 
-def test_an_iteration_assigns_by_product_averages_and_normalizes() -> None:
+def test_one_iteration_gives_the_normalized_mean_of_each_bucket() -> None:
     points = blobs(heads=1, num_points=500)
     start = torch.randperm(500, generator=torch.Generator().manual_seed(3))[:10]
     first = normalize(points[0, start], dim=-1)
@@ -74,31 +74,31 @@ def test_an_iteration_assigns_by_product_averages_and_normalizes() -> None:
     torch.testing.assert_close(batched_kmeans(points, 10, 1, seed=3)[0], expected, rtol=0, atol=1e-5)
 
 
-def test_same_seed_same_centroids() -> None:
+def test_centroids_depend_on_the_seed_alone() -> None:
     points = blobs()
     assert torch.equal(batched_kmeans(points, 16, 5, seed=1), batched_kmeans(points, 16, 5, seed=1))
     assert not torch.equal(batched_kmeans(points, 16, 5, seed=1), batched_kmeans(points, 16, 5, seed=2))
 
 
-def test_an_empty_bucket_shares_the_fullest() -> None:
+def test_an_empty_bucket_splits_the_fullest() -> None:
     sums = torch.tensor([[[4.0, 4.0], [0.0, 0.0], [0.0, 2.0]]])
     means = split_empty(sums, torch.tensor([[4.0, 0.0, 2.0]]), torch.full((1, 3, 2), 9.0))
     eps = 1 / 1024
     expected = torch.tensor([[[1 + eps, 1 - eps], [1 - eps, 1 + eps], [0.0, 1.0]]])
     torch.testing.assert_close(means, expected)
-    alone = split_empty(
+    one_full = split_empty(
         torch.tensor([[[3.0, 3.0], [0.0, 0.0], [0.0, 0.0]]]), torch.tensor([[3.0, 0.0, 0.0]]), torch.full((1, 3, 2), 9.0)
     )
-    assert sorted(alone[0, :, 0].tolist())[-1] == 9.0  # nothing left to share: it stays
+    assert sorted(one_full[0, :, 0].tolist())[-1] == 9.0  # no other full bucket is left to split
 
 
-def test_no_bucket_stays_empty_on_duplicated_points() -> None:
+def test_few_buckets_are_empty_for_duplicated_points() -> None:
     points = blobs(heads=1, num_points=40).repeat(1, 20, 1)
     stats = partition_stats(points, batched_kmeans(points, 32, 20, seed=0))
     assert stats[0]["empty_buckets"] <= 3
 
 
-def test_stats() -> None:
+def test_partition_stats_of_known_buckets() -> None:
     points = torch.zeros(2, 4, 8)
     points[0, :, :2] = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
     points[1, :, 1] = 2.0
@@ -108,95 +108,95 @@ def test_stats() -> None:
     assert second == {"points": 4, "objective": 2.0, "empty_buckets": 2, "imbalance": 3.0}
 
 
-def test_fit_uses_all_points_and_normalizes_when_asked() -> None:
+def test_fit_uses_all_points_and_normalizes_keys() -> None:
     points = blobs(heads=1, num_points=2000)
     cfg = KMeansConfig(num_buckets=4, iterations=3, normalize_keys=True)
-    centroids, (stats,) = fit_points(points, cfg, device=CPU, seed=0)
+    centroids, (stats,) = fit_centroids(points, cfg, device=CPU, seed=0)
     assert centroids.shape == (1, 4, 16)
-    assert stats["points"] == 2000  # 500 a bucket: Faiss alone would take 256
+    assert stats["points"] == 2000  # 500 per bucket, where Faiss uses 256 by default
     assert 0 < stats["objective"] <= 1
 
 
-def test_what_cannot_be_clustered_is_refused() -> None:
+def test_non_finite_points_and_unknown_engines_are_rejected() -> None:
     points = blobs(heads=1, num_points=50)
     points[0, 7, 3] = torch.inf
     for engine in ("batched", "faiss"):
         with pytest.raises(UserError, match="dtype=float32: some of the model's keys are not finite"):
-            fit_points(points, KMeansConfig(num_buckets=4, engine=engine), device=CPU, seed=0)
+            fit_centroids(points, KMeansConfig(num_buckets=4, engine=engine), device=CPU, seed=0)
     with pytest.raises(UserError, match=r"kmeans.engine=fais: accepted are auto, batched, faiss \(did you mean faiss\?\)"):
         KMeansConfig(engine="fais")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_fit_on_a_gpu(dtype: torch.dtype) -> None:
+def test_gpu_objective_matches_the_cpu(dtype: torch.dtype) -> None:
     points = blobs(heads=8, num_points=20000).to(dtype)
     cfg = KMeansConfig(num_buckets=64)
-    centroids, stats = fit_points(points, cfg, device=CUDA, seed=0)
+    centroids, stats = fit_centroids(points, cfg, device=CUDA, seed=0)
     on_cpu = mean_objective(points, batched_kmeans(points, 64, 10, seed=0))
     assert sum(head["objective"] for head in stats) / 8 == pytest.approx(on_cpu, rel=0.01)
-    assert torch.equal(fit_points(points, cfg, device=CUDA, seed=0)[0], centroids)
+    assert torch.equal(fit_centroids(points, cfg, device=CUDA, seed=0)[0], centroids)
 
 
-def test_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_engine_progress_and_missing_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [resolve_engine("auto", device) for device in (CPU, CUDA)] == ["faiss", "batched"]
     assert [resolve_engine(engine, CPU) for engine in ("batched", "faiss")] == ["batched", "faiss"]
     points, done = blobs(heads=3, num_points=200), []
-    for engine, each in (("faiss", faiss_kmeans), ("batched", batched_kmeans)):
+    for engine, function in (("faiss", faiss_kmeans), ("batched", batched_kmeans)):
         cfg = KMeansConfig(num_buckets=4, iterations=3, engine=engine)
-        centroids, _ = fit_points(points, cfg, device=CPU, seed=1, advance=done.append)
-        assert torch.equal(centroids, each(points, 4, 3, 1))
+        centroids, _ = fit_centroids(points, cfg, device=CPU, seed=1, advance=done.append)
+        assert torch.equal(centroids, function(points, 4, 3, 1))
     assert done == [1, 1, 1, 3]
 
     monkeypatch.setitem(sys.modules, "faiss", None)
     assert resolve_engine("auto", CUDA) == "batched"
-    with pytest.raises(UserError, match=r"pip install 'msattn\[cpu\]', or kmeans.engine=batched"):
+    with pytest.raises(UserError, match=r"pip install 'msattn\[cpu\]', or use kmeans.engine=batched"):
         resolve_engine("auto", CPU)
     with pytest.raises(UserError, match=r"kmeans.engine=faiss .* pip install 'msattn\[cpu\]'"):
         faiss_kmeans(points, 4, 1, 0)
 
 
-def test_faiss_is_its_own_kmeans() -> None:
-    """What is put together from its parts, so that a GPU can be named, is what ``faiss.Kmeans`` does."""
+def test_faiss_kmeans_matches_the_high_level_interface() -> None:
+    """``faiss_kmeans`` uses the lower-level interface to choose a GPU; the result is that of ``faiss.Kmeans``."""
     import faiss
 
     points = blobs(heads=1, num_points=600)
-    theirs = faiss.Kmeans(16, 8, niter=5, spherical=True, seed=3, min_points_per_centroid=1, max_points_per_centroid=75)
-    theirs.train(points[0].numpy())
-    torch.testing.assert_close(faiss_kmeans(points, 8, 5, 3)[0], torch.from_numpy(theirs.centroids))
+    expected = faiss.Kmeans(16, 8, niter=5, spherical=True, seed=3, min_points_per_centroid=1, max_points_per_centroid=75)
+    expected.train(points[0].numpy())
+    torch.testing.assert_close(faiss_kmeans(points, 8, 5, 3)[0], torch.from_numpy(expected.centroids))
 
 
 @pytest.mark.parametrize("rope", [False, True])
-def test_keys_of_some_layers_in_the_order_of_prompts(rope: bool) -> None:
+def test_collected_keys_are_in_the_order_of_prompts(rope: bool) -> None:
     model, prompts = tiny_model(), random_tokens(3, 20)
     chunks = [{"input_ids": prompt} for prompt in prompts]
-    found = collect_keys(model, chunks, [1], rope=rope)  # pyright: ignore[reportArgumentType]
-    assert list(found) == [1]
-    assert found[1].shape == (2, 3 * 19, 16)
+    keys = collect_keys(model, chunks, [1], rope=rope)  # pyright: ignore[reportArgumentType]
+    assert list(keys) == [1]
+    assert keys[1].shape == (2, 3 * 19, 16)
     for number, chunk in enumerate(chunks):
         alone = collect_keys(model, [chunk], [0, 1], rope=rope)  # pyright: ignore[reportArgumentType]
-        assert torch.equal(found[1][:, 19 * number : 19 * (number + 1)], alone[1])
+        assert torch.equal(keys[1][:, 19 * number : 19 * (number + 1)], alone[1])
 
 
 JOB = """
 import sys, time
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.saap import kmeans
+from msattn.trainer.saap import fit_kmeans as job
 
-class Slow(kmeans.FinishedParts):
+class Slow(job.FinishedParts):
     def save(self, *inputs):
         time.sleep(0.3)
         super().save(*inputs)
 
 if sys.argv[-1] == "slowly":
-    kmeans.FinishedParts = Slow
+    job.FinishedParts = Slow
     sys.argv.pop()
-kmeans.fit_kmeans(compose("fit-kmeans", sys.argv[1:]))
+job.fit_kmeans(compose("fit-kmeans", sys.argv[1:]))
 """
 
 
 def settings(folder: Path) -> list[str]:
-    """A job on the embedded model."""
+    """Returns the overrides of a job on the embedded model."""
     text = folder / "text.txt"
     text.write_text(" ".join(f"word {i * i % 997}" for i in range(400)))
     shared = ["device=cpu", "data=text", f"data.path={text}", "data.seq_len=96", "tracker=none", f"outputs={folder}/outputs"]
@@ -204,7 +204,7 @@ def settings(folder: Path) -> list[str]:
 
 
 def start(folder: Path, *arguments: str) -> Job:
-    """It in two processes."""
+    """Starts the job in two processes."""
     return Job(JOB, folder, *settings(folder), *arguments, processes=2)
 
 
@@ -214,7 +214,7 @@ def written(folder: Path) -> artifacts.Artifact:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
-    """What one process makes that nothing interrupts."""
+    """Returns the artifact of one uninterrupted process."""
     folder = tmp_path_factory.mktemp("alone")
     cfg = compose("fit-kmeans", settings(folder))
     assert isinstance(cfg, FitKMeansConfig)
@@ -223,8 +223,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
 
 
 @pytest.mark.slow
-def test_two_processes_make_what_one_makes(tmp_path: Path, alone: artifacts.Artifact) -> None:
-    assert start(tmp_path).output().count("k-means of heads") == 1, "one process shows how far it is"
+def test_two_ranks_give_the_result_of_one_process(tmp_path: Path, alone: artifacts.Artifact) -> None:
+    assert start(tmp_path).output().count("k-means of heads") == 1, "only rank 0 shows progress"
     manifest = written(tmp_path).manifest
     assert manifest["content_hash"] == alone.manifest["content_hash"]
     assert manifest["details"] == alone.manifest["details"]
@@ -233,8 +233,8 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, alone: artifacts.Arti
 
 
 @pytest.mark.slow
-def test_a_killed_job_goes_on(tmp_path: Path, alone: artifacts.Artifact) -> None:
-    """Killed with some layers done: those are whole and kept, and the job ends the same."""
+def test_a_killed_job_resumes(tmp_path: Path, alone: artifacts.Artifact) -> None:
+    """Finished layers are kept, and the result is that of an uninterrupted job."""
     parts = tmp_path / "outputs/tiny/base/runs/kmeans/layers"
     running = start(tmp_path, "slowly")
     running.wait_for(lambda: list(parts.glob("*.safetensors")))
@@ -248,8 +248,8 @@ def test_a_killed_job_goes_on(tmp_path: Path, alone: artifacts.Artifact) -> None
     assert all(torch.equal(part, centroids[int(name.removeprefix("layer_"))]) for name, part in kept.items())
 
 
-def test_a_decoded_token_gets_the_bucket_that_a_prompt_gives(device: str) -> None:
-    """Decoding takes a plain product; the buckets of whole prompts come from the operator."""
+def test_a_decoded_token_gets_the_same_bucket_as_in_a_prompt(device: str) -> None:
+    """Single tokens use a plain product, prompts the ``nearest_centroid`` operation."""
     kmeans = KMeans(normalize(torch.randn(1, 3, 40, 64), dim=-1), [2]).to(device)
     keys = torch.randn(2, 3, 50, 64, device=device).bfloat16()
     prompt = kmeans.assign(2, keys, keys)
@@ -259,7 +259,7 @@ def test_a_decoded_token_gets_the_bucket_that_a_prompt_gives(device: str) -> Non
 
 
 @pytest.mark.parametrize("rope", [False, True])
-def test_routing(rope: bool) -> None:
+def test_kmeans_routing_matches_plain_products(rope: bool) -> None:
     centroids = normalize(torch.randn(2, 3, 7, 8), dim=-1)
     kmeans = KMeans(centroids, [1, 4], rope)
     before, after = torch.randn(2, 3, 20, 8), torch.randn(2, 3, 20, 8)
@@ -274,7 +274,7 @@ def test_routing(rope: bool) -> None:
     scores = kmeans.scores(1, q_before, q_after)
     expected = torch.stack([(queries[:, 2 * h : 2 * h + 2] @ centroids[0, h].double().T).sum(1) for h in range(3)], dim=1)
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
-    own = torch.stack([queries[:, h] @ centroids[0, h // 2].double().T for h in range(6)], dim=1)
-    torch.testing.assert_close(kmeans.head_scores(1, q_before, q_after).double(), own, rtol=0, atol=1e-5)
+    head_expected = torch.stack([queries[:, h] @ centroids[0, h // 2].double().T for h in range(6)], dim=1)
+    torch.testing.assert_close(kmeans.head_scores(1, q_before, q_after).double(), head_expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"layer=2: this router holds layers \[1, 4\]"):
         kmeans.scores(2, q_before, q_after)

@@ -1,4 +1,4 @@
-"""Query classifiers: the batched form is one MLP a head, and serving is evaluating."""
+"""Query classifiers: the batched form against one MLP per head, and folded weights against evaluation mode."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ LAYERS, KV_HEADS, GROUP, DIM, HIDDEN, BUCKETS = 2, 2, 3, 8, 12, 5
 
 def qmodel(per_query_head: bool = False, rope: bool = False, residual: bool = False) -> QModel:
     partition = KMeans(normalize(torch.randn(LAYERS, KV_HEADS, BUCKETS, DIM), dim=-1), [0, 3], rope)
-    made = QModel(partition, KV_HEADS * (GROUP if per_query_head else 1), HIDDEN, residual=residual)
-    for parameter in (made.gain, made.shift, made.bias_out):
+    router = QModel(partition, KV_HEADS * (GROUP if per_query_head else 1), HIDDEN, residual=residual)
+    for parameter in (router.gain, router.shift, router.bias_out):
         nn.init.normal_(parameter)
-    return made
+    return router
 
 
-def plain(batched: QModel, layer: int, head: int) -> nn.Sequential:
-    """The same classifier out of PyTorch's own parts."""
+def plain_mlp(batched: QModel, layer: int, head: int) -> nn.Sequential:
+    """Returns one classifier as a module of PyTorch layers."""
     mlp = nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, BUCKETS))
     linear_in, norm, _, linear_out = mlp
     assert isinstance(linear_in, nn.Linear)
@@ -35,16 +35,16 @@ def plain(batched: QModel, layer: int, head: int) -> nn.Sequential:
     return mlp.train(batched.training)
 
 
-def test_batched_is_one_mlp_a_head_in_training_and_evaluation() -> None:
+def test_batched_matches_one_mlp_per_head_in_training_and_evaluation() -> None:
     batched = qmodel().train()
-    plains = [[plain(batched, layer, head) for head in range(KV_HEADS)] for layer in range(LAYERS)]
+    mlps = [[plain_mlp(batched, layer, head) for head in range(KV_HEADS)] for layer in range(LAYERS)]
     for rows, training in ((40, True), (25, True), (7, False), (1, False)):
         batched.train(training)
         queries = torch.randn(LAYERS, KV_HEADS, rows, DIM)
         logits = batched(queries)
         for layer in range(LAYERS):
             for head in range(KV_HEADS):
-                expected = plains[layer][head].train(training)(queries[layer, head])
+                expected = mlps[layer][head].train(training)(queries[layer, head])
                 torch.testing.assert_close(logits[layer, head], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_batched_is_one_mlp_a_head_in_training_and_evaluation() -> None:
 @pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @torch.no_grad()
-def test_scores_are_summed_probabilities_of_the_group(per_query_head: bool, rope: bool, residual: bool) -> None:
+def test_scores_are_probabilities_summed_over_the_query_group(per_query_head: bool, rope: bool, residual: bool) -> None:
     router = qmodel(per_query_head, rope, residual)
     router.mean.normal_()
     router.variance.uniform_(0.5, 2)
@@ -65,16 +65,16 @@ def test_scores_are_summed_probabilities_of_the_group(per_query_head: bool, rope
 
     queries = (after if rope else before)[:, :, 0]
     per_head = 1 if per_query_head else GROUP
-    rows = queries.transpose(0, 1).reshape(-1, per_head * 2, DIM)  # [H, queries a classifier * B, D]
+    rows = queries.transpose(0, 1).reshape(-1, per_head * 2, DIM)  # [H, queries per classifier * B, D]
     probs = router(rows.expand(LAYERS, -1, -1, -1))[1].softmax(-1)
     expected = probs.reshape(KV_HEADS, GROUP, 2, BUCKETS).sum(1).transpose(0, 1)
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
-    own = router.head_scores(3, before, after)
-    torch.testing.assert_close(own, probs.reshape(KV_HEADS * GROUP, 2, BUCKETS).transpose(0, 1), rtol=1e-5, atol=1e-6)
+    head_scores = router.head_scores(3, before, after)
+    torch.testing.assert_close(head_scores, probs.reshape(KV_HEADS * GROUP, 2, BUCKETS).transpose(0, 1), rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
-def test_folded_weights_follow_training_and_moves() -> None:
+def test_folded_weights_are_dropped_by_train_and_to() -> None:
     router = qmodel().eval()
     query = torch.randn(1, KV_HEADS * GROUP, 1, DIM)
     before = router.scores(0, query, query)
@@ -84,13 +84,13 @@ def test_folded_weights_follow_training_and_moves() -> None:
     assert not torch.allclose(before, after)
     half = router.scores(0, query.half(), query.half())
     torch.testing.assert_close(half, after, rtol=0, atol=2e-2)  # fp16 products: logits of about 5 are off by 5e-3
-    twice = router.double().scores(0, query.double(), query.double())
-    torch.testing.assert_close(twice, after, rtol=0, atol=1e-5)
+    double = router.double().scores(0, query.double(), query.double())
+    torch.testing.assert_close(double, after, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
 @torch.no_grad()
-def test_a_residual_classifier_adds_to_plain_routing(per_query_head: bool) -> None:
+def test_a_residual_classifier_adds_the_centroid_products(per_query_head: bool) -> None:
     router = qmodel(per_query_head, residual=True).eval()
     queries = torch.randn(LAYERS, router.weight_in.shape[1], 7, DIM)
     corrected = router(queries)
@@ -100,7 +100,7 @@ def test_a_residual_classifier_adds_to_plain_routing(per_query_head: bool) -> No
     torch.testing.assert_close(corrected, router(queries) + products)
 
 
-def test_first_weights_are_a_layers_own() -> None:
+def test_initial_weights_depend_on_seed_and_layer_alone() -> None:
     centroids = normalize(torch.randn(2, KV_HEADS, BUCKETS, DIM), dim=-1)
     both, alone = QModel(KMeans(centroids, [1, 3]), 2, 6, seed=5), QModel(KMeans(centroids[1:], [3]), 2, 6, seed=5)
     assert torch.equal(both.weight_in[1:], alone.weight_in)
@@ -110,7 +110,7 @@ def test_first_weights_are_a_layers_own() -> None:
     assert both.weight_out.abs().max() <= 6**-0.5
 
 
-def test_keys_go_to_the_partitions_buckets() -> None:
+def test_keys_are_assigned_by_the_partition() -> None:
     router = qmodel()
     keys = torch.randn(2, KV_HEADS, 11, DIM)
     assert torch.equal(router.assign(3, keys, keys), router.partition.assign(3, keys, keys))
@@ -119,6 +119,6 @@ def test_keys_go_to_the_partitions_buckets() -> None:
         router.scores(1, keys, keys)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_a_number_of_heads_that_is_no_multiple_is_rejected() -> None:
     with pytest.raises(ValueError, match="num_heads=3: expected a multiple of the partition's 2"):
         QModel(qmodel().partition, 3, HIDDEN)

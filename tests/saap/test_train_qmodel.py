@@ -1,4 +1,4 @@
-"""`fit-kmeans` and `train-qmodel`, from text to artifacts, and the pieces between."""
+"""`fit-kmeans` and `train-qmodel`: from text to artifacts, resuming, several ranks, and the cached targets."""
 
 import gc
 import json
@@ -28,14 +28,15 @@ from msattn.trainer.config import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.saap import kmeans, pairs
+from msattn.trainer.saap import fit_kmeans as fit_kmeans_module
+from msattn.trainer.saap import targets
 from msattn.trainer.saap.distillation import Distiller
 from msattn.trainer.saap.fit_kmeans import fit_kmeans
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.pairs import Pairs, layer_pairs
-from msattn.trainer.saap.parts import FinishedParts
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.train_qmodel import groups_of, train_qmodel
+from msattn.trainer.saap.targets import QueryTargets, TargetCache, layer_targets
+from msattn.trainer.saap.train_qmodel import layer_groups, train_qmodel
+from msattn.trainer.training.parts import FinishedParts
 from tests.factory import random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job
 
@@ -44,7 +45,7 @@ LENGTH, BUCKETS = 128, 8
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents that repeat words from far back."""
+    """A folder of documents that repeat words at long distances."""
     folder = tmp_path_factory.mktemp("text")
     generator = torch.Generator().manual_seed(0)
     for number in range(24):
@@ -78,7 +79,7 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return outputs
 
 
-def test_artifacts(trained: Path) -> None:
+def test_artifacts_load_and_record_their_source(trained: Path) -> None:
     partition = KMeans.load(trained / "toy" / "base" / "kmeans")
     assert partition.centroids.shape == (2, 2, BUCKETS, 16)
     assert partition.artifact is not None
@@ -99,11 +100,11 @@ def test_artifacts(trained: Path) -> None:
     assert torch.isfinite(qmodel.scores(1, query, query)).all()
 
 
-def test_training_beats_routing_by_centroids(trained: Path) -> None:
+def test_trained_routing_beats_kmeans_routing(trained: Path) -> None:
     metrics = artifacts.read(trained / "toy" / "base" / "qmodel").manifest["metrics"]
     for probes in (1, 2, 4):
-        oracle, learnt, untrained = (metrics[f"recall_{name}@{probes}"] for name in ("oracle", "qmodel", "kmeans"))
-        assert untrained < learnt <= oracle <= 1
+        oracle, qmodel, kmeans = (metrics[f"recall_{name}@{probes}"] for name in ("oracle", "qmodel", "kmeans"))
+        assert kmeans < qmodel <= oracle <= 1
     assert metrics["recall_oracle@8"] == pytest.approx(1, abs=2e-3)  # all buckets; targets are kept in fp16
     assert metrics["loss"] == pytest.approx((metrics["loss/layer 0"] + metrics["loss/layer 1"]) / 2)
     assert metrics["recall_qmodel@8/layer 1"] <= metrics["recall_oracle@8/layer 1"]
@@ -115,43 +116,45 @@ def test_training_beats_routing_by_centroids(trained: Path) -> None:
 
 
 def interrupted_after(times: int, function: Any) -> Any:
-    """``function``, until it has been called so often: then Ctrl-C."""
-    left = iter([function] * times)
+    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first ``times``."""
+    remaining = iter([function] * times)
 
     def call(*args: Any, **named: Any) -> Any:
         try:
-            return next(left)(*args, **named)
+            return next(remaining)(*args, **named)
         except StopIteration:
             raise KeyboardInterrupt from None
 
     return call
 
 
-def test_interrupted_runs_end_the_same(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_runs_give_the_uninterrupted_result(
+    text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for_kmeans, for_qmodel = configs(text, tmp_path)
     for_kmeans, for_qmodel = replace(for_kmeans, resume=True), replace(for_qmodel, resume=True)
 
-    def run_until(module: Any, name: str, times: int, job: Any, cfg: Any) -> None:
+    def run_until(owner: Any, name: str, times: int, job: Any, cfg: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, interrupted_after(times, getattr(module, name)))
+            patch.setattr(owner, name, interrupted_after(times, getattr(owner, name)))
             with pytest.raises(KeyboardInterrupt):
                 job(cfg)
 
-    run_until(kmeans, "fit_points", 1, fit_kmeans, for_kmeans)
+    run_until(fit_kmeans_module, "fit_centroids", 1, fit_kmeans, for_kmeans)
     with pytest.raises(UserError, match=r"resume=true: .* made with other settings"):
         fit_kmeans(replace(for_kmeans, seed=1))
     fit_kmeans(for_kmeans)
-    run_until(pairs, "prompt_pairs", 2, train_qmodel, for_qmodel)
+    run_until(targets, "prompt_targets", 2, train_qmodel, for_qmodel)
     for_qmodel = replace(for_qmodel, qmodel=replace(for_qmodel.qmodel, layers_at_once=1))
-    run_until(Distiller, "forward", 55, train_qmodel, for_qmodel)  # the second layer's
-    run_until(Distiller, "forward", 4, train_qmodel, for_qmodel)  # from its checkpoint at step 20, to 24
+    run_until(Distiller, "forward", 55, train_qmodel, for_qmodel)  # while the second layer trains
+    run_until(Distiller, "forward", 4, train_qmodel, for_qmodel)  # steps 20 to 24, from the checkpoint of step 20
     with monkeypatch.context() as patch:
-        patch.setattr(Distiller, "forward", interrupted_after(10, Distiller.forward))  # no layer begins again
+        patch.setattr(Distiller, "forward", interrupted_after(10, Distiller.forward))  # fails if a layer restarts
         train_qmodel(for_qmodel)
-    assert not any(type(each) is Pairs for each in gc.get_objects()), "a group leaves nothing on the device"
+    assert not any(type(each) is QueryTargets for each in gc.get_objects()), "a group's data must be freed"
     for kind in ("kmeans", "qmodel"):
-        ours, theirs = (artifacts.read(root / "toy" / "base" / kind) for root in (tmp_path, trained))
-        assert ours.manifest["content_hash"] == theirs.manifest["content_hash"]
+        resumed, uninterrupted = (artifacts.read(root / "toy" / "base" / kind) for root in (tmp_path, trained))
+        assert resumed.manifest["content_hash"] == uninterrupted.manifest["content_hash"]
 
 
 JOB = """
@@ -167,7 +170,7 @@ train_qmodel(replace(cfg, resume=True, train=replace(cfg.train, save_every=int(s
 
 
 @pytest.mark.slow
-def test_two_processes_make_what_one_makes_and_go_on_when_killed(text: Path, trained: Path, tmp_path: Path) -> None:
+def test_two_ranks_resume_after_a_kill_to_the_result_of_one_process(text: Path, trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "toy" / "base"
     shutil.copytree(trained / "toy" / "base" / "kmeans", folder / "kmeans")
     killed = Job(JOB, tmp_path, text, tmp_path, 1, processes=2)  # saves every step
@@ -177,7 +180,7 @@ def test_two_processes_make_what_one_makes_and_go_on_when_killed(text: Path, tra
 
     job = Job(JOB, tmp_path, text, tmp_path, 10, processes=2)
     printed = job.output()
-    assert "targets of" not in printed + job.err.read_text(), "the cached pairs are all there"
+    assert "targets of" not in printed + job.err.read_text(), "all targets must be cached"
     assert printed.count(f"{folder / 'qmodel'}  ") == 1
     assert [line for line in printed.splitlines() if line.startswith("layers ")] == ["layers 0: 2 classifiers train at once"]
     shared, alone = (artifacts.read(root / "toy" / "base" / "qmodel").manifest for root in (tmp_path, trained))
@@ -187,45 +190,45 @@ def test_two_processes_make_what_one_makes_and_go_on_when_killed(text: Path, tra
     assert not (folder / "runs" / "qmodel" / "layers").exists()
 
 
-def refused(cfg: TrainQModelConfig, message: str, **qmodel: Any) -> None:
+def rejects(cfg: TrainQModelConfig, message: str, **qmodel: Any) -> None:
     with pytest.raises(UserError, match=message):
         train_qmodel(replace(cfg, qmodel=replace(cfg.qmodel, **qmodel)))
 
 
-def test_what_cannot_be_trained_is_refused(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for_kmeans, cfg = configs(text, trained)
-    refused(cfg, "an artifact already exists; overwrite=true")
+    rejects(cfg, "an artifact already exists; overwrite=true")
     cfg = replace(cfg, name="second")
-    refused(cfg, "there is no k-means in .*; make it with msattn fit-kmeans")
+    rejects(cfg, "there is no k-means in .*; run msattn fit-kmeans")
     cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
-    refused(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
-    refused(cfg, "qmodel.long_range=127: no query looks that far back in 4 prompts", long_range=127, causal=True)
-    refused(
-        cfg, "qmodel.min_distance=126: a head has no query with keys so far away in 4 prompts", min_distance=126, causal=True
+    rejects(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
+    rejects(cfg, "qmodel.long_range=127: no query has its top key so far away in 4 prompts", long_range=127, causal=True)
+    rejects(
+        cfg, "qmodel.min_distance=126: some head has no query with keys so far away in 4 prompts", min_distance=126, causal=True
     )
-    refused(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
-    refused(cfg, "qmodel.min_distance=-1: null, or 0 or more tokens", min_distance=-1)
+    rejects(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
+    rejects(cfg, "qmodel.min_distance=-1: null, or 0 or more tokens", min_distance=-1)
     with pytest.raises(UserError, match=r"train.max_grad_norm=1.0: accepted is 0: a norm over layers"):
         replace(cfg, train=replace(cfg.train, max_grad_norm=1.0))
-    refused(replace(cfg, seed=1), "its weights_hash is")
+    rejects(replace(cfg, seed=1), "its weights_hash is")
     with pytest.raises(UserError, match=r"qmodel.layers_at_once=0: null or a positive number"):
         replace(cfg.qmodel, layers_at_once=0)
     with monkeypatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-        refused(cfg, r"qmodel.num_prompts=4: training one layer takes .* GB of memory, 0.0 GB are free")
-        refused(cfg, r"qmodel.layers_at_once=9: training 2 layers takes .* leave it to null", layers_at_once=9)
+        rejects(cfg, r"qmodel.num_prompts=4: training one layer takes .* GB of memory, 0.0 GB are free")
+        rejects(cfg, r"qmodel.layers_at_once=9: training 2 layers takes .* set it to null", layers_at_once=9)
         other = replace(for_kmeans, outputs=str(tmp_path))
         with pytest.raises(UserError, match=r"kmeans.num_prompts=4: the keys take 0.0 GB of memory, 0.0 GB are free"):
             fit_kmeans(other)
-    monkeypatch.setattr(pairs.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    refused(cfg, r"qmodel.num_prompts=4: cached queries take up to 0.0 GB .* where 0.0 GB are free", queries_per_prompt=39)
-    with pytest.raises(UserError, match=r"kmeans.num_buckets=509: .* at most as many as there are keys, 508"):
+    monkeypatch.setattr(targets.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    rejects(cfg, r"qmodel.num_prompts=4: cached queries take up to 0.0 GB .* where 0.0 GB are free", queries_per_prompt=39)
+    with pytest.raises(UserError, match=r"kmeans.num_buckets=509: .* at most 508, the number of keys"):
         fit_kmeans(replace(other, kmeans=replace(for_kmeans.kmeans, num_buckets=509)))
-    assert not list(tmp_path.rglob("*")), "refused before any work"
+    assert not list(tmp_path.rglob("*")), "rejected before any work"
 
 
-def test_targets_of_another_dtype_are_not_used(text: Path, trained: Path, device: str) -> None:
-    """Where weights are identified alike in every dtype, the cached queries and targets are not. GPUs draw other weights."""
+def test_cached_targets_of_another_dtype_are_rejected(text: Path, trained: Path, device: str) -> None:
+    """On the CPU the random weights and their hash are the same in every dtype; on a GPU they differ."""
     _, cfg = configs(text, trained)
     cfg = replace(cfg, name="third", artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
     cfg = replace(cfg, train=replace(cfg.train, steps=2))
@@ -235,10 +238,10 @@ def test_targets_of_another_dtype_are_not_used(text: Path, trained: Path, device
         train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
 
 
-def test_a_resumed_run_leaves_no_checkpoints(
+def test_a_finished_run_leaves_no_checkpoints(
     text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where its layers are grouped otherwise than before."""
+    """Also if it was resumed with other groups of layers."""
     _, cfg = configs(text, tmp_path)
     cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")), resume=True)
     with monkeypatch.context() as patch:
@@ -251,31 +254,31 @@ def test_a_resumed_run_leaves_no_checkpoints(
     assert not list(work.glob("*/checkpoints"))
 
 
-def tapped(model: Any, tokens: torch.Tensor) -> list[LayerInputs]:
-    seen: list[LayerInputs] = []
+def layer_inputs(model: Any, tokens: torch.Tensor) -> list[LayerInputs]:
+    inputs: list[LayerInputs] = []
 
-    def attend(x: LayerInputs) -> torch.Tensor:
-        seen.append(x)
+    def recording_attention(x: LayerInputs) -> torch.Tensor:
+        inputs.append(x)
         return dense_attention(x)
 
-    with tap(model, attend), torch.no_grad():
+    with tap(model, recording_attention), torch.no_grad():
         run_backbone(model, tokens)
-    return seen
+    return inputs
 
 
-def partition_of(x: LayerInputs, rope: bool = False) -> KMeans:
+def random_partition(x: LayerInputs, rope: bool = False) -> KMeans:
     return KMeans(normalize(torch.randn(2, x.k.shape[1], BUCKETS, x.k.shape[3]), dim=-1), [0, 1], rope)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("min_distance", [None, 10])
 @pytest.mark.parametrize("rope", [False, True])
-def test_pairs_are_long_range_queries_and_their_attention(causal: bool, min_distance: int | None, rope: bool) -> None:
-    x = tapped(tiny_model(), random_tokens(1, 60))[1]
-    partition = partition_of(x, rope)
+def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_distance: int | None, rope: bool) -> None:
+    x = layer_inputs(tiny_model(), random_tokens(1, 60))[1]
+    partition = random_partition(x, rope)
     cfg = QModelConfig(queries_per_prompt=20, long_range=12, causal=causal, min_distance=min_distance)
     positions = torch.arange(0, 60, 2, dtype=torch.int32)
-    found = layer_pairs(x, partition, cfg, positions, torch.Generator().manual_seed(0))
+    found = layer_targets(x, partition, cfg, positions, torch.Generator().manual_seed(0))
     ends = found["counts"].cumsum(0).tolist()
 
     buckets = partition.assign(1, x.k_nope, x.k)[0]
@@ -302,68 +305,42 @@ def test_pairs_are_long_range_queries_and_their_attention(causal: bool, min_dist
         torch.testing.assert_close(found["targets"][rows].double(), mass[chosen], rtol=0, atol=1e-3)  # fp16
 
 
-def test_without_a_long_range_every_query_counts() -> None:
-    x = tapped(tiny_model(), random_tokens(1, 60))[1]
+def test_long_range_0_uses_every_query() -> None:
+    x = layer_inputs(tiny_model(), random_tokens(1, 60))[1]
     cfg = QModelConfig(queries_per_prompt=60, long_range=0)
-    found = layer_pairs(x, partition_of(x), cfg, torch.arange(60, dtype=torch.int32), torch.Generator().manual_seed(0))
+    found = layer_targets(x, random_partition(x), cfg, torch.arange(60, dtype=torch.int32), torch.Generator().manual_seed(0))
     assert found["counts"].tolist() == found["long_range"].tolist() == [60] * 4
 
 
-def test_cached_rows_come_back_by_classifier(trained: Path, text: Path) -> None:
-    """The rows of a query group lie together, prompt after prompt; a layer alone is read from its own places."""
+def test_cached_rows_are_loaded_by_classifier(trained: Path, text: Path) -> None:
+    """The rows of a query group are contiguous, ordered by prompt; loading one layer gives the same rows."""
     _, cfg = configs(text, trained)
     partition = KMeans.load(trained / "toy" / "base" / "kmeans")
     work = trained / "toy" / "base" / "runs" / "qmodel"
     parts = FinishedParts(work / "cache", json.loads((work / "cache" / "settings.json").read_text()), resume=True)
-    cache = pairs.PairCache(parts, "train", [None] * 4, partition, cfg)  # pyright: ignore[reportArgumentType]
-    files = [parts.load(cache.name(i))[0] for i in range(4)]
+    cache = TargetCache(parts, "train", [None] * 4, partition, cfg)  # pyright: ignore[reportArgumentType]
+    files = [parts.load(cache.part_name(i))[0] for i in range(4)]
     whole = cache.load([0, 1], 2, torch.device("cpu"))
     assert whole.count.sum() == len(whole.queries) == cache.totals("counts").sum()
-    for slot, head in ((0, 0), (1, 0), (1, 1)):
+    for layer, head in ((0, 0), (1, 0), (1, 1)):
         expected = []
         for file in files:
-            heads = file[f"{slot}.targets"].split(file[f"{slot}.counts"].tolist())
+            heads = file[f"{layer}.targets"].split(file[f"{layer}.counts"].tolist())
             expected += heads[2 * head : 2 * head + 2]
-        first = int(whole.start[slot, head])
-        own = whole.targets[first : first + int(whole.count[slot, head])]
-        assert torch.equal(own, torch.cat(expected))
+        first = int(whole.start[layer, head])
+        rows = whole.targets[first : first + int(whole.count[layer, head])]
+        assert torch.equal(rows, torch.cat(expected))
     alone = cache.load([1], 2, torch.device("cpu"))
     assert torch.equal(alone.queries, whole.queries[int(whole.start[1, 0]) :])
     torch.testing.assert_close(alone.entropy, -torch.xlogy(alone.targets.float(), alone.targets.float()).sum(-1))
 
 
-def test_groups_stay_the_same_when_some_are_done() -> None:
+def test_remaining_groups_are_the_same_after_some_are_finished() -> None:
     for number in range(1, 40):
         for at_once in range(1, 40):
-            groups = groups_of(list(range(number)), at_once)
+            groups = layer_groups(list(range(number)), at_once)
             assert list(chain(*groups)) == list(range(number))
             assert max(map(len, groups)) <= at_once
             for finished in range(len(groups)):
-                assert groups_of(list(chain(*groups[finished:])), at_once) == groups[finished:]
-    assert groups_of([], 3) == []
-
-
-def test_parts_are_whole_or_not_there(tmp_path: Path) -> None:
-    parts = FinishedParts(tmp_path / "parts", {"seed": 0}, resume=False)
-    parts.save("one", {"x": torch.arange(3)}, {"note": 1})
-    again = FinishedParts(tmp_path / "parts", {"seed": 0}, resume=True)
-    tensors, note = again.load("one")
-    assert torch.equal(tensors["x"], torch.arange(3))
-    assert note == {"note": 1}
-    (parts.folder / "two.123.partial").write_text("cut short by a kill")
-    FinishedParts(tmp_path / "parts", {"seed": 0}, resume=True)
-    assert sorted(path.name for path in parts.folder.iterdir()) == ["one.safetensors", "settings.json"]
-    with pytest.raises(UserError, match="resume=true"):
-        FinishedParts(tmp_path / "parts", {"seed": 1}, resume=True)
-    assert not FinishedParts(tmp_path / "parts", {"seed": 1}, resume=False).path("one").exists()
-
-
-def test_a_full_disk_is_said_when_parts_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, *_: Any) -> int:
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UserError, match=r"settings.json cannot be written \(No space left on device\)"):
-        FinishedParts(tmp_path / "parts", {"seed": 0}, resume=False)
-    assert not list((tmp_path / "parts").iterdir())
+                assert layer_groups(list(chain(*groups[finished:])), at_once) == groups[finished:]
+    assert layer_groups([], 3) == []

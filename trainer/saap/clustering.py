@@ -1,6 +1,7 @@
 """Spherical k-means of the keys of one layer (SAAP, arXiv 2502.08246, sections 3 and 4).
 
-Two engines: :func:`batched_kmeans`, all heads at once through :mod:`msattn.kernels.nearest_centroid`; Faiss, head after head.
+There are two engines: :func:`batched_kmeans` clusters all heads at once through :mod:`msattn.kernels.nearest_centroid`;
+:func:`faiss_kmeans` clusters them one after another.
 """
 
 import math
@@ -15,22 +16,22 @@ from msattn.kernels.nearest_centroid import bucket_sums, nearest_centroid
 from msattn.trainer.config import KMeansConfig
 from msattn.trainer.errors import UserError
 
-SPLIT_EPS = 1 / 1024  # an empty bucket takes half of a full one: both centroids move apart by this share
+SPLIT_EPS = 1 / 1024  # relative distance by which the two centroids move apart when a full bucket is split
 
 
 def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int) -> Tensor:
-    """Spherical k-means of ``H`` point sets at once, as ``faiss.Kmeans(spherical=True)`` does each of them.
+    """Runs spherical k-means on ``H`` point sets at once, with the algorithm of ``faiss.Kmeans(spherical=True)``.
 
     Parameters
     ----------
     points : Tensor
         ``[H, n, D]``, fp32, fp16 or bf16, on any device, ``n >= num_buckets``.
     num_buckets, iterations, seed : int
-        Random points are the first centroids; then ``iterations`` of assigning and averaging.
+        Random points are the first centroids, followed by ``iterations`` Lloyd iterations.
 
     Returns
     -------
-    Tensor : unit centroids ``[H, C, D]``, fp32; on one kind of machine bitwise the same for a seed.
+    Tensor : unit centroids ``[H, C, D]``, fp32. Bitwise reproducible for a seed on one kind of machine.
     """
     generator = torch.Generator().manual_seed(seed)
     first = torch.randperm(points.shape[1], generator=generator)[:num_buckets].to(points.device)
@@ -43,37 +44,49 @@ def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int)
 
 
 def split_empty(sums: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
-    """Means ``[H, C, D]`` of the buckets; the e-th empty bucket and the e-th fullest share the latter's members.
+    """Returns the means ``[H, C, D]`` of the buckets, where the e-th fullest bucket is split to fill the e-th empty one.
 
-    ``sums [H, C, D]``, ``counts [H, C]``. ``centroids`` stay where there is no full bucket left to share.
+    Empty buckets keep their ``centroids`` if there are more of them than full ones.
+
+    Parameters
+    ----------
+    sums, counts : ``[H, C, D]`` and ``[H, C]``, sum and number of the points of each bucket.
     """
     empty = counts == 0
     means = torch.where(empty[..., None], centroids, sums / counts.clamp(min=1)[..., None])
-    by_size = counts.argsort(dim=-1, descending=True, stable=True)  # the empty ones come last
+    by_size = counts.argsort(dim=-1, descending=True, stable=True)  # empty buckets are last
     num_empty = empty.sum(-1, keepdim=True)
     rank = torch.arange(counts.shape[1], device=counts.device)
     donor = rank < torch.minimum(num_empty, counts.shape[1] - num_empty)
     ordered = means.gather(1, by_size[..., None].expand_as(means))
-    taker = donor.flip(-1)  # the e-th fullest gives to the e-th from the end
+    receiver = donor.flip(-1)  # the e-th fullest is split with the e-th from the end
     sign = torch.where(torch.arange(means.shape[2], device=means.device) % 2 == 0, SPLIT_EPS, -SPLIT_EPS)
     moved = torch.where(donor[..., None], ordered * (1 + sign), ordered)
-    moved = torch.where(taker[..., None], ordered.flip(1) * (1 - sign), moved)
+    moved = torch.where(receiver[..., None], ordered.flip(1) * (1 - sign), moved)
     return torch.empty_like(means).scatter_(1, by_size[..., None].expand_as(means), moved)
 
 
 def faiss_kmeans(
     points: Tensor, num_buckets: int, iterations: int, seed: int, advance: Callable[[int], object] = lambda heads: None
 ) -> Tensor:
-    """The reference: Faiss, head after head; on the GPU that ``points [H, n, D]`` are on, if the installed Faiss has GPUs.
+    """Runs the spherical k-means of Faiss on ``points [H, n, D]``, one head after another.
 
-    Returns unit centroids ``[H, C, D]``, fp32. ``advance(1)`` is called after each head. UserError when Faiss is not installed.
+    Uses the GPU of ``points`` if the installed Faiss supports GPUs. ``advance(1)`` is called after each head.
+
+    Returns
+    -------
+    Tensor : unit centroids ``[H, C, D]``, fp32.
+
+    Raises
+    ------
+    UserError : Faiss is not installed.
     """
     faiss = require_faiss()
     _, num_points, size = points.shape
     settings = faiss.ClusteringParameters()
     settings.niter, settings.seed, settings.spherical = iterations, seed, True
     settings.min_points_per_centroid = 1
-    settings.max_points_per_centroid = math.ceil(num_points / num_buckets)  # Faiss would keep 256 without a word
+    settings.max_points_per_centroid = math.ceil(num_points / num_buckets)  # Faiss would silently keep 256
     result = []
     for head in points:
         index = faiss.IndexFlatIP(size)
@@ -88,19 +101,19 @@ def faiss_kmeans(
 
 
 def require_faiss() -> Any:
-    """The module, or UserError with the ways out."""
+    """Returns the ``faiss`` module; UserError with the alternatives if it is not installed."""
     try:
         import faiss
     except ImportError as error:
         raise UserError(
-            "kmeans.engine=faiss (which auto is on a CPU): Faiss is not installed; pip install 'msattn[cpu]', or "
+            "kmeans.engine=faiss (the choice of auto on a CPU): Faiss is not installed; pip install 'msattn[cpu]', or use "
             "kmeans.engine=batched"
         ) from error
     return faiss
 
 
 def resolve_engine(engine: str, device: torch.device) -> str:
-    """``auto`` is ``batched`` on CUDA, ``faiss`` elsewhere; UserError for a Faiss that is not installed."""
+    """Returns the engine that ``auto`` stands for: ``batched`` on CUDA, else ``faiss``; UserError if it is not installed."""
     if engine == "auto":
         engine = "batched" if device.type == "cuda" else "faiss"
     if engine == "faiss":
@@ -108,7 +121,7 @@ def resolve_engine(engine: str, device: torch.device) -> str:
     return engine
 
 
-def fit_points(
+def fit_centroids(
     points: Tensor,
     cfg: KMeansConfig,
     *,
@@ -116,16 +129,24 @@ def fit_points(
     seed: int,
     advance: Callable[[int], object] = lambda heads: None,
 ) -> tuple[Tensor, list[dict[str, float]]]:
-    """Centroids ``[H, C, D]`` (on the CPU) of ``points [H, n, D]``, and for each head what :func:`partition_stats` says.
+    """Clusters ``points [H, n, D]``, ``n >= cfg.num_buckets``, on ``device``.
 
-    ``n >= cfg.num_buckets``. ``advance`` is called with numbers of heads that are done. UserError: points that are not finite,
-    no Faiss where it is to fit.
+    ``advance`` is called with the number of heads that were clustered since the previous call.
+
+    Returns
+    -------
+    centroids : fp32 ``[H, C, D]``, on the CPU.
+    stats : :func:`partition_stats` of each head.
+
+    Raises
+    ------
+    UserError : some points are not finite, or the engine is Faiss and it is not installed.
     """
     engine = resolve_engine(cfg.engine, device)
     points = points.to(device)
     if not points.isfinite().all():
         name = str(points.dtype).removeprefix("torch.")
-        raise UserError(f"dtype={name}: some of the model's keys are not finite; accepted is one that holds them, as float32")
+        raise UserError(f"dtype={name}: some of the model's keys are not finite; use a larger dtype, such as float32")
     if cfg.normalize_keys:
         points = normalize(points.float(), dim=-1).to(points.dtype)
     if engine == "faiss":
@@ -137,15 +158,15 @@ def fit_points(
 
 
 def partition_stats(points: Tensor, centroids: Tensor) -> list[dict[str, float]]:
-    """For each head: points used, objective, empty buckets, imbalance factor.
+    """Returns the number of points, objective, number of empty buckets and imbalance factor of each head.
 
-    The objective is the mean product of a point and its centroid. The imbalance factor is ``C sum_c n_c^2 / n^2``: how many
-    times more points a visit meets than with equal buckets, 1 at best.
+    The objective is the mean product of a point and its centroid. The imbalance factor ``C sum_c n_c^2 / n^2`` is the expected
+    size of a visited bucket relative to equal buckets, 1 at best.
     """
     buckets, products = (x[0] for x in nearest_centroid(points[None], centroids))
     (heads, num_buckets, _), num_points = centroids.shape, points.shape[1]
-    of_all = buckets + num_buckets * torch.arange(heads, device=buckets.device)[:, None]
-    sizes = torch.bincount(of_all.flatten(), minlength=heads * num_buckets).view(heads, num_buckets).double()
+    flat = buckets + num_buckets * torch.arange(heads, device=buckets.device)[:, None]
+    sizes = torch.bincount(flat.flatten(), minlength=heads * num_buckets).view(heads, num_buckets).double()
     objective = products.mean(1, dtype=torch.float64).tolist()
     imbalance = (num_buckets * (sizes**2).sum(1) / num_points**2).tolist()
     empty = (sizes == 0).sum(1).tolist()
@@ -156,6 +177,6 @@ def partition_stats(points: Tensor, centroids: Tensor) -> list[dict[str, float]]
 
 
 def mean_stats(layers: list[list[dict[str, float]]]) -> dict[str, float]:
-    """:func:`partition_stats` averaged over the heads of some layers."""
+    """Averages :func:`partition_stats` over all heads of the given layers."""
     heads = [head for layer in layers for head in layer]
     return {name: sum(head[name] for head in heads) / len(heads) for name in heads[0]}

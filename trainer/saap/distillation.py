@@ -1,7 +1,7 @@
-"""Query classifiers in training: how batches are drawn, the loss, and how well what is learnt routes (SAAP, section 4).
+"""Distillation of the frozen model's attention into query classifiers: batches, loss and routing recall (SAAP, section 4).
 
-A layer's batches come from the seed and its own number alone, and each head's gradient is its own: a layer trains the same
-beside any others.
+The batches of a layer depend on the seed and the layer alone, and the gradients of heads are independent: the layers that
+train together do not change each other's result.
 """
 
 from typing import Any
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from msattn.trainer.saap.pairs import Pairs
 from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.targets import QueryTargets
 
-HEALTH_PROBES = 32
-HEALTH_ROWS = 1024  # of a classifier at once
-SALT = 0x9E3779B9  # keeps the hashes of small seeds and batch numbers apart from those of layers, heads and rows
+MAX_PROBES = 32  # routing recall is measured for at most so many probes
+RECALL_ROWS = 1024  # rows of a classifier evaluated at once
+SALT = 0x9E3779B9  # separates the hashes of small seeds and batch numbers from those of layers, heads and rows
 
 
-def scattered(word: Any) -> Any:
-    """A hash, exact on every device: 32-bit numbers, an int or an int64 Tensor, one to one onto such that look drawn at random.
+def hash32(word: Any) -> Any:
+    """Bijective 32-bit integer hash of an int or an int64 Tensor, exact on every device.
 
-    Both factors are below 2**31, so that no product leaves int64.
+    Both factors are below 2**31, so that no product overflows int64.
     """
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
     return (word >> 16) ^ word
 
 
-class Draws(Dataset[dict[str, int]]):
-    """Item i is the number that the batch i is drawn with, from (seed, i) alone."""
+class BatchSeeds(Dataset[dict[str, int]]):
+    """Seeds of batches: item i depends on (seed, i) alone."""
 
     def __init__(self, seed: int, length: int) -> None:
         self.seed, self.length = seed, length
@@ -38,83 +38,89 @@ class Draws(Dataset[dict[str, int]]):
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, int]:
-        return {"keys": scattered(scattered(self.seed ^ SALT) ^ index)}
+        return {"batch_seeds": hash32(hash32(self.seed ^ SALT) ^ index)}
 
 
 class Distiller(nn.Module):
-    """Classifiers in training: ``KL(target || classifier)``, on batches drawn from ``pairs``.
+    """Trains classifiers to minimize ``KL(target || classifier)`` on random batches of ``data``.
 
     Parameters
     ----------
-    qmodel : trains; the only registered submodule, so the only thing saved.
-    pairs : of the same layers and number of classifiers, on the same device.
-    batch_queries : rows of a classifier that one key draws, with replacement.
-    bf16 : products in bfloat16, as the frozen model's; weights, norm and loss stay in fp32.
+    qmodel : the only registered submodule, so that only its weights are trained and saved.
+    data : of the same layers and the same number of classifiers, on the same device.
+    batch_queries : rows of a classifier that one batch seed samples, with replacement.
+    bf16 : computes products in bfloat16, as in the frozen model. Weights, batch norm and loss stay in fp32.
     """
 
-    def __init__(self, qmodel: QModel, pairs: Pairs, batch_queries: int, *, bf16: bool = False) -> None:
+    def __init__(self, qmodel: QModel, data: QueryTargets, batch_queries: int, *, bf16: bool = False) -> None:
         super().__init__()
-        self.qmodel, self.pairs, self.bf16 = qmodel, pairs, bf16
-        device = pairs.queries.device
-        layer, head, row = (
-            torch.as_tensor(count, device=device)
-            for count in (qmodel.layers, range(qmodel.weight_in.shape[1]), range(batch_queries))
+        self.qmodel, self.data, self.bf16 = qmodel, data, bf16
+        device = data.queries.device
+        layer, head, sample = (
+            torch.as_tensor(values, device=device)
+            for values in (qmodel.layers, range(qmodel.weight_in.shape[1]), range(batch_queries))
         )
-        streams = scattered(scattered(layer)[:, None] ^ head)
-        self.streams = scattered(streams[:, :, None, None] ^ row)  # [layers, H, 1, n], the same in every group
+        head_hashes = hash32(hash32(layer)[:, None] ^ head)
+        self.sample_hashes = hash32(head_hashes[:, :, None, None] ^ sample)  # [layers, H, 1, n], the same in any group
 
-    def draw(self, keys: Tensor) -> Tensor:
-        """Rows of the pairs, int64 ``[layers, H, m * n]``, for ``keys`` int64 ``[m]``: uniform over each classifier's own."""
-        start, count = self.pairs.start[:, :, None, None], self.pairs.count[:, :, None, None]
-        place = scattered(self.streams ^ keys[:, None]) * count >> 32
-        return (place + start).flatten(2)
+    def sample(self, batch_seeds: Tensor) -> Tensor:
+        """Samples rows of each classifier uniformly: int64 ``[layers, H, m * n]`` for ``batch_seeds`` int64 ``[m]``."""
+        start, count = self.data.start[:, :, None, None], self.data.count[:, :, None, None]
+        offset = hash32(self.sample_hashes ^ batch_seeds[:, None]) * count >> 32
+        return (offset + start).flatten(2)
 
-    def forward(self, keys: Tensor) -> dict[str, Tensor | dict[str, Tensor]]:
-        """Loss of the batches that ``keys`` int64 ``[m]`` draw, and each layer's part: means over queries and heads."""
-        rows = self.draw(keys)
-        gathered = (table.index_select(0, rows.flatten()) for table in (self.pairs.queries, self.pairs.targets))
+    def forward(self, batch_seeds: Tensor) -> dict[str, Tensor | dict[str, Tensor]]:
+        """Returns the loss for ``batch_seeds`` int64 ``[m]``, and its parts by layer: means over queries and heads."""
+        rows = self.sample(batch_seeds)
+        gathered = (table.index_select(0, rows.flatten()) for table in (self.data.queries, self.data.targets))
         queries, targets = (values.view(*rows.shape, -1) for values in gathered)
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.bf16):
             logits = self.qmodel(queries.float())
         cross_entropy = -(targets * logits.log_softmax(-1, dtype=torch.float32)).sum(-1)
-        divergence = (cross_entropy - self.pairs.entropy[rows]).mean(-1)  # [layers, H]
-        total, shown = divergence.sum(), divergence.mean()
+        divergence = (cross_entropy - self.data.entropy[rows]).mean(-1)  # [layers, H]
+        total, mean = divergence.sum(), divergence.mean()
         parts = {f"layer {layer}": part for layer, part in zip(self.qmodel.layers, divergence.mean(-1), strict=True)}
-        # The value is the mean; the gradient is the sum's, so that a head trains as if it were alone.
-        return {"loss": total + (shown - total).detach(), "parts": parts}
+        # The value is the mean, but the gradient is that of the sum, so that a head trains as if it were alone.
+        return {"loss": total + (mean - total).detach(), "parts": parts}
 
 
 @torch.no_grad()
-def routing_recall(qmodel: QModel, pairs: Pairs) -> dict[int, dict[str, float]]:
-    """For each layer, the mean attention mass in the buckets that a query visits, for 1, 2, 4, ... probes.
+def routing_recall(qmodel: QModel, data: QueryTargets) -> dict[int, dict[str, float]]:
+    """Measures the mean attention mass in the visited buckets, by layer, for 1, 2, 4, ... probes.
 
-    ``recall_qmodel@L``: chosen by the classifier; ``recall_kmeans@L``: by products with the centroids; ``recall_oracle@L``: the
-    heaviest.
+    Returns
+    -------
+    dict
+        For each layer and each number of probes L: ``recall_qmodel@L`` for the buckets that the classifier ranks highest,
+        ``recall_kmeans@L`` for those with the largest products of query and centroid, ``recall_oracle@L`` for those with the
+        most mass.
     """
-    most = min(HEALTH_PROBES, qmodel.num_buckets)
-    directions = qmodel.directions().mT
-    sums = {name: torch.zeros(len(qmodel.layers), most, device=directions.device) for name in ("qmodel", "kmeans", "oracle")}
-    for some in torch.arange(int(pairs.count.max()), device=directions.device).split(HEALTH_ROWS):
-        count = pairs.count[:, :, None]
-        filled = some < count  # [layers, H, n]
-        rows = pairs.start[:, :, None] + some.minimum(count - 1)
-        queries, targets = pairs.queries[rows].float(), pairs.targets[rows].float()
-        scores = {"qmodel": qmodel(queries), "kmeans": queries @ directions, "oracle": targets}
+    max_probes = min(MAX_PROBES, qmodel.num_buckets)
+    centroids = qmodel.head_centroids().mT
+    sums = {
+        name: torch.zeros(len(qmodel.layers), max_probes, device=centroids.device) for name in ("qmodel", "kmeans", "oracle")
+    }
+    for offsets in torch.arange(int(data.count.max()), device=centroids.device).split(RECALL_ROWS):
+        count = data.count[:, :, None]
+        valid = offsets < count  # [layers, H, n]
+        rows = data.start[:, :, None] + offsets.minimum(count - 1)
+        queries, targets = data.queries[rows].float(), data.targets[rows].float()
+        scores = {"qmodel": qmodel(queries), "kmeans": queries @ centroids, "oracle": targets}
         for name, score in scores.items():
-            mass = targets.gather(-1, score.topk(most, dim=-1).indices).cumsum(-1)
-            sums[name] += (mass * filled[..., None]).sum((1, 2))
-    means = {name: (mass / pairs.count.sum(1, keepdim=True)).tolist() for name, mass in sums.items()}
-    probes = [2**i for i in range(most.bit_length()) if 2**i <= most]
+            mass = targets.gather(-1, score.topk(max_probes, dim=-1).indices).cumsum(-1)
+            sums[name] += (mass * valid[..., None]).sum((1, 2))
+    means = {name: (mass / data.count.sum(1, keepdim=True)).tolist() for name, mass in sums.items()}
+    probes = [2**i for i in range(max_probes.bit_length()) if 2**i <= max_probes]
     return {
-        layer: {f"recall_{name}@{count}": means[name][slot][count - 1] for count in probes for name in means}
-        for slot, layer in enumerate(qmodel.layers)
+        layer: {f"recall_{name}@{count}": means[name][index][count - 1] for count in probes for name in means}
+        for index, layer in enumerate(qmodel.layers)
     }
 
 
-def over_layers(layers: dict[int, dict[str, float]]) -> dict[str, float]:
-    """Figures averaged over layers, and beside them each layer's own: its loss, and its recalls with the most probes."""
+def average_layers(layers: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Averages metrics over layers, and adds each layer's loss and its recalls with the most probes."""
     names = list(next(iter(layers.values())))
-    means = {name: sum(figures[name] for figures in layers.values()) / len(layers) for name in names}
-    most = names[-1].rpartition("@")[2]
-    single = [name for name in names if name.rpartition("@")[2] in (most, name)]
-    return means | {f"{name}/layer {layer}": figures[name] for layer, figures in layers.items() for name in single}
+    means = {name: sum(metrics[name] for metrics in layers.values()) / len(layers) for name in names}
+    max_probes = names[-1].rpartition("@")[2]
+    by_layer = [name for name in names if name.rpartition("@")[2] in (max_probes, name)]
+    return means | {f"{name}/layer {layer}": metrics[name] for layer, metrics in layers.items() for name in by_layer}

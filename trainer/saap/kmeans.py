@@ -1,25 +1,17 @@
-"""The partition of the keys that SAAP routes over: what holds and serves it, and the job that makes it (arXiv 2502.08246).
-
-Keys are taken before RoPE, a partition for each layer and key/value head; position 0, the attention sink, is left out. Under
-``torchrun`` layers are shared out among the processes, and end the same as in one.
-"""
+"""The k-means partition of the keys, which routes queries by their products with the centroids (SAAP, arXiv 2502.08246)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
-from msattn.trainer.saap.index import slot_of, top_buckets
-
-if TYPE_CHECKING:
-    pass
+from msattn.trainer.saap.routing import layer_index, top_buckets
 
 
 class KMeans(nn.Module):
-    """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.saap.index.Router`.
+    """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.saap.routing.Router`.
 
     Parameters
     ----------
@@ -33,7 +25,7 @@ class KMeans(nn.Module):
     Attributes
     ----------
     artifact : Artifact or None
-        What it was loaded from.
+        The artifact that it was loaded from.
     """
 
     centroids: Tensor
@@ -48,7 +40,12 @@ class KMeans(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path) -> "KMeans":
-        """The k-means artifact in a folder or on the Hub; UserError when it is missing, damaged or of another kind."""
+        """Loads a k-means artifact from a folder or a Hub id.
+
+        Raises
+        ------
+        UserError : the artifact is missing, damaged or of another kind.
+        """
         artifact = artifacts.read(path, kind="kmeans")
         details = artifact.manifest["details"]
         kmeans = cls(artifact.tensors["centroids"], details["layers"], details["rope"])
@@ -56,27 +53,27 @@ class KMeans(nn.Module):
         return kmeans
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
-        """The nearest centroid of each key: int32 ``[B, Hkv, N]`` for keys ``[B, Hkv, N, D]`` before and after RoPE."""
+        """Returns the nearest centroid of each key, int32 ``[B, Hkv, N]``; keys ``[B, Hkv, N, D]`` before and after RoPE."""
         keys = k if self.rope else k_nope
         if keys.shape[2] == 1:  # a decoded token: splitting the centroids would cost the operator more than its product
             return self._products(layer, keys).argmax(-1).to(torch.int32)
-        return nearest_centroid(keys, self.centroids[slot_of(self.layers, layer)]).buckets
+        return nearest_centroid(keys, self.centroids[layer_index(self.layers, layer)]).buckets
 
     def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Products of one token's queries ``[B, Hq, 1, D]`` and the centroids, summed over the query group: ``[B, Hkv, C]``."""
+        """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
         return self.head_scores(layer, q_nope, q).unflatten(1, (self.centroids.shape[1], -1)).sum(2)
 
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Products of one token's queries ``[B, Hq, 1, D]`` and the centroids, each query's own: ``[B, Hq, C]``."""
+        """Returns the products of one token's queries ``[B, Hq, 1, D]`` and the centroids: fp32 ``[B, Hq, C]``."""
         queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.centroids.shape[1], -1))  # [B, Hkv, group, D]
         return self._products(layer, queries).flatten(1, 2)
 
     def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
-        """The buckets with the highest :meth:`scores`: int32 ``[B, Hkv, probes]``."""
+        """Returns the buckets with the highest :meth:`scores`: int32 ``[B, Hkv, probes]``."""
         return top_buckets(self.scores(layer, q_nope, q), probes)
 
-    def _products(self, layer: int, rows: Tensor) -> Tensor:
-        """Of ``rows [B, Hkv, n, D]`` and their head's centroids: fp32 ``[B, Hkv, n, C]``."""
-        centroids = self.centroids[slot_of(self.layers, layer)]
-        by_head = rows.transpose(0, 1).flatten(1, 2).to(centroids.dtype)  # a broadcast product would copy centroids B times
-        return (by_head @ centroids.mT).unflatten(1, (len(rows), -1)).transpose(0, 1)
+    def _products(self, layer: int, vectors: Tensor) -> Tensor:
+        """Returns the products of ``vectors [B, Hkv, n, D]`` and the centroids of their head: fp32 ``[B, Hkv, n, C]``."""
+        centroids = self.centroids[layer_index(self.layers, layer)]
+        by_head = vectors.transpose(0, 1).flatten(1, 2).to(centroids.dtype)  # broadcasting would copy the centroids B times
+        return (by_head @ centroids.mT).unflatten(1, (len(vectors), -1)).transpose(0, 1)

@@ -24,7 +24,7 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_counts import keys_read
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
-from msattn.trainer.saap.index import Router
+from msattn.trainer.saap.routing import Router
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
@@ -214,7 +214,7 @@ def decode(x: "LayerInputs", probes: Tensor, *, recent: int, sink: int) -> Spars
     x : LayerInputs
         One query a sequence; ``x.cache`` is the :class:`BucketLayer` whose ``assign`` has seen this pass.
     probes : Tensor
-        int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.saap.index.route`.
+        int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.saap.routing.route`.
     recent, sink : int
         Last and first keys that are read exactly.
 

@@ -18,7 +18,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.saap.index import Router, route
+from msattn.trainer.saap.routing import Router, route
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import BucketLayer, decode, install
 

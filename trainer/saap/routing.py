@@ -1,0 +1,82 @@
+"""Routing: the buckets of keys, and the buckets that a query visits (SAAP, arXiv 2502.08246, sections 4 and 5)."""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+
+class Router(Protocol):
+    """Interface of :class:`~msattn.trainer.saap.kmeans.KMeans` and :class:`~msattn.trainer.saap.qmodel.QModel`.
+
+    Attributes
+    ----------
+    num_buckets : buckets of each key/value head.
+    layers : indices of the model's routed layers.
+    """
+
+    num_buckets: int
+    layers: list[int]
+
+    def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
+        """Returns the bucket of each key, int32 ``[B, Hkv, N]``.
+
+        ``k_nope`` and ``k`` ``[B, Hkv, N, D]`` are the keys before and after RoPE.
+        """
+        ...
+
+    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Returns the bucket scores of each key/value head, fp32 ``[B, Hkv, C]``, summed over its query group.
+
+        ``q_nope`` and ``q`` ``[B, Hq, 1, D]`` are the queries of one token before and after RoPE.
+        """
+        ...
+
+    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
+        """Returns the ``probes`` buckets (0 to C) with the highest :meth:`scores`, int32 ``[B, Hkv, probes]``."""
+        ...
+
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Returns the bucket scores of each query head, fp32 ``[B, Hq, C]``."""
+        ...
+
+
+def layer_index(layers: list[int], layer: int) -> int:
+    """Returns the position of ``layer`` in the routed ``layers``; ValueError if it is not routed."""
+    if layer not in layers:
+        raise ValueError(f"layer={layer}: this router holds layers {layers}")
+    return layers.index(layer)
+
+
+def top_buckets(scores: Tensor, probes: int) -> Tensor:
+    """Returns the ``probes`` buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, unordered.
+
+    Raises
+    ------
+    UserError : ``probes`` is negative or larger than the number of buckets.
+    """
+    _check_probes(probes, scores.shape[-1])
+    return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
+
+
+def route(router: Router, x: "LayerInputs", probes: int) -> Tensor:
+    """Returns the buckets that the newest token visits, int32 ``[B, Hkv, probes]``; none for ``probes=0``.
+
+    ``x`` holds one query of each sequence.
+
+    Raises
+    ------
+    UserError : ``probes`` is negative or larger than the number of buckets.
+    """
+    _check_probes(probes, router.num_buckets)
+    return router.probe(x.layer, x.q_nope, x.q, probes)
+
+
+def _check_probes(probes: int, num_buckets: int) -> None:
+    if not 0 <= probes <= num_buckets:
+        raise UserError(f"probes={probes}: accepted are 0 to {num_buckets}, the number of buckets")
