@@ -1,11 +1,14 @@
-"""The lab model's experiments: what their YAML says composes, in the order it says, and a toy of the whole line runs."""
+"""The lab model's experiments: all commands in lab.yaml compose, find what they read, and run in order on a toy model."""
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from msattn import cli
@@ -14,16 +17,22 @@ from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
 LINE = [command.split() for command in re.findall(r"msattn ([a-z].*?)(?=\s{3,}|\n)", (EXPERIMENTS / "lab.yaml").read_text())]
-SWEPT = {
-    ("finetune", "lab_yarn_gates"): [f"yarn-{sparsity}" for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9)],
-    ("eval", "lab_32k"): ["yarn", *(f"yarn-{sparsity}" for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9))],
+YARN = [f"yarn-{sparsity}" for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9)]
+LOSSES = ["loss-mse", "loss-kl", "loss-smooth_l1"]
+BUCKETS = ["buckets-64", "buckets-256", "buckets-1024"]
+CLASSIFIERS = [f"range-{distance}_residual-{residual}" for distance in (512, 0) for residual in (False, True)]
+POOLINGS = [f"pool-{q}_{k}" for q in ("avg", "avg-max-min") for k in ("avg", "max", "max-min", "avg-max-min")]
+JOB_NAMES = {  # of each sweep, by command and experiment; sweeps of experiment=lab are over the names themselves
+    ("finetune", "lab_yarn_gates"): YARN,
+    ("eval", "lab_32k"): ["yarn", *YARN],
     ("train-gate", "lab_rope"): ["rope-True", "rope-False"],
     ("eval", "lab_rope_lengths"): [f"rope-{rope}-{length}" for rope in (True, False) for length in (8192, 16384, 32768)],
-    ("train-gate", "lab_losses"): ["loss-mse", "loss-kl", "loss-smooth_l1"],
-    ("train-qmodel", "lab_buckets"): ["buckets-64", "buckets-256", "buckets-1024"],
-    ("train-qmodel", "lab_classifiers"): [
-        f"range-{distance}_residual-{residual}" for distance in (512, 0) for residual in (False, True)
-    ],
+    ("train-gate", "lab_pooling"): POOLINGS,
+    ("eval", "lab_pooling_eval"): POOLINGS,
+    ("train-gate", "lab_losses"): LOSSES,
+    ("fit-kmeans", "lab_buckets"): BUCKETS,
+    ("train-qmodel", "lab_classifiers"): CLASSIFIERS,
+    ("eval", "lab_classifiers_eval"): CLASSIFIERS,
 }
 TOY = {  # overrides by command; "" is for all
     "": [
@@ -55,22 +64,30 @@ TOY = {  # overrides by command; "" is for all
     ],
     "eval": ["eval.needle.depths=[0.5]", "eval.recall.num_queries=4"],
 }
-SHORTER = {  # what each experiment sweeps over or reads, at a toy's length
+SHORTER = {  # one point of each sweep, at the length of a toy; experiment=lab is keyed by the first of its names
     "lab_short": ["data.seq_len=64", "tasks=0", "train.compile=false"],
     "lab_scratch": ["data.seq_len=128", "tasks=0", "train.compile=false"],
     "lab_yarn": ["data.seq_len=512"],
-    "lab_stretched": ["model.presets.seq_len=512"],
+    "lab_stretched": ["data.seq_len=512"],
     "lab_yarn_gates": ["data.seq_len=512", "select.sparsity=0.5"],
-    "lab_32k": ["model.presets.seq_len=512"],
-    "lab_rope": ["model.presets.seq_len=128", "model.presets.gate_rope=false"],
-    "lab_rope_lengths": ["model.presets.seq_len=512", "model.presets.gate_rope=false"],
-    "lab_pooling": ["model.presets.seq_len=128", "model.presets.gate_q_pool=[avg,max,min]", "model.presets.gate_k_pool=[max]"],
-    "lab_losses": ["model.presets.seq_len=128", "model.presets.gate_loss=kl"],
-    "lab_buckets": ["model.presets.seq_len=128", "model.presets.long_range=16", "model.presets.num_buckets=4"],
+    "lab_32k": ["data.seq_len=512"],
+    "lab_rope": ["data.seq_len=128", "gate.rope=false"],
+    "lab_rope_lengths": ["data.seq_len=512", "artifacts.gate=outputs/lab/rope-False/gate"],
+    "lab_pooling": ["data.seq_len=128", "gate.q_pool=[avg,max,min]", "gate.k_pool=[max]"],
+    "lab_pooling_eval": ["data.seq_len=128", "name=pool-avg-max-min_max"],
+    "lab_losses": ["data.seq_len=128", "gate.loss=kl"],
+    "loss-mse": ["data.seq_len=128", "name=loss-kl"],
+    "lab_buckets": ["data.seq_len=128", "kmeans.num_buckets=4"],
+    "buckets-64": ["data.seq_len=128", "model.presets.long_range=16", "name=buckets-4"],
     "lab_classifiers": [
-        "model.presets.seq_len=128",
-        "model.presets.long_range=16",
-        "model.presets.qmodel_residual=true",
+        "data.seq_len=128",
+        "qmodel.long_range=16",
+        "qmodel.residual=true",
+        "artifacts.kmeans=outputs/lab/buckets-4/kmeans",
+    ],
+    "lab_classifiers_eval": [
+        "data.seq_len=128",
+        "name=range-16_residual-True",
         "artifacts.kmeans=outputs/lab/buckets-4/kmeans",
     ],
 }
@@ -83,12 +100,13 @@ def msattn(*arguments: str) -> int:
 
 
 def experiment_of(arguments: list[str]) -> str:
-    (found,) = (argument.partition("=")[2] for argument in arguments if argument.startswith("experiment="))
-    return found
+    """The experiment of a command; of ``experiment=lab``, which is for all commands, the first of the names it is given."""
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    return given["name"].split(",")[0] if given["experiment"] == "lab" else given["experiment"]
 
 
 def written(cfg: RunConfig) -> set[str]:
-    """The artifacts that a job leaves."""
+    """The artifacts that a job writes."""
     kinds = {FinetuneConfig: ["model"], TrainGateConfig: ["gate"], FitKMeansConfig: ["kmeans"], TrainQModelConfig: ["qmodel"]}
     found = kinds.get(type(cfg), [])
     if isinstance(cfg, FinetuneConfig) and cfg.sparse:
@@ -97,7 +115,7 @@ def written(cfg: RunConfig) -> set[str]:
 
 
 def read(cfg: RunConfig) -> set[str]:
-    """What a job names; artifacts of its own name it finds by itself."""
+    """The artifacts that the configuration of a job gives; a job finds those of its own name by itself."""
     paths = {cfg.model.path} if cfg.model.init == "pretrained" else set()
     if isinstance(cfg, FinetuneConfig):
         return paths | ({str(cfg.artifacts.gate)} if cfg.sparse else set())
@@ -106,56 +124,74 @@ def read(cfg: RunConfig) -> set[str]:
     return paths
 
 
-def test_every_experiment_stands_in_the_line() -> None:
+def test_lab_yaml_lists_every_experiment() -> None:
     files = {path.stem for path in EXPERIMENTS.glob("lab_*.yaml")}
-    assert {experiment_of(arguments) for arguments in LINE} == files == SHORTER.keys()
+    assert {experiment_of(arguments) for arguments in LINE} == SHORTER.keys()
+    assert {name for name in SHORTER if name.startswith("lab_")} == files
 
 
-def test_the_line_composes_and_each_job_finds_what_it_reads() -> None:
-    """Every command of lab.yaml, with every point that it sweeps over."""
+@pytest.fixture
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collects the configurations that the command line checks before it runs a job; no job runs."""
+    collected: list[Any] = []
+    typed = compose._typed
+
+    def collect(composed: Any, command: str) -> Any:
+        collected.append(typed(composed, command))
+        return collected[-1]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compose, "_typed", collect)
+    monkeypatch.setattr(Hydra, "run", lambda *_, **__: SimpleNamespace(return_value=None))
+    monkeypatch.setattr(Hydra, "multirun", lambda *_, **__: [])
+    return collected
+
+
+def test_all_commands_of_lab_yaml_find_what_they_read(checked: list[Any]) -> None:
+    """Every command with every point that it sweeps over."""
     there: set[str] = set()
-    for command, *arguments in LINE:
-        experiment, overrides = experiment_of(arguments), [argument for argument in arguments if argument != "-m"]
-        jobs = compose.compose_sweep(command, overrides) if "-m" in arguments else [compose.compose(command, overrides)]
-        for cfg in jobs:
+    for arguments in LINE:
+        command, experiment = arguments[0], experiment_of(arguments)
+        checked.clear()
+        assert msattn(*arguments) == 0
+        for cfg in checked:
             assert read(cfg) <= there, f"{command} {experiment}: nothing has made {read(cfg) - there}"
-            assert not written(cfg) & there, "two jobs of one name"
+            assert not written(cfg) & there, "two jobs write the same artifact"
             there |= written(cfg)
-        names = [cfg.name for cfg in jobs]
-        assert names == SWEPT.get((command, experiment), names)
-        if experiment == "lab_pooling":
-            assert len(set(names)) == 8
-            assert {"pool-avg_max-min", "pool-avg-max-min_avg-max-min"} < set(names)
-        if experiment == "lab_buckets" and command == "train-qmodel":
-            assert {str(cfg.folder / "kmeans") for cfg in jobs} <= there
+            if command == "eval":
+                assert any(path.startswith(f"{cfg.folder}/") for path in there) or experiment == "lab_rope_lengths"
+            if command == "train-qmodel":
+                assert cfg.artifacts.kmeans or str(cfg.folder / "kmeans") in there
+        names = [cfg.name for cfg in checked]
+        assert names == JOB_NAMES.get((command, experiment), names)
         if experiment == "lab_rope_lengths":
-            assert {cfg.eval.perplexity.length for cfg in jobs} == {8192, 16384, 32768}
+            assert {cfg.eval.perplexity.length for cfg in checked} == {8192, 16384, 32768}
 
 
-def test_names_that_follow_the_sweep_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.gate.loss)))
-    assert msattn("train-gate", "-m", "experiment=lab_losses", "model.presets.gate_loss=kl,mse") == 0
-    assert seen == [("loss-kl", "kl"), ("loss-mse", "mse")], "the command line replaces what the YAML sweeps over"
+    assert msattn("train-gate", "-m", "experiment=lab_losses", "gate.loss=kl,mse") == 0
+    assert seen == [("loss-kl", "kl"), ("loss-mse", "mse")], "the command line replaces the values that the YAML sweeps over"
     seen.clear()
-    assert msattn("train-gate", "-m", "experiment=lab_losses", "name=mine", "model.presets.gate_loss=kl") == 0
+    assert msattn("train-gate", "-m", "experiment=lab_losses", "name=mine", "gate.loss=kl") == 0
     assert msattn("train-gate", "-m", "experiment=demo", "gate.loss=kl,mse") == 0
-    assert [name for name, _ in seen] == ["mine", "0", "1"], "a YAML's one name is no name for several jobs"
+    assert [name for name, _ in seen] == ["mine", "0", "1"], "the fixed name of a YAML is replaced by job numbers"
 
 
 def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: pytest.fail("it ran"))
+    monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: pytest.fail("a job ran"))
     assert msattn("train-gate", "-m", "experiment=lab_losses", "gate.block_size=64,48") == 2
     assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: a power of two from 16 to 128\n"
-    assert not list(tmp_path.iterdir()), "a mistake leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "a mistake must leave no files"
 
 
 @pytest.mark.slow
-def test_a_toy_of_the_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_commands_of_lab_yaml_run_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(3000)))
     for arguments in LINE:
@@ -179,4 +215,4 @@ def test_a_toy_of_the_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {("recall", "classifier, independent", "2 probes"), ("needle", "classifier", "2 probes")} <= routed.keys()
     assert OmegaConf.load(lab / "range-16_residual-True/qmodel/config.yaml").qmodel.residual is True
     own, shared = (routed["recall", f"oracle routing{kind}", "1 probe"]["score"] for kind in (", independent", ""))
-    assert own >= shared - 1e-6, "the best bucket of each query head holds no less than the group's"
+    assert own >= shared - 1e-6, "the best bucket of each query head holds at least the mass of the group's best"

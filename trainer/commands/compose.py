@@ -1,7 +1,7 @@
-"""From a command's name and Hydra overrides to a typed configuration, and to one run of the command's job.
+"""Composes the configuration of a command from Hydra overrides and runs the command's job.
 
-Each run keeps its composed configuration in ``.hydra`` of its own folder, as Hydra does. Whatever a user can mend leaves here
-as a :class:`~msattn.trainer.errors.UserError` of one line.
+Each run keeps its composed configuration in ``.hydra`` of its own folder, as Hydra does. Mistakes of the user are raised as a
+:class:`~msattn.trainer.errors.UserError` of one line.
 """
 
 import functools
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer import config as schemas
-from msattn.trainer.config import JobConfig, known_keys, nearest, typed
+from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, typed
+from msattn.trainer.config.select import foreign_key, keys_of
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError
 
 MAIN_RANK = "0"
@@ -24,7 +25,7 @@ QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.
 
 @dataclass(frozen=True)
 class Command:
-    """What a command needs: its YAML in ``conf/``, the schema of that, and the job as ``module:function``."""
+    """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``."""
 
     config: str
     schema: type[JobConfig]
@@ -32,7 +33,7 @@ class Command:
 
     @property
     def trains(self) -> bool:
-        """Whether the job writes an artifact; the others read them, or need none."""
+        """True if the job writes an artifact."""
         return issubclass(self.schema, schemas.RunConfig) and not issubclass(self.schema, schemas.ServingConfig)
 
     def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
@@ -53,66 +54,60 @@ COMMANDS = {
 
 
 def compose(command: str, overrides: Sequence[str] = ()) -> Any:
-    """The configuration of ``command`` under ``overrides``, as its schema types it; nothing runs and nothing is written.
+    """Returns the typed configuration of ``command`` with ``overrides``, without running or writing anything.
 
     Raises
     ------
-    UserError : an override that Hydra or the schema refuses.
+    UserError : Hydra or the schema refuses an override.
     """
     with _hydra(command, None) as hydra:
         return _typed(hydra.compose_config(COMMANDS[command].config, list(overrides), _run_mode("RUN")), command)
 
 
-def compose_sweep(command: str, overrides: Sequence[str] = ()) -> list[Any]:
-    """:func:`compose` for each point of a sweep, in the order that they would run."""
-    with _hydra(command, None) as hydra:
-        sweep = hydra.compose_config(COMMANDS[command].config, list(overrides), _run_mode("MULTIRUN"))
-        return _points(hydra, sweep, command)
-
-
 def launch(
     command: str, overrides: Sequence[str], *, config_dir: Path | None = None, multirun: bool = False, **arguments: Any
 ) -> list[Any]:
-    """Run the job of ``command`` once, or once for each point of a sweep.
+    """Runs the job of ``command`` once, or once for each point of a sweep.
 
     Parameters
     ----------
     command : a key of :data:`COMMANDS`.
     overrides : Hydra overrides.
-    config_dir : a further folder of configuration groups.
-    multirun : sweep over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. Training jobs are named
-        by their number unless ``name`` is given, or refers to what is swept.
-    **arguments : passed to the job beside its configuration.
+    config_dir : an additional folder of configuration groups.
+    multirun : sweep over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. The ``name`` of a training
+        job is its number, unless ``name`` is given or interpolates other values.
+    **arguments : passed to the job with its configuration.
 
     Returns
     -------
-    What each job returned.
+    list
+        The return value of each job.
 
     Raises
     ------
-    UserError : the user's mistake, from composing or from the job.
-    Fault : from the job.
+    UserError : the configuration is refused, or the job raised it.
+    Fault : the job raised it.
     """
     name = COMMANDS[command].config
     overrides = _with_search_path(overrides, config_dir)
-    task = functools.partial(_task, command=command, arguments=arguments)
+    task = functools.partial(_run_job, command=command, arguments=arguments)
     with _hydra(command, config_dir) as hydra:
         if multirun:
             sweep = hydra.compose_config(name, overrides, _run_mode("MULTIRUN"))
-            _points(hydra, sweep, command)  # a mistake in a later point stops the sweep before its first
-            # What trains writes an artifact a job; what serves reads those of the name it is given.
+            _check_points(hydra, sweep, command)
+            # Each training job writes artifacts of its own name; other jobs read those of the name they are given.
             if COMMANDS[command].trains and not _names_its_jobs(sweep, overrides):
                 overrides = [*overrides, "name=${hydra:job.num}"]
             batches = hydra.multirun(config_name=name, task_function=task, overrides=overrides)
             results = [job.return_value for batch in batches for job in batch]
         else:
-            # Typed before Hydra makes the run's folder: a mistake leaves nothing behind.
+            # Checked before Hydra creates the run's folder, so that a mistake leaves no files.
             composed = hydra.compose_config(name, overrides, _run_mode("RUN"))
             _check_outputs(_typed(composed, command))
-            if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process keeps the run's folder
+            if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process writes the run's folder
                 results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
             else:
-                results = [task(_job(composed))]
+                results = [task(_without_hydra(composed))]
     for number, result in enumerate(results):
         if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
@@ -120,36 +115,40 @@ def launch(
 
 
 def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
-    """Whether the jobs of ``sweep`` have names: given or swept, or made of other values, ``yarn-${select.sparsity}``."""
+    """True if ``name`` is given, swept, or an interpolation such as ``yarn-${select.sparsity}``."""
     from omegaconf import OmegaConf
 
     given = any(override.startswith("name=") for override in overrides)
     return given or "name" in (sweep.hydra.sweeper.params or {}) or OmegaConf.is_interpolation(sweep, "name")
 
 
-def _points(hydra: Any, sweep: Any, command: str) -> list[JobConfig]:
-    """Every point of ``sweep``, typed: those of Hydra's own sweeper. Others make theirs as they go: none."""
+def _check_points(hydra: Any, sweep: Any, command: str) -> None:
+    """Composes and types every point of ``sweep``, so that a mistake in a later point stops the sweep before its first job.
+
+    Only for Hydra's basic sweeper. Other sweepers choose points while they run.
+
+    Raises
+    ------
+    UserError : a point is refused; the message names its number.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.utils import get_class
 
     split = getattr(get_class(sweep.hydra.sweeper._target_), "split_arguments", None)
     if split is None:
-        return []
+        return
     swept = [f"{key}={values}" for key, values in (sweep.hydra.sweeper.params or {}).items()]
     given = sweep.hydra.overrides
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
-    points = []
     for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
         try:
-            composed = hydra.compose_config(COMMANDS[command].config, [*given.hydra, *point], _run_mode("RUN"))
-            points.append(_typed(composed, command))
+            _typed(hydra.compose_config(COMMANDS[command].config, [*given.hydra, *point], _run_mode("RUN")), command)
         except UserError as error:
             raise UserError(f"job {number}: {error}") from error
-    return points
 
 
 def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path | None = None) -> None:
-    """Print the composed YAML: ``kind`` is ``job``, ``hydra`` or ``all``."""
+    """Prints the composed YAML; ``kind`` is ``job``, ``hydra`` or ``all``."""
     overrides = _with_search_path(overrides, config_dir)
     with _hydra(command, config_dir) as hydra:
         _typed(hydra.compose_config(COMMANDS[command].config, overrides, _run_mode("RUN")), command)
@@ -157,7 +156,7 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
 
 
 def describe(command: str) -> str:
-    """The groups that ``command`` chooses from, and its defaults, as text for ``--help``."""
+    """Returns the configuration groups of ``command`` and its default values, as text for ``--help``."""
     from omegaconf import OmegaConf
 
     with _hydra(command, None) as hydra:
@@ -171,9 +170,9 @@ def describe(command: str) -> str:
 
 
 def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
-    """Overrides of ``command`` that begin with ``incomplete``: groups, options and keys.
+    """Returns the overrides of ``command`` that begin with ``incomplete``: groups, options and keys.
 
-    Bash hands ``key=val`` over as ``key``, ``=``, ``val``; only what follows the equals sign is completed then.
+    Bash splits ``key=val`` into ``key``, ``=`` and ``val``; then only the part after the equals sign is completed.
     """
     words, prefix = list(words), ""
     if words and words[-1] == "=":
@@ -186,8 +185,8 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
     return [match.removeprefix(prefix) for match in found if not match.startswith("hydra")]
 
 
-def _task(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
-    """What Hydra calls. What one line can say is returned, not raised: Hydra would add lines of its own."""
+def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
+    """Runs a job as Hydra's task function. Errors of one line are returned: Hydra would add lines to those that are raised."""
     import torch
 
     from msattn.trainer.training.distributed import fail_together
@@ -201,14 +200,14 @@ def _task(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
         return UserError(str(error))
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
-        return UserError(f"device=cuda: the run does not fit ({reason}); a smaller data.seq_len or batch takes less memory")
+        return UserError(f"device=cuda: out of GPU memory ({reason}); a smaller data.seq_len or batch takes less memory")
 
 
 def _typed(composed: Any, command: str) -> JobConfig:
-    return typed(_job(composed), COMMANDS[command].schema)
+    return typed(_without_hydra(composed), COMMANDS[command].schema)
 
 
-def _job(composed: Any) -> Any:
+def _without_hydra(composed: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
@@ -230,26 +229,28 @@ def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list
 
 
 def _check_outputs(cfg: JobConfig) -> None:
-    """Hydra makes the run's folder before the job can say anything about it."""
+    """Raises UserError if the folder of runs is not writable; Hydra would raise its own error before the job starts."""
     folder = cfg.folder / "runs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"outputs={cfg.outputs}: {folder} cannot be made ({error.strerror})") from error
+        raise UserError(f"outputs={cfg.outputs}: {folder} cannot be created ({error.strerror})") from error
     if not os.access(folder, os.W_OK):
-        raise UserError(f"outputs={cfg.outputs}: {folder} cannot be written")
+        raise UserError(f"outputs={cfg.outputs}: {folder} is not writable")
 
 
 @contextmanager
 def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
-    """Hydra, set up for ``conf/``; its refusals become one line each."""
+    """Yields Hydra, initialized with ``conf/``; raises its errors as a UserError of one line."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    OmegaConf.register_new_resolver("joined", "-".join, replace=True)  # names of runs hold lists: ${joined:${gate.q_pool}}
+    # Names of runs are made of other values: ${joined:${gate.q_pool}} of a list, ${parent_name:${artifacts.gate}} of a folder.
+    OmegaConf.register_new_resolver("joined", "-".join, replace=True)
+    OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
@@ -262,7 +263,7 @@ def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
 
 
 def _explain(error: Exception, accepted: list[str]) -> str:
-    """One line for what Hydra refused, with the nearest of the ``accepted`` groups and keys."""
+    """Returns one line for an error of Hydra, with the nearest of the ``accepted`` groups and keys."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     message = str(error)
@@ -275,5 +276,10 @@ def _explain(error: Exception, accepted: list[str]) -> str:
     if ambiguous := re.match(r"Ambiguous value for argument '(.+)'", message):
         return f"{ambiguous[1]}: a comma is a sweep: add --multirun, write a list as key=[a,b], {QUOTING}"
     if refused := re.match(r"Could not (?:override|append to config|delete|append)[^']*'(.+?)'", message):
+        group, _, key = refused[1].rpartition(".")
+        if group == "select" and refused[1] in accepted:  # a key of another policy than the one composed
+            policy = getattr(getattr(error.__cause__, "parent_node", None), "policy", None)
+            if policy in POLICIES and key not in keys_of(POLICIES[policy]):
+                return foreign_key(POLICIES[policy], key)
         return f"unknown key {refused[1]}{nearest(refused[1], accepted)}"
     return " ".join(message.split())

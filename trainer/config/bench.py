@@ -1,4 +1,4 @@
-"""What is measured of a kernel."""
+"""Configuration of ``msattn bench``."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse",
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What is measured of a kernel. None stands for what presets the machine: see ``conf/bench/default.yaml``.
+    """Measurements of one operation. None is replaced by sizes for the machine: see ``conf/bench/default.yaml``.
 
     Attributes
     ----------
@@ -17,14 +17,14 @@ class BenchConfig:
     heads : query heads and key/value heads.
     head_size : a multiple of 8 up to 256.
     dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
-    batch : sequences.
+    batch : number of sequences.
     sparsities : shares of the visible keys that are not read, for operations that select, each in [0, 1).
     direction : ``forward``, or ``backward`` alone.
     queries : numbers of queries, 1 to 16, for ``flash_decode``.
-    kernels : queries and keys of a convolution, as in ``6x11``, each 1 to 32, for ``conv_attention`` and ``conv_decode``.
-    peers : what stands beside the operation, where the operation and the machine have it.
-    sweep : try the kernel's tiles instead of timing peers.
-    tune : a sweep whose clearly faster tiles are kept for this user and GPU; kernels take them before the shipped ones.
+    kernels : queries x keys of a convolution, as in ``6x11``, each 1 to 32, for ``conv_attention`` and ``conv_decode``.
+    peers : competing implementations to time; those that the operation or the machine lacks are skipped.
+    sweep : time the kernel's candidate tiles instead of peers.
+    tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they override the shipped tiles.
     """
 
     lengths: list[int] | None = None

@@ -1,4 +1,4 @@
-"""Which text."""
+"""The text for training and evaluation."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from msattn.trainer.config.values import one_of, require
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text, and how it is cut into chunks.
+    """Text and its division into chunks.
 
     Attributes
     ----------
-    source : ``stdlib`` (the running interpreter's library), ``text`` (local files) or ``hub`` (streamed).
-    path : file, folder or glob of txt, jsonl or parquet, .gz and .zst too (``text``); dataset id (``hub``).
-    heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, by a hash of their name, or the
-        last tenth of a lone document.
-    subset, split, column : of a Hub dataset; ``column`` also of jsonl and parquet.
-    seq_len : tokens a chunk.
-    num_chunks : at most so many chunks (None: all; a streamed source needs a number).
-    needles : weave sentences into the text that are said once and again much later, as the embedded model was trained on:
-        plain text seldom asks for what ``eval=needle`` asks for.
+    source : ``stdlib`` (the running interpreter's library), ``text`` (local files) or ``hub`` (a streamed Hub dataset).
+    path : file, folder or glob of txt, jsonl or parquet, also compressed as .gz or .zst (``text``); dataset id (``hub``).
+    heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, chosen by a hash of their names, or
+        the last tenth of a single document.
+    subset, split, column : of a Hub dataset; ``column`` also of jsonl and parquet files.
+    seq_len : length of a chunk, in tokens.
+    num_chunks : at most this many chunks (None: all; a streamed source needs a number).
+    needles : insert sentences into training text that state a fact once and repeat it much later. The embedded model was
+        trained on such text; plain text seldom contains the retrieval that ``eval=needle`` measures.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""What is measured of a model and its artifacts."""
+"""Configuration of the evaluation tasks."""
 
 from dataclasses import dataclass, field
 
@@ -6,12 +6,12 @@ from msattn.trainer.config.select import SCORES
 from msattn.trainer.config.values import one_of, require
 
 TASKS = ("perplexity", "recall", "needle", "latency", "decoding")
-QUALITY = TASKS[:3]  # what runs unless speed is asked for
+QUALITY = TASKS[:3]  # the default tasks; the others measure speed
 
 
 @dataclass(frozen=True)
 class PerplexityConfig:
-    """``length`` tokens a document chunk, ``num_chunks`` of them, at each of ``sparsities``."""
+    """Perplexity of ``num_chunks`` held-out chunks of ``length`` tokens, at each of ``sparsities``."""
 
     length: int = 4096
     num_chunks: int = 16
@@ -26,10 +26,11 @@ class PerplexityConfig:
 
 @dataclass(frozen=True)
 class RecallConfig:
-    """Attention mass read, on ``num_chunks`` chunks of ``length`` tokens: by block selections at ``sparsities``, by routing
-    with ``probes`` buckets at ``num_queries`` decoding queries a chunk.
+    """Attention mass in what is read, on ``num_chunks`` held-out chunks of ``length`` tokens.
 
-    ``independent`` adds routing in which each query head has probes of its own; serving lets a query group share them.
+    Block selections read at each of ``sparsities``; routing reads with each number of ``probes``, for ``num_queries`` decoding
+    queries of a chunk. ``independent`` adds routing with separate probes of each query head; serving shares the probes of a
+    query group.
     """
 
     length: int = 4096
@@ -50,11 +51,11 @@ class RecallConfig:
 
 @dataclass(frozen=True)
 class NeedleConfig:
-    """Needles in essays: a ``depths`` x ``lengths`` grid, ``samples`` a cell.
+    """Retrieval of needles from text: ``samples`` prompts of each of ``lengths`` and ``depths``.
 
-    ``haystack`` is a text file or folder (None: the held-out documents of ``data``); ``needles`` how many are hidden, one
-    is asked for; ``sparsities`` for gates, ``probes`` for routing; ``question`` says whether the question's tokens are read
-    ``dense`` or ``sparse`` when decoding is routed (the answer always is).
+    ``haystack`` is a text file or folder (None: the held-out documents of ``data``). ``needles`` are hidden in a prompt and one
+    of them is asked for. Block selections read at ``sparsities``, routing with ``probes``. ``question`` is ``dense`` or
+    ``sparse``: how the tokens of the question are read when decoding is routed; the answer is always read sparsely.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096])
@@ -86,7 +87,7 @@ class NeedleConfig:
 class LatencyConfig:
     """Time to the first token of prompts of ``lengths`` random tokens, dense and at each of ``sparsities``.
 
-    Each is run once unmeasured, then at least once, until ``seconds`` have been measured.
+    After one warm-up prompt, prompts are measured until they took ``seconds``, at least one.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
@@ -106,7 +107,7 @@ class LatencyConfig:
 class DecodingConfig:
     """Tokens a second after caches of ``lengths`` random keys, dense and routed.
 
-    ``tokens`` are measured; the lists of buckets are renewed once in 64.
+    ``tokens`` are measured; the bucket lists are rebuilt every 64 tokens.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096])
@@ -121,7 +122,7 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """``tasks`` to run, each with its own section; ``baselines``: block scores that stand beside the gate's."""
+    """``tasks`` to run, with a section for each; ``baselines`` are block scores that are compared with the gate's."""
 
     tasks: list[str] = field(default_factory=lambda: list(QUALITY))
     baselines: list[str] = field(default_factory=lambda: [s for s in SCORES if s != "gate"])

@@ -1,4 +1,4 @@
-"""Which model, and the sizes that suit it."""
+"""The language model and the sizes that suit it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,26 +8,24 @@ from msattn.trainer.config.values import one_of, require
 
 @dataclass(frozen=True)
 class ModelPresets:
-    """Sizes that suit one model; other groups refer to them as ``${model.presets.*}``.
+    """Sizes that differ by model; the defaults of other groups refer to them as ``${model.presets.*}``.
 
     Attributes
     ----------
-    seq_len : training chunk, in tokens.
-    num_buckets : k-means buckets a key/value head.
-    long_range : distance, in tokens, beyond which a query's top key makes it a training query.
-    qmodel_hidden : width of the query classifier.
-    qmodel_steps, qmodel_lr : its optimizer steps and learning rate.
-    qmodel_residual : whether it corrects the products of query and centroids instead of replacing them.
-    gate_lr, gate_steps, gate_batch : learning rate of the gates, optimizer steps, chunks a step.
-    gate_loss, gate_q_pool, gate_k_pool, gate_rope : their loss and poolings, and whether they rotate.
-    kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, whose queries are learnt from.
-    probes : buckets visited a query.
-    recent : dense window, in tokens.
-    needles : whether training text has needles woven in.
-    eval_chunks : held-out chunks that perplexity is measured on.
-    needle_samples : needles a cell of the depth x length grid.
-    eval_probes : the numbers of probes at which routing is measured (0: the dense window alone).
-    latency_lengths, decoding_lengths : prompts and caches, in tokens, at which speed is measured.
+    seq_len : length of a chunk, in tokens.
+    num_buckets : k-means buckets of each key/value head.
+    long_range : training queries are those whose top key is more than this many tokens away.
+    qmodel_hidden, qmodel_steps, qmodel_lr : width of the query classifier, its optimizer steps and learning rate.
+    gate_steps, gate_batch : optimizer steps of the gates, and chunks of a step.
+    gate_loss, gate_q_pool, gate_k_pool : loss and poolings of the gates.
+    kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, and whose queries train the classifier.
+    probes : buckets that each decoded query reads.
+    recent : last keys that are always read, in tokens.
+    needles : insert repeated sentences into training text.
+    eval_chunks : held-out chunks for perplexity.
+    needle_samples : needle prompts of each length and depth.
+    eval_probes : numbers of probes at which routing is measured (0: sink and recent keys alone).
+    latency_lengths, decoding_lengths : prompt lengths and cache lengths at which speed is measured, in tokens.
     """
 
     seq_len: int = 65536
@@ -36,14 +34,11 @@ class ModelPresets:
     qmodel_hidden: int = 1024
     qmodel_steps: int = 40000
     qmodel_lr: float = 1e-5
-    qmodel_residual: bool = False
-    gate_lr: float = 1e-3
     gate_steps: int = 500
     gate_batch: int = 16
     gate_loss: str = "mse"
     gate_q_pool: list[str] = field(default_factory=lambda: ["avg"])
     gate_k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
-    gate_rope: bool = True
     kmeans_prompts: int = 8
     qmodel_prompts: int = 48
     probes: int = 32
@@ -58,17 +53,17 @@ class ModelPresets:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which language model, and how it is brought up.
+    """A language model and how it is loaded.
 
     Attributes
     ----------
-    name : short name; the folder under ``outputs``.
+    name : folder under ``outputs``.
     path : Hub id, local folder, or ``embedded`` (the model that ships with the package).
     init : ``pretrained``, or ``random`` (weights drawn from the seed, shape from ``architecture``; no download).
-    revision : Hub revision.
-    rope_scaling : overrides the model's RoPE parameters, e.g. ``{rope_type: yarn, factor: 4.0}``.
+    revision : branch, tag or commit of a Hub model.
+    rope_scaling : replaces the model's RoPE parameters, e.g. ``{rope_type: yarn, factor: 4.0}``.
     architecture : the keys of the model's ``config.json``, used by ``init=random``.
-    presets : sizes that suit this model.
+    presets : defaults of other groups for this model.
     """
 
     name: str

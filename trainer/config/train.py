@@ -1,4 +1,4 @@
-"""How the small parts are made: gates, k-means, query classifiers, and the optimizer's run."""
+"""Configuration of training: optimizer, tracker, gates, k-means and query classifiers."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,17 +11,18 @@ LOSSES = ("mse", "kl", "smooth_l1")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run of the shared loop.
+    """Optimizer settings of the shared training loop.
 
     Attributes
     ----------
     lr : peak learning rate.
     steps : optimizer steps.
-    batch_size : chunks (or query batches) an optimizer step, over all processes.
-    micro_batch_size : chunks that pass through the model at once on one device.
+    batch_size : chunks (or query batches) of an optimizer step, over all processes.
+    micro_batch_size : chunks (or query batches) of a forward pass on one device.
     schedule : a name of ``transformers.SchedulerType``, e.g. ``cosine``, ``linear``, ``constant``.
-    warmup_steps, weight_decay, max_grad_norm : as usual; ``max_grad_norm=0`` does not clip.
-    beta2 : decay of Adam's second moment.
+    warmup_steps, weight_decay : optimizer steps of warm-up; weight decay of AdamW.
+    max_grad_norm : gradients are clipped to this norm; 0 does not clip.
+    beta2 : decay of AdamW's second moment.
     log_every, eval_every, save_every : optimizer steps between log lines, health checks (0: none) and checkpoints.
     num_workers : processes that prepare batches.
     compile : run the trained module through ``torch.compile``.
@@ -63,8 +64,8 @@ class FinetuneTrainConfig(TrainConfig):
 
     Attributes
     ----------
-    activation_checkpointing : keep only each layer's input for the backward pass, which runs the layer again.
-    fsdp : share weights, gradients and optimizer state out among the processes (FSDP2), instead of a copy in each.
+    activation_checkpointing : keep only the input of each layer and recompute the layer in the backward pass.
+    fsdp : shard weights, gradients and optimizer state over the processes (FSDP2) instead of a copy on each.
     """
 
     activation_checkpointing: bool = True
@@ -73,7 +74,7 @@ class FinetuneTrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Where figures go besides ``metrics.jsonl``: ``wandb`` (offline when there is no key) or ``none``."""
+    """Destination of metrics besides ``metrics.jsonl``: ``wandb`` (offline without an API key) or ``none``."""
 
     kind: str = "wandb"
     project: str = "msattn"
@@ -88,13 +89,13 @@ class GateConfig:
 
     Attributes
     ----------
-    block_size : tokens a block (a power of two, 16 to 128).
-    q_pool, k_pool : poolings that are concatenated, of avg, max, min.
+    block_size : tokens of a block (a power of two, 16 to 128).
+    q_pool, k_pool : poolings that are concatenated: avg, max, min.
     hidden : width of the gate's projections; None takes the head size.
-    heads : ``query`` (one gate a query head) or ``kv``.
-    rope : whether the gate rotates its pooled queries and keys at the blocks' starts.
+    heads : ``query`` (one gate for each query head) or ``kv`` (one for each key/value head).
+    rope : apply RoPE to pooled queries and keys, at the first position of their block.
     loss : ``mse``, ``kl`` or ``smooth_l1``.
-    skip_rows : first row blocks that do not count in the loss.
+    skip_rows : first row blocks that the loss leaves out.
     """
 
     block_size: int = 64
@@ -135,13 +136,13 @@ class KMeansConfig:
 
     Attributes
     ----------
-    num_buckets : buckets a key/value head.
+    num_buckets : buckets of each key/value head.
     iterations : Lloyd iterations.
     num_prompts : chunks of ``data.seq_len`` tokens whose keys are clustered.
-    normalize_keys : keys to unit length before clustering.
-    rope : cluster keys after RoPE (the untrained baseline of seed 004) instead of before.
-    engine : ``batched`` (all heads of a layer at once, on the device), ``faiss`` (head after head, on the GPU with a Faiss that
-        has GPUs) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
+    normalize_keys : scale keys to unit length before clustering.
+    rope : cluster keys after RoPE (an untrained baseline) instead of before.
+    engine : ``batched`` (all heads of a layer at once, on the device), ``faiss`` (one head after another, on the GPU if Faiss has
+        GPU support) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
     """
 
     num_buckets: int = 1024
@@ -164,15 +165,15 @@ class QModelConfig:
     Attributes
     ----------
     hidden : width of the hidden layer.
-    heads : ``kv`` (one classifier a key/value head) or ``query``.
+    heads : ``kv`` (one classifier for each key/value head) or ``query`` (one for each query head).
     num_prompts : chunks whose queries and targets are cached.
-    queries_per_prompt : long-range queries kept a prompt and query head.
-    long_range : a query counts when its top key is more than so many tokens away (0: all count).
-    causal : whether targets leave out keys after the query (the paper trains without).
-    min_distance : targets count only keys farther than so many tokens (None: all keys).
-    batch_queries : queries an optimizer step, a head.
+    queries_per_prompt : training queries of each chunk and query head.
+    long_range : training queries are those whose top key is more than this many tokens away (0: all queries).
+    causal : exclude keys after the query from the targets (the paper includes them).
+    min_distance : targets count only keys farther than this many tokens (None: all keys).
+    batch_queries : queries of an optimizer step, for each head.
     residual : add the network's logits to the products of query and centroids, which route without training.
-    layers_at_once : layers that train together on one device (None: as many as its free memory holds); changes no result.
+    layers_at_once : layers that train together on one device (None: as many as fit its free memory); does not change results.
     """
 
     hidden: int = 1024
