@@ -1,5 +1,6 @@
-"""conf/ against its schema: every YAML parses, every key is there, and bad values are refused by name."""
+"""conf/ against its schema: YAML files parse, every key has a default and a comment, bad values are refused by name."""
 
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -29,16 +30,39 @@ def keys_of(node: dict, prefix: str = "") -> set[str]:
     return found
 
 
+def explained_keys() -> set[str]:
+    """Every key of conf/ with a comment on its line, by its full name."""
+    found = set()
+    for path in CONF.rglob("*.yaml"):
+        group = ["select"] if path.stem == "select_common" else path.relative_to(CONF).parent.parts
+        above: list[tuple[int, str]] = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if not (parsed := re.fullmatch(r"( *)(\w+):.*?(  # .*)?", line)):
+                continue
+            indent, key, comment = parsed.groups()
+            above = [*(entry for entry in above if entry[0] < len(indent)), (len(indent), key)]
+            if comment:
+                found.add(".".join([*group, *(name for _, name in above)]))
+    return found
+
+
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONF)))
-def test_every_yaml_parses_and_says_what_it_is(path: Path) -> None:
+def test_every_yaml_parses_and_starts_with_a_comment(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert yaml.safe_load(text)
-    assert text.startswith("#"), "each YAML begins with a comment"
+    assert text.startswith("#")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_is_explained_by_a_comment(command: str) -> None:
+    keys = known_keys(COMMANDS[command].schema)
+    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    assert not leaves - explained_keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_defaults_name_every_key(command: str) -> None:
-    """A key that is missing in conf/ could not be overridden from the command line."""
+    """A key that is missing from conf/ could not be overridden on the command line."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
     from omegaconf import OmegaConf
@@ -81,10 +105,10 @@ def test_llama3_means_llama_3_1_8b() -> None:
 
 
 @pytest.mark.parametrize("presets", options("model/presets"))
-def test_suits_are_complete(presets: str) -> None:
-    assert set(yaml.safe_load((CONF / f"model/presets/{presets}.yaml").read_text())) == {
-        item.name for item in fields(ModelPresets)
-    }
+def test_presets_are_complete(presets: str) -> None:
+    given = yaml.safe_load((CONF / f"model/presets/{presets}.yaml").read_text())
+    inherited = yaml.safe_load((CONF / "model/presets/long.yaml").read_text()) if "defaults" in given else {}
+    assert {*given, *inherited} - {"defaults"} == {item.name for item in fields(ModelPresets)}
 
 
 def test_sizes_follow_the_model() -> None:
@@ -114,7 +138,7 @@ def test_every_option_composes(group: str) -> None:
 
 
 @pytest.mark.parametrize("command", WITH_A_MODEL)
-def test_the_demo_experiment_suits_every_command(command: str) -> None:
+def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
     cfg = compose(command, ["experiment=demo"])
     assert (cfg.name, cfg.overwrite, cfg.data.seq_len) == ("demo", True, 1024)
 
@@ -200,7 +224,7 @@ def test_values_out_of_range_name_their_key(override: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_what_serves_keeps_its_name_in_a_sweep() -> None:
+def test_commands_that_write_artifacts() -> None:
     assert [name for name, command in COMMANDS.items() if command.trains] == [
         "train-gate",
         "fit-kmeans",
