@@ -1,15 +1,17 @@
-"""Decoding over the dense window and the probed buckets (SAAP, arXiv 2502.08246, Algorithm 2).
+"""Decoding over a dense window and probed buckets.
+
+Algorithm 2 of SAAP (arXiv 2502.08246).
 
 One query group, the ``G = Hq / Hkv`` query heads of a key/value head, reads a list of keys::
 
     [ first `sink` real keys | last `recent` keys | members of bucket probes[0] | members of probes[1] | ... ]
 
-No program builds that list. Each lays out up to 64 probes at a time by the running sum of their sizes, takes its even share
-of the positions, and finds the bucket of a position by comparing it with those sums: the time follows the number of keys
-read, not the largest bucket. A second kernel merges the partial results of the splits.
+No program materializes this list. For up to 64 probes at a time, each program computes the running sum of the bucket sizes,
+takes an even share of the list's positions, and finds the bucket of a position by comparing it with these sums. The time
+depends on the number of keys read, not on the largest bucket. A second kernel merges the partial results of the splits.
 
-Tiles: BH query heads of a group (padded to the 16 that tensor cores want), BN keys, BD head size, BL probes.
-Prefixes: p_ pointer. Programs: (split, key/value head, sequence); then those that merge.
+Tiles: BH query heads of a group (padded to the 16 rows that tensor cores need), BN keys, BD head size, BL probes.
+Prefix: p_ pointer. Grid: (split, key/value head, sequence); then the merge kernel.
 """
 
 import torch
@@ -30,12 +32,12 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.splits import merge_splits
+from msattn.kernels.common.splits import merge_splits, one_wave_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
 
 MAX_SPLITS = 128
-ROUND = 64  # probes laid out at a time
+MAX_PROBES = 64  # processed at a time
 
 
 def bucket_decode(
@@ -52,23 +54,24 @@ def bucket_decode(
     kv_len: Tensor | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
-    """One decoding step that reads the dense window exactly and, of the other keys, the members of the probed buckets.
+    """Computes a decoding step over the dense window and the keys of probed buckets.
 
-    A key counts once, also if the index lists it inside the dense window or a bucket is probed twice. Entries of the index
-    outside the real keys ``kv_start[b] <= j < kv_len[b]`` are passed over.
+    Every key counts once, even if the index lists it inside the dense window or a bucket is probed twice. Entries of the index
+    outside the real keys ``kv_start[b] <= j < kv_len[b]`` are skipped.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, 1, D]``
         Query of the newest token, at position ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend).
     k, v : Tensor ``[B, Hkv, M, D]``
-        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Strided views are read as they are.
+        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
     index : BucketIndex
         ``offsets`` int32 ``[B, Hkv, C + 1]``, ``order`` int32 ``[B, Hkv, n]``: cache positions, none in two buckets.
     probes : Tensor int32 ``[B, Hkv, L]``
-        Buckets to read, one choice for a query group; -1 is none, and L may be 0.
+        Buckets to read, shared by a query group. -1 stands for no bucket; L may be 0.
     recent : int or Tensor int32 ``[B]``
-        Number of newest keys read exactly; a tensor where sequences differ or a captured CUDA graph must see it change.
+        Number of newest keys read exactly; a tensor if sequences differ, or if a captured CUDA graph must follow
+        its changes.
     sink : int
         Number of first real keys read exactly.
     scale : float, optional
@@ -76,7 +79,7 @@ def bucket_decode(
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence.
     kv_len : Tensor int32 ``[B]``, optional
-        How many of the M positions are filled, padding included; all by default.
+        Number of filled positions among the M, padding included; all by default.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -88,10 +91,10 @@ def bucket_decode(
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name. What tensors hold (probes, lengths, offsets) is checked by the reference alone;
-        the kernel never leaves the cache, whatever they hold, and reads nothing for a probe out of range.
+        If an argument is invalid. The values of tensors (probes, lengths, offsets) are checked by the reference alone; the
+        kernel reads only inside the cache for any values, and nothing for a probe out of range.
     NotImplementedError
-        In the backward pass: this is for inference.
+        In the backward pass, as the operation is for inference.
     """
     check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len)
     scale = resolve_scale(scale, q.shape[3])
@@ -155,18 +158,18 @@ def launch(
     kv_len: Tensor | None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run both kernels; ``tile`` overrides the shipped choice, for tuning.
+    """Launches both kernels; ``tile`` overrides the default tile, for tuning.
 
-    The grid follows shapes alone, so that a captured graph serves any index, probes and lengths.
+    The grid depends on shapes alone, so that a captured CUDA graph serves any index, probes and lengths.
     """
     batch, q_heads, _, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group, cols = q_heads // kv_heads, padded_head(head)
     tile = tile or default_tile(cols, q.element_size())
-    programs = tile.programs * num_processors(q.device)
-    splits = max(1, min(programs // (batch * kv_heads), triton.cdiv(num_keys, tile.keys), MAX_SPLITS))
+    slots = tile.programs * num_processors(q.device)
+    splits = one_wave_splits(batch * kv_heads, slots, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
     offsets, order, probes = offsets.contiguous(), order.contiguous(), probes.contiguous()
-    if probes.shape[2] > ROUND:
+    if probes.shape[2] > MAX_PROBES:
         probes = _distinct(probes)
 
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
@@ -176,7 +179,7 @@ def launch(
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
-        BL=max(16, min(ROUND, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
+        BL=max(16, min(MAX_PROBES, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
     out = q.new_empty((batch, q_heads, 1, head))
@@ -186,12 +189,18 @@ def launch(
 
 
 def default_tile(cols: int, itemsize: int) -> Tile:
-    """Tiles of at most 16 KiB. Keys are two loads away, so that five stages make two buffers of K and V each."""
+    """Returns tiles of at most 16 KiB.
+
+    Keys are behind two dependent loads, so that five stages give two buffers for each of K and V.
+    """
     return Tile(rows=16, keys=max(16, min(64, 16384 // (cols * itemsize))), warps=4, stages=5, programs=2)
 
 
 def _distinct(probes: Tensor) -> Tensor:
-    """Probes in ascending order, repetitions turned into -1: the kernel sees those of its own round only."""
+    """Sorts probes and sets repetitions to -1.
+
+    The kernel detects repetitions among the probes that it processes at a time only.
+    """
     probes = probes.sort(-1).values
     repeated = probes.diff(prepend=torch.full_like(probes[..., :1], -1)) == 0
     return probes.masked_fill(repeated, -1)
@@ -205,7 +214,7 @@ def _split_kernel(
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A group's attention to a split's share of its keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
+    """Writes one split's ``part_out [B, Hq, S, D]``, maxima (base 2) and sums."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -237,7 +246,7 @@ def _split_kernel(
     acc = tl.zeros([BH, BD], tl.float32)
 
     for first in tl.range(0, tl.maximum(num_probes, 1), BL):
-        begin, size = _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL)
+        begin, size = _bucket_ranges(probes, offsets, first, num_probes, num_buckets, BL)
         window = tl.where(first == 0, dense, 0)
         list_end = window + tl.cumsum(size, 0)
         list_begin = list_end - size
@@ -252,7 +261,7 @@ def _split_kernel(
             window_key = tl.where(position < tl.minimum(window, stop), window_key, -1)
             m_listed = (position >= window) & (position < stop) & (listed >= 0) & (listed < num_listed)
             member = tl.load(order + listed, mask=m_listed, other=-1)
-            # Of the listed keys, those of the dense window have been counted there.
+            # Listed keys inside the dense window have been counted there.
             key = tl.where((member >= sink_end) & (member < recent_begin), member, window_key)
             live = key >= 0
             m_tile = live[:, None] & m_d[None, :]
@@ -270,11 +279,11 @@ def _split_kernel(
 
 
 @triton.jit
-def _probed_buckets(probes, offsets, first, num_probes, num_buckets, BL: tl.constexpr):
-    """Begin and size ``[BL]`` of the buckets that ``probes[first : first + BL]`` name; size 0 for -1 and for repetitions.
+def _bucket_ranges(probes, offsets, first, num_probes, num_buckets, BL: tl.constexpr):
+    """Returns begin and size ``[BL]`` of buckets ``probes[first : first + BL]``.
 
-    Only this round is searched for repetitions: a loop over earlier ones, inside the caller's loop, would hide the alignment of
-    K and V from the compiler, which then reads two bytes at a time.
+    The size is 0 for -1 and for repetitions. Repetitions are searched among these BL probes only: a loop over earlier ones,
+    inside the caller's loop, would hide the alignment of K and V from the compiler, which then loads two bytes at a time.
     """
     slot = first + tl.arange(0, BL)
     bucket = tl.load(probes + slot, mask=slot < num_probes, other=-1)

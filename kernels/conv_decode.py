@@ -1,23 +1,26 @@
-"""The newest query of :mod:`msattn.kernels.conv_attention.operation` over a long cache (Multi-Token Attention while decoding).
+"""Decoding step of Multi-Token Attention: the newest query over a long cache.
 
-With the last c_q queries ``q_a``, of which ``a = c_q - 1`` is the newest, at position i, and ``p = (c_k - 1) // 2``::
+The result is the last row of :mod:`msattn.kernels.conv_attention.operation`. With the last c_q queries ``q_a``, of which ``a =
+c_q
+- 1`` is the newest, at position i, and ``p = (c_k - 1) // 2``::
 
     A[j] = sum_c U_c[j - p + c]         U_c[k'] = sum of W[a, c] scale * q_a . k_k' over the a with k' <= i - (c_q - 1) + a
     out  = softmax over keys j <= i of A[j], times v_j
 
-Weights move into the queries, ``x_c = sum_a W[a, c] q_a``, so that ``U_c = x_c . k`` is one product for all taps. Its columns
-must then shift against each other along the keys. To do that within a thread, 32 walks go side by side through stretches of
-keys, two keys a step: the product of a step has the taps of a walk and a head in one thread, and a tap c adds to the result
-that is c keys away, in this step or, from registers, in one of the next. Only the taps - 1 keys after a stretch are read twice.
-So the bytes are those of dense decoding, keys and values once. Other ways: products with shifted keys read each key c_k times;
-shifting tiles of U through shared memory, or lanes, takes longer than the reading.
+The weights are applied to the queries, ``x_c = sum_a W[a, c] q_a``, so that ``U_c = x_c . k`` is a single product for all taps.
+Its columns must then be shifted against each other along the keys. To shift within one thread, a program processes 32 streams,
+each a contiguous range of keys, at two keys per step: one thread holds the taps of a stream and head, and tap c adds to the
+result that is c keys away, in the same step or, from registers, in a later one. Only the c_k - 1 keys after a stream are read
+twice, so that the memory traffic is that of dense decoding: keys and values once. The alternatives are slower: products with
+shifted keys read each key c_k times, and shifting tiles of U through shared memory or between threads takes longer than reading
+the keys.
 
-For the last c_q - 1 keys some ``q_a`` count as 0: results that they enter are the work of a program of its own, which does
-multiply shifted keys by the raw queries.
+For the last c_q - 1 keys some ``q_a`` count as 0. The results that involve these keys are computed by a separate program, which
+multiplies shifted keys by the unweighted queries.
 
-Tiles: four heads of a group; BA queries, BC taps; BW walks, two keys of each, BN keys in all; BD head size. Four copies of the
-heads make up the 16 rows of output that a dot wants. Prefixes: b_ tile, p_ pointer, o_ offset, m_ mask. Programs: (split and
-head block, key/value head, sequence), split 0 being those results; then those that merge.
+Tiles: four heads of a group; BA queries, BC taps; BW streams of two keys, BN keys in total; BD head size. Four copies of the
+heads fill the 16 rows that ``tl.dot`` needs. Prefixes: b_ tile, p_ pointer, o_ offset, m_ mask. Grid: (split and head block,
+key/value head, sequence), where split 0 computes the results at the end of the keys; then the merge kernel.
 """
 
 import torch
@@ -40,9 +43,9 @@ from msattn.kernels.common.primitives import (
 from msattn.kernels.common.splits import choose_splits, merge_splits
 from msattn.kernels.types import Backend
 
-WALKS = 32  # 4 warps of 8 rows: the product then holds a walk's taps for a head in one thread
-# Of fp32: three products on tensor cores make up one, right to some 21 bits. In full fp32, on CUDA cores, Triton 3.6 gets 8 and
-# 32 columns of taps wrong.
+STREAMS = 32  # 4 warps of 8 rows: one thread then holds the taps of a stream and head
+# fp32 products as three TF32 products, accurate to about 21 bits. In full fp32, on CUDA cores, Triton 3.6 computes 8 and 32
+# columns of taps incorrectly.
 PRECISION = "tf32x3"
 
 
@@ -58,25 +61,25 @@ def conv_decode(
     splits: int | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """One decoding step of attention with convolved scores: the last row of ``conv_attention`` on the same sequence.
+    """Computes the last row of ``conv_attention`` on the same sequence.
 
     Parameters
     ----------
     q_window : Tensor ``[B, Hq, c_q, D]``
-        The newest c_q queries, the last one at position ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend). Those
-        before the start of a sequence count as 0.
+        The newest c_q queries, the last one at position ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend).
+        Queries before the start of a sequence count as 0.
     k, v : Tensor ``[B, Hkv, M, D]``
-        The cache; query head h reads head ``h // (Hq // Hkv)``. Strided views are read as they are.
+        The cache; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
     weight : Tensor ``[Hq, c_q, c_k]``
-        A kernel for each head, up to 32 x 32, of q_window's dtype or fp32.
+        One convolution kernel per head, up to 32 x 32, in q_window's dtype or fp32.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence.
     kv_len : Tensor int32 ``[B]``, optional
-        How many of the M positions are filled, padding included; all by default.
+        Number of filled positions among the M, padding included; all by default.
     splits : int, optional
-        Parts that the keys of a sequence are divided into; by default as many as fill the GPU.
+        Number of parts that the keys of a sequence are divided into; by default chosen from shapes and GPU.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -88,9 +91,9 @@ def conv_decode(
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name. Lengths are checked by the reference alone; the kernel never leaves the cache.
+        If an argument is invalid. Lengths are checked by the reference alone; the kernel reads only inside the cache.
     NotImplementedError
-        In the backward pass: this is for inference.
+        In the backward pass, as the operation is for inference.
     """
     check_conv_decode(q_window, k, v, weight, kv_start, kv_len, splits)
     scale = resolve_scale(scale, q_window.shape[3])
@@ -138,15 +141,20 @@ def launch(
     scale: float,
     splits: int | None,
 ) -> Tensor:
-    """Run both kernels. The grid follows shapes alone, so that a captured graph serves any lengths."""
+    """Launches both kernels.
+
+    The grid depends on shapes alone, so that a captured CUDA graph serves any lengths.
+    """
     batch, q_heads, window, head = q_window.shape
     kv_heads, num_keys = k.shape[1:3]
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
     head_blocks = triton.cdiv(group, 4)
-    # By the size of a head: a pipeline's stages, and programs a multiprocessor (64: four fit, counting three chooses better).
+    # Pipeline stages and programs per SM, by the bytes of a head (64 columns: four fit, but three gives better splits).
     stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
     blocks, slots = batch * kv_heads * head_blocks, programs * num_processors(q_window.device)
-    splits = 1 + (splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), enough=0.97, saturated=0.9, first=4))
+    splits = 1 + (
+        splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), efficiency=0.97, saturation=0.9, extra_tiles=4)
+    )
 
     part_out = q_window.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
@@ -155,7 +163,7 @@ def launch(
         *q_window.stride(), *k.stride(), *v.stride(),
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
         HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
-        BC=max(4, triton.next_power_of_2(taps)), BW=WALKS, BD=cols, PRECISION=PRECISION, num_warps=4, num_stages=stages,
+        BC=max(4, triton.next_power_of_2(taps)), BW=STREAMS, BD=cols, PRECISION=PRECISION, num_warps=4, num_stages=stages,
         **pdl_args(q_window.device),
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
@@ -173,7 +181,7 @@ def _split_kernel(
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Four heads' attention to one split of the keys: ``part_out [B, Hq, S, D]``, and its maxima (base 2) and sums."""
+    """Writes ``part_out [B, Hq, S, D]``, maxima (base 2) and sums of four heads."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     split, head_block = tl.program_id(0) // head_blocks, tl.program_id(0) % head_blocks
@@ -181,8 +189,8 @@ def _split_kernel(
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
     end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
-    oldest = end - WINDOW  # position of the window's first query; keys after it miss some queries
-    late = tl.maximum(oldest + 1 - (TAPS - 1 - before), start)  # first result that such a key enters
+    oldest = end - WINDOW  # position of the window's first query, which later keys do not see
+    tail = tl.maximum(oldest + 1 - (TAPS - 1 - before), start)  # first result that involves such a key
 
     m_d = tl.arange(0, BD) < HEAD
     q += batch * stride_qb + kv_head * group * stride_qh
@@ -190,14 +198,14 @@ def _split_kernel(
     k += batch * stride_kb + kv_head * stride_kh + tl.arange(0, BD)[None, :] * stride_kd
     v += batch * stride_vb + kv_head * stride_vh + tl.arange(0, BD)[None, :] * stride_vd
     if split == 0:
-        m, l, acc = _late_results(
+        m, l, acc = _tail_keys(
             q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
-            group, head_block, before, start, end, oldest, late, scale2, HEAD, WINDOW, TAPS, BA, BD, PRECISION,
+            group, head_block, before, start, end, oldest, tail, scale2, HEAD, WINDOW, TAPS, BA, BD, PRECISION,
         )  # fmt: skip
     else:
-        m, l, acc = _walks(
+        m, l, acc = _stream_keys(
             q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
-            group, head_block, before, start, late, split - 1, num_splits - 1, scale2,
+            group, head_block, before, start, tail, split - 1, num_splits - 1, scale2,
             HEAD, WINDOW, TAPS, BC, BW, BD, PRECISION,
         )  # fmt: skip
 
@@ -210,24 +218,24 @@ def _split_kernel(
 
 
 @triton.jit
-def _walks(
+def _stream_keys(
     q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
-    group, head_block, before, start, late, split, num_splits, scale2,
+    group, head_block, before, start, tail, split, num_splits, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A split's share of the results before ``late``: BW walks of ``length`` results each."""
+    """Processes a split of the results before ``tail``: BW streams of ``length`` each."""
     BN: tl.constexpr = 2 * BW
-    length = tl.cdiv(tl.maximum(late - start, 0), num_splits * BN) * 2
+    length = tl.cdiv(tl.maximum(tail - start, 0), num_splits * BN) * 2
     first = start + split * length * BW
     x = _weighted_queries(q, weight, stride_qh, stride_qn, stride_qd, group, head_block, HEAD, WINDOW, TAPS, BC, BD)
 
     m_d, o_tile = tl.arange(0, BD) < HEAD, tl.arange(0, BN)
-    key = first + (o_tile // 16 * 8 + o_tile % 8) * length + o_tile // 8 % 2 - before  # rows as the product lays them out
-    key_end = late + (TAPS - 1 - before)
-    place = o_tile % 2 - (TAPS - 1)  # in the walk, of the result that a key completes
+    key = first + (o_tile // 16 * 8 + o_tile % 8) * length + o_tile // 8 % 2 - before  # in the row order of the product
+    key_end = tail + (TAPS - 1 - before)
+    place = o_tile % 2 - (TAPS - 1)  # in the stream, of the result that a key completes
     result = first + o_tile // 2 * length + place
-    place_end = tl.minimum(length, late - result + place)
+    place_end = tl.minimum(length, tail - result + place)
     p_k, p_v = k + key.to(tl.int64)[:, None] * stride_km, v + result.to(tl.int64)[:, None] * stride_vm
     o_term = tl.arange(0, 2 * BC)  # key of the step, tap
     ahead = tl.where(o_term % BC < TAPS, o_term // BC + TAPS - 1 - o_term % BC, -1)  # results from the first one completed
@@ -235,7 +243,7 @@ def _walks(
     pending = (tl.zeros([BW, 4], tl.float32),) * (TAPS - 1)
     m = tl.full([4], float("-inf"), tl.float32)
     l, acc = tl.zeros([4, BN], tl.float32), tl.zeros([16, BD], tl.float32)
-    for n in tl.range(0, tl.where(first < late, length + TAPS - 1, 0), 2):
+    for n in tl.range(0, tl.where(first < tail, length + TAPS - 1, 0), 2):
         m_key = (key + n >= start) & (key + n < key_end)
         b_k = tl.load(p_k, mask=m_key[:, None] & m_d[None, :], other=0.0)
         u = tl.dot(b_k, tl.trans(x), input_precision=PRECISION)  # [BN, 4 * BC]
@@ -243,7 +251,7 @@ def _walks(
         u = tl.reshape(u, [BW, 4, 2 * BC])
         sums = ()
         for d in tl.static_range(TAPS + 1):
-            # Which terms are meant is known at compile time, and adding -0 changes nothing: a few additions are left.
+            # The mask is known at compile time and adding -0 changes nothing, so that few additions remain.
             total = tl.sum(tl.where((ahead == d)[None, None, :], u, -0.0), 2)
             if d < TAPS - 1:
                 total += pending[d]
@@ -253,7 +261,7 @@ def _walks(
 
         live = (place + n >= 0) & (place + n < place_end)
         b_v = tl.load(p_v, mask=live[:, None] & m_d[None, :], other=0.0)
-        m, l, acc = _add(s, live, b_v, m, l, acc, scale2, BN, PRECISION)
+        m, l, acc = _softmax_step(s, live, b_v, m, l, acc, scale2, BN, PRECISION)
         p_k += 2 * stride_km
         p_v += 2 * stride_vm
     return m, tl.sum(l, 1), acc
@@ -264,7 +272,10 @@ def _weighted_queries(
     q, weight, stride_qh, stride_qn, stride_qd, group, head_block,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """``x [4 * BC, BD]``, rows in the order that leaves the taps of a head, as columns of the product, to one thread."""
+    """Returns ``x [4 * BC, BD]``, the queries weighted by the taps.
+
+    The order of rows puts the taps of a head, which are columns of the product, into one thread.
+    """
     row, o_d = tl.arange(0, 4 * BC), tl.arange(0, BD)
     column, head = row // 8 * 2 + row % 2, head_block * 4 + row // 2 % 4
     m_row = (head < group) & (column < TAPS)
@@ -278,12 +289,15 @@ def _weighted_queries(
 
 
 @triton.jit
-def _late_results(
+def _tail_keys(
     q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
-    group, head_block, before, start, end, oldest, late, scale2,
+    group, head_block, before, start, end, oldest, tail, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Results from ``late`` on, fewer than 64: a product for each tap, in which queries count for keys that they see."""
+    """Processes the results from ``tail`` on, fewer than 64, by one product per tap.
+
+    A query contributes for the keys that it sees.
+    """
     row, o_d = tl.arange(0, 4 * BA), tl.arange(0, BD)
     m_d = o_d < HEAD
     a, head = row % BA, head_block * 4 + row // BA
@@ -292,7 +306,7 @@ def _late_results(
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)
     p_weight = weight + (head * WINDOW + a) * TAPS
 
-    j = late + tl.arange(0, 64)
+    j = tail + tl.arange(0, 64)
     s = tl.zeros([64, 4], tl.float32)
     for c in tl.range(0, TAPS):
         key = j - before + c
@@ -306,13 +320,13 @@ def _late_results(
     b_v = tl.load(v + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)
     m = tl.full([4], float("-inf"), tl.float32)
     l, acc = tl.zeros([4, 64], tl.float32), tl.zeros([16, BD], tl.float32)
-    m, l, acc = _add(tl.trans(s), live, b_v, m, l, acc, scale2, 64, PRECISION)
+    m, l, acc = _softmax_step(tl.trans(s), live, b_v, m, l, acc, scale2, 64, PRECISION)
     return m, tl.sum(l, 1), acc
 
 
 @triton.jit
-def _add(s, live, b_v, m, l, acc, scale2, BN: tl.constexpr, PRECISION: tl.constexpr):
-    """Step the softmax by scores ``s [4, BN]``, four times over to make up the rows that a dot wants."""
+def _softmax_step(s, live, b_v, m, l, acc, scale2, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """Updates the online softmax with ``s [4, BN]``, copied to fill the 16 dot rows."""
     s = tl.where(live[None, :], s * scale2, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
     base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN

@@ -1,4 +1,4 @@
-"""Merge attention over disjoint sets of keys into attention over their union.
+"""Merges attention over disjoint sets of keys into attention over their union.
 
     lse = log(sum_s exp(lse_s))        out = sum_s exp(lse_s - lse) * out_s
 
@@ -16,28 +16,29 @@ from msattn.kernels.types import Backend, SparseAttention
 
 
 def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) -> SparseAttention:
-    """Merge normalised partial results of disjoint sets of keys.
+    """Merges normalised attention results of disjoint sets of keys.
 
     Parameters
     ----------
     outs : Tensor ``[S, B, H, N, D]``
         Partial outputs, fp32, fp16 or bf16 (fp64 on the torch backend).
     lses : Tensor ``[S, B, H, N]``
-        Their LSEs: natural logarithms, fp32 (fp64 for fp64). A part with -inf saw nothing and weighs 0.
+        Their LSEs: natural logarithms, fp32 (fp64 for fp64). -inf marks a row without visible keys in that part; its output is
+        not read.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     SparseAttention
-        ``out [B, H, N, D]``, ``lse [B, H, N]``; 0 and -inf where no part saw anything.
+        ``out [B, H, N, D]``, ``lse [B, H, N]``; 0 and -inf where all parts are empty.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     NotImplementedError
-        When a gradient is asked of the result.
+        In the backward pass, as the operation is for inference.
     """
     check_states(outs, lses)
     return SparseAttention(*_operator(outs, lses, resolve_backend(backend, outs, name="outs")))
@@ -64,7 +65,7 @@ _operator.register_autograd(_backward)
 
 
 def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the kernel."""
+    """Launches the kernel."""
     parts, batch, heads, queries, head = outs.shape
     out = outs.new_empty(outs.shape[1:])
     lse = lses.new_empty(lses.shape[1:])
@@ -99,7 +100,7 @@ def _merge_states_kernel(
         m_new = tl.maximum(m, part_lse)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         weight, alpha = tl.exp(part_lse - base), tl.exp(m - base)
-        counts = inside & (weight > 0)  # what weighs nothing is not read
+        counts = inside & (weight > 0)  # outputs of weight 0 are not read
         part = tl.load(p_outs, mask=counts[:, None] & (d < HEAD)[None, :], other=0.0)
         acc = acc * alpha[:, None] + part.to(tl.float32) * weight[:, None]
         l = l * alpha + weight
@@ -108,7 +109,7 @@ def _merge_states_kernel(
         p_lses += stride_ls
     seen = l > 0
     l = tl.where(seen, l, 1.0)
-    acc = acc / l[:, None]  # 0 where nothing was seen
+    acc = acc / l[:, None]  # 0 where all parts are empty
     p_out += row[:, None] * HEAD + d[None, :]
     tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=inside[:, None] & (d < HEAD)[None, :])
     tl.store(p_lse + row, tl.where(seen, m + tl.log(l), float("-inf")), mask=inside)

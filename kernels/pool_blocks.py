@@ -1,8 +1,9 @@
-"""What the tokens of each block pool to: means, largest and smallest values (the inputs of SeerAttention's gate, section 3.1).
+"""Average, maximum and minimum pooling of token blocks.
 
-    pooled[t] = (reduce over the tokens i of block t of x_i), for each of several ways to reduce, side by side
+    pooled[t] = concatenation of reduce(x_i over the tokens i of block t), one reduction per pooling
 
-The kernel is kernels/pooling.py's, which gate_scores runs too.
+These are the inputs of SeerAttention's gate (section 3.1). The kernel is in :mod:`msattn.kernels.common.block_pooling`;
+:mod:`msattn.kernels.gate_scores` uses it too.
 """
 
 import torch
@@ -18,33 +19,33 @@ from msattn.kernels.types import Backend
 def pool_blocks(
     x: Tensor, poolings: list[str], *, block_size: int = 64, start: Tensor | None = None, backend: Backend | None = None
 ) -> Tensor:
-    """Each block's tokens pooled in each of several ways, side by side.
+    """Pools the tokens of each block and concatenates the poolings.
 
     Parameters
     ----------
     x : Tensor ``[B, H, N, D]``
-        Queries or keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are read as they are.
+        Queries or keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are not copied.
     poolings : list of {"avg", "max", "min"}
-        In the order of the result, each once.
+        Poolings in the order of the result, each at most once.
     block_size : int
-        Tokens of a block: 16, 32, 64 or 128.
+        Tokens per block: 16, 32, 64 or 128.
     start : Tensor int32 or int64 ``[B | 1]``, optional
-        Tokens before each sequence, 0 to N; they enter no block, and blocks are counted from there.
+        Left padding, 0 to N tokens before each sequence; blocks are counted from its end.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor
-        ``[B, H, ceil(N / block), len(poolings) * D]``, fp32 (fp64 for fp64). The last, partial block pools the tokens that
-        exist; a block without tokens, after the end of a shorter sequence, is 0.
+        ``[B, H, ceil(N / block), len(poolings) * D]``, fp32 (fp64 for fp64). A partial last block pools its existing
+        tokens; a block without tokens, after the end of a shorter sequence, is 0.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     NotImplementedError
-        In the backward pass.
+        In the backward pass, as the operation is for inference.
     """
     check_pool_blocks(x, poolings, block_size, start)
     return _operator(x, ",".join(poolings), block_size, start, resolve_backend(backend, x, name="x"))

@@ -1,17 +1,18 @@
-"""Routing of a decoding step (SAAP, arXiv 2502.08246, section 4): a small network scores the buckets, the best are visited.
+"""Selects the buckets of a decoding step by query classifiers.
 
-For the query group of a key/value head, with the classifier of each of its queries q::
+This is the routing of SAAP (arXiv 2502.08246, section 4). For the query group of a key/value head, with the classifier of each
+of its queries q::
 
     score[c] = sum over the queries of softmax_c(relu(q W_in + b_in) W_out + b_out)        probes = the L largest
 
-One token's rows are few and the weights many, so reading the weights is what takes time: those of the second layer once, all
-that a program reads on its way before it needs any. A program takes a slab of the hidden layer, whose columns of W_in and rows
-of W_out belong together, and a block of buckets, and leaves its share of the logits. A second kernel adds the shares of a query
-group and finds the scores to take by halving an interval of their bits: positive floats are ordered as integers.
+One token has few rows and the classifiers have many weights, so that the time is that of reading the weights. Those of the
+second layer are read once, and a program starts all its loads before it needs the first one. A program takes a slice of the
+hidden layer (columns of W_in and the corresponding rows of W_out) and a block of buckets, and writes its share of the logits. A
+second kernel adds the shares of a query group and finds the L largest scores by bisection over their bits: positive floats are
+ordered like integers.
 
-Tiles: BM queries of a classifier; STEPS times BF hidden units, a slab; BC buckets; BD head size; BG queries of a group, BP all
-buckets. Prefixes: b_ tile, p_ pointer, m_ mask. Programs: (slab and block, classifier, row tile), then (key/value head,
-sequence).
+Tiles: BM queries of a classifier; STEPS times BF hidden units, a slice; BC buckets; BD head size; BG queries of a group, BP all
+buckets. Prefixes: b_ tile, p_ pointer, m_ mask. Grid: (slice and block, classifier, row tile), then (key/value head, sequence).
 """
 
 import torch
@@ -33,7 +34,7 @@ from msattn.kernels.common.primitives import (
 from msattn.kernels.types import Backend
 
 LOG2_E_ = tl.constexpr(LOG2_E)
-SLAB_BYTES = 96 * 1024  # of shared memory, for slabs of logits that are on their way together
+BYTES_IN_FLIGHT = 96 * 1024  # shared memory for slices of logits that are loaded together
 
 
 def probe_buckets(
@@ -47,32 +48,35 @@ def probe_buckets(
     probes: int,
     backend: Backend | None = None,
 ) -> Tensor:
-    """The buckets that one token's query groups visit, by classifiers ``D -> hidden -> C`` with ReLU.
+    """Selects buckets for one token's query groups by ``D -> hidden -> C`` classifiers.
+
+    The classifiers have two linear layers with a ReLU between them.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, 1, D]``
-        Queries as the classifiers were trained on; fp32, fp16 or bf16 (fp64 on the torch backend). Views are read as they are.
+        Queries of the kind that the classifiers were trained on (with or without RoPE); fp32, fp16 or bf16 (fp64 on the torch
+        backend). Strided views are not copied.
     weight_in, bias_in : Tensor ``[H, D, F]``, ``[H, 1, F]``
-        First layer of each classifier, in q's dtype; query head h goes through classifier ``h // (Hq // H)``.
+        First layer of each classifier, in q's dtype; query head h uses classifier ``h // (Hq // H)``.
     weight_out, bias_out : Tensor ``[H, F, C]``, ``[H, 1, C]``
         Second layer.
     kv_heads : int
-        Query groups, each of which sums the probabilities of its queries.
+        Number of query groups. A group adds the probabilities of its queries.
     probes : int
-        Buckets to choose, L, 0 to C.
+        Number of buckets to select, L, 0 to C.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor int32 ``[B, kv_heads, L]``
-        In no particular order; the kernel takes lower numbers first among buckets that tie for the last place.
+        In no particular order; among buckets that tie for the last place, the kernel takes those with lower numbers.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     """
     check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes)
     return _operator(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, resolve_backend(backend, q))
@@ -103,15 +107,15 @@ def _(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, backend):
 def launch(
     q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, kv_heads: int, probes: int
 ) -> Tensor:
-    """Run both kernels; the grid follows shapes alone."""
+    """Launches both kernels; the grid depends on shapes alone."""
     batch, q_heads, _, head = q.shape
     classifiers, hidden, num_buckets = weight_out.shape
     weights = [x.contiguous() for x in (weight_in, bias_in, weight_out, bias_out)]
     units, columns = (32, 64) if q.dtype == torch.float32 else (128, 256)
     heads_each, rows = q_heads // classifiers, batch * q_heads // classifiers
-    slabs, blocks = triton.cdiv(hidden, units), triton.cdiv(num_buckets, columns)
-    shares = q.new_empty((slabs, batch, q_heads, num_buckets), dtype=torch.float32)
-    _share_kernel[(slabs * blocks, classifiers, triton.cdiv(rows, 16))](
+    slices, blocks = triton.cdiv(hidden, units), triton.cdiv(num_buckets, columns)
+    shares = q.new_empty((slices, batch, q_heads, num_buckets), dtype=torch.float32)
+    _share_kernel[(slices * blocks, classifiers, triton.cdiv(rows, 16))](
         q, *weights[:3], shares, q.stride(0), q.stride(1), q.stride(3),
         heads_each, rows, hidden, num_buckets, blocks,
         HEAD=head, STEPS=2, BM=16, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
@@ -122,8 +126,8 @@ def launch(
     groups, padded = triton.next_power_of_2(group), triton.next_power_of_2(num_buckets)
     if probes:
         _choose_kernel[(kv_heads, batch)](
-            shares, weights[3], chosen, slabs, group, heads_each, num_buckets, probes,
-            BG=groups, BP=padded, STAGES=1 + min(7, SLAB_BYTES // (4 * padded * groups)),
+            shares, weights[3], chosen, slices, group, heads_each, num_buckets, probes,
+            BG=groups, BP=padded, STAGES=1 + min(7, BYTES_IN_FLIGHT // (4 * padded * groups)),
             num_warps=4, **pdl_args(q.device),
         )  # fmt: skip
     return chosen
@@ -136,24 +140,24 @@ def _share_kernel(
     HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``shares [slabs, B, Hq, C]`` of the logits, without the bias."""
+    """Writes ``shares [slices, B, Hq, C]`` of the logits, without the bias."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    slab, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
+    hidden_slice, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     m_row = row < rows
     batch, head = row // heads_each, classifier * heads_each + row % heads_each
     bucket, o_d = block * BC + tl.arange(0, BC), tl.arange(0, BD)
     m_bucket, m_d = bucket < num_buckets, o_d < HEAD
     p_q = q + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :] * stride_qd
-    o_step, every = tl.arange(0, STEPS), slab * STEPS * BF + tl.arange(0, STEPS * BF)
+    o_step, every = tl.arange(0, STEPS), hidden_slice * STEPS * BF + tl.arange(0, STEPS * BF)
     biases = tl.load(bias_in + classifier * hidden + every, mask=every < hidden, other=0.0).to(tl.float32)
     biases = tl.reshape(biases, [STEPS, BF])
     share = tl.zeros([BM, BC], tl.float32)
-    # As many buffers as steps: everything is on its way before the first product. The queries would be too early, and waited
-    # for, if their mask did not name the step.
+    # There are as many buffers as steps, so that all loads start before the first product. The mask of the queries names the
+    # step: else their load would be hoisted out of the loop and waited for.
     for step in tl.range(0, STEPS):
-        unit = (slab * STEPS + step) * BF + tl.arange(0, BF)
+        unit = (hidden_slice * STEPS + step) * BF + tl.arange(0, BF)
         m_unit = unit < hidden
         b_q = tl.load(p_q, mask=(m_row & (step < STEPS))[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
         p_in = weight_in + (classifier * HEAD + o_d[:, None]) * hidden + unit[None, :]
@@ -163,16 +167,16 @@ def _share_kernel(
         bias = tl.sum(tl.where((o_step == step)[:, None], biases, 0.0), 0)
         h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0)  # [BM, BF]
         share = tl.dot(h.to(q.dtype.element_ty), b_out, share, input_precision=PRECISION)
-    row = (slab * tl.cdiv(rows, heads_each) + batch).to(tl.int64) * tl.num_programs(1) * heads_each + head
+    row = (hidden_slice * tl.cdiv(rows, heads_each) + batch).to(tl.int64) * tl.num_programs(1) * heads_each + head
     tl.store(shares + row[:, None] * num_buckets + bucket[None, :], share, mask=m_row[:, None] & m_bucket[None, :])
 
 
-@triton.jit(do_not_specialize=["slabs", "group", "heads_each", "probes"])
+@triton.jit(do_not_specialize=["slices", "group", "heads_each", "probes"])
 def _choose_kernel(
-    shares, bias_out, chosen, slabs, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr,
+    shares, bias_out, chosen, slices, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The ``probes`` best buckets of one query group."""
+    """Selects the ``probes`` best buckets of one query group."""
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_heads = tl.num_programs(0) * group
     o_head, bucket = tl.arange(0, BG), tl.arange(0, BP)
@@ -183,14 +187,14 @@ def _choose_kernel(
     logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    # As asynchronous copies: loads that add to registers come one after the other, however far they are unrolled.
-    for slab in tl.range(0, slabs, num_stages=STAGES):  # type: ignore[misc]
-        logit += tl.load(p_share + slab * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
+    # Pipelined as asynchronous copies: plain loads that add to registers run one after the other, even if unrolled.
+    for hidden_slice in tl.range(0, slices, num_stages=STAGES):  # type: ignore[misc]
+        logit += tl.load(p_share + hidden_slice * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
     p = tl.exp2(logit - tl.max(logit, 1)[:, None])
     score = tl.sum(tl.where(m_logit, p / tl.sum(p, 1)[:, None], 0.0), 0)
 
-    # `reached` scores, as many as wanted or more, are `low` or larger; fewer are `high` or larger.
+    # Invariant: `reached` >= probes scores are `low` or larger, fewer than probes are `high` or larger.
     bits = tl.where(m_bucket, score.to(tl.int32, bitcast=True), -1)
     low, high = tl.min(tl.where(m_bucket, bits, 0x7FFFFFFF), 0), tl.max(bits, 0) + 1
     reached = num_buckets
@@ -201,7 +205,7 @@ def _choose_kernel(
         high = tl.where(count >= probes, high, middle)
         reached = tl.where(count >= probes, count, reached)
     take = bits >= low
-    if reached != probes:  # the last of them are equal: take the first
+    if reached != probes:  # scores equal to `low` tie: take the first
         last = (bits == low).to(tl.int32)
         take = take & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
     place = tl.cumsum(take.to(tl.int32), 0) - 1

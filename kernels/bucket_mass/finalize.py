@@ -1,22 +1,22 @@
-"""What follows the pass of :mod:`msattn.kernels.bucket_mass.forward` over the keys: best keys, and masses that sum to 1."""
+"""Kernels after the main pass of :mod:`.forward`: best keys, normalised masses."""
 
 from msattn.kernels.bucket_mass.packing import column_of
 from msattn.kernels.common.primitives import LN_2, tl, triton
 
-WHOLE: tl.constexpr = tl.constexpr(1.5 * 2**23)  # fp32 numbers near it are whole: adding it rounds
+INTEGER_RANGE: tl.constexpr = tl.constexpr(1.5 * 2**23)  # fp32 numbers near it are integers: adding it rounds
 
 
 @triton.jit
 def load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_b, stride_h, stride_n, stride_d, BD: tl.constexpr):
-    """Queries ``[BM, BD]`` of a query group's rows, 0 outside the mask."""
+    """Loads the queries ``[BM, BD]`` of a query group's rows, 0 outside the mask."""
     p_q = q + batch.to(tl.int64) * stride_b + (kv_head * group + row // num_queries).to(tl.int64) * stride_h
     p_q = (p_q + (row % num_queries).to(tl.int64) * stride_n)[:, None] + tl.arange(0, BD)[None, :] * stride_d
     return tl.load(p_q, mask=m_tile, other=0.0)
 
 
 @triton.jit
-def visible(s, distance, min_distance, CAUSAL: tl.constexpr, FAR: tl.constexpr):
-    """Scores s, -inf where a query is as far ahead of a key as the mask does not allow."""
+def mask_by_distance(s, distance, min_distance, CAUSAL: tl.constexpr, FAR: tl.constexpr):
+    """Masks scores by ``distance``, the query's position minus the key's."""
     if CAUSAL:
         s = tl.where(distance >= 0, s, float("-inf"))
     if FAR:
@@ -25,19 +25,20 @@ def visible(s, distance, min_distance, CAUSAL: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def widen(x, exponent):
-    """``x * 2**exponent``, x >= 0 and the exponent whole, as int32: a float with 19 bits behind the point, 12 of exponent.
+def to_log_fixed(x, exponent):
+    """Encodes ``x * 2**exponent`` as int32: 12 bits of exponent, 19 of mantissa.
 
-    It has the range of a logarithm, for three instructions where that takes some thirty. Exponents up to 1900 in size.
+    For x >= 0 and an integer exponent, clamped to -1900 to 1900. The encoding has the range of a logarithm for three
+    instructions, where a logarithm takes some thirty.
     """
     exponent = tl.minimum(tl.maximum(exponent, -1900.0), 1900.0)
-    shifted = (exponent + WHOLE).to(tl.int32, bitcast=True) << 19  # the sum's last bits are the exponent's
+    shifted = (exponent + INTEGER_RANGE).to(tl.int32, bitcast=True) << 19  # the last bits of the sum are the exponent
     return ((x.to(tl.int32, bitcast=True) + 8) >> 4) + shifted
 
 
 @triton.jit
-def narrow(wide, exponent):
-    """The fp32 number ``wide / 2**exponent``; 0 below 2**-119, where a widened 0 is, too."""
+def from_log_fixed(wide, exponent):
+    """Decodes ``wide / 2**exponent`` to fp32; 0 below 2**-119, as is an encoded 0."""
     bits = wide - exponent.to(tl.int32) * (1 << 19)
     return tl.where(bits >= 8 << 19, bits << 4, 0).to(tl.float32, bitcast=True)
 
@@ -48,7 +49,10 @@ def top_key_kernel(
     stride_qb, stride_qh, stride_qn, stride_qd, group, num_queries, num_slots, num_splits, min_distance,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """``top_key [B, Hq, n_q]``: the best of the PLACES keys among which a split's thread has found the best score."""
+    """Writes ``top_key [B, Hq, n_q]``, the index of the key with the best score.
+
+    Scores the PLACES keys again among which a thread of the main pass has found the best score.
+    """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     kv_row, kv_rows = (batch * tl.num_programs(1) + kv_head).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
     rows = group * num_queries
@@ -72,19 +76,19 @@ def top_key_kernel(
     key = tl.load(slots + place, mask=seen[:, None], other=0)
     if CAUSAL or FAR:
         distance = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None] - tl.load(k_pos + key)
-        s = visible(s, distance, min_distance, CAUSAL, FAR)
+        s = mask_by_distance(s, distance, min_distance, CAUSAL, FAR)
     key = tl.where(s == tl.max(s, 1)[:, None], key, -1)
     tl.store(top_key + kv_row * rows + row, tl.where(seen, tl.max(key, 1), -1), mask=m_row)
 
 
-@triton.jit(do_not_specialize=["rows", "num_buckets", "num_lanes", "num_splits"])
-def normalise_kernel(
-    sums, references, part_lse, first, carried, mass, lse, rows, num_buckets, num_lanes, num_splits,
+@triton.jit(do_not_specialize=["rows", "num_buckets", "num_segments", "num_splits"])
+def normalize_kernel(
+    sums, references, part_lse, first, continued, mass, lse, rows, num_buckets, num_segments, num_splits,
     BM: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """``mass [B, Hq, n_q, C]`` and natural-log ``lse [B, Hq, n_q]`` from what the splits left.
+    """Writes ``mass [B, Hq, n_q, C]`` and natural-log ``lse [B, Hq, n_q]``.
 
-    Programs: (row tile, buckets, key/value head of a sequence).
+    Merges the splits' results. Grid: (row tile, bucket tile, key/value head of a sequence).
     """
     kv_row, kv_rows = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -92,9 +96,9 @@ def normalise_kernel(
     first_bucket = tl.program_id(1) * BC
     bucket = first_bucket + tl.arange(0, BC)
     m_bucket = bucket < num_buckets
-    sums += kv_row * (num_buckets + num_lanes) * rows + row[None, :]
+    sums += kv_row * (num_buckets + num_segments) * rows + row[None, :]
     p_sum = sums + bucket.to(tl.int64)[:, None] * rows
-    b_sum = tl.load(p_sum, mask=m_bucket[:, None] & m_row[None, :], other=0)  # [BC, BM], on its way while the rest is loaded
+    b_sum = tl.load(p_sum, mask=m_bucket[:, None] & m_row[None, :], other=0)  # [BC, BM], in flight while the rest is loaded
     first += kv_row * (num_buckets + 1) + bucket
     filled = tl.load(first + 1, mask=m_bucket, other=0) > tl.load(first, mask=m_bucket, other=0)
 
@@ -113,18 +117,18 @@ def normalise_kernel(
         tl.store(lse + kv_row * rows + row, tl.where(seen, b_lse, float("-inf")) * LN_2, mask=m_row)
 
     whole = tl.floor(base)
-    b_mass = tl.where(filled[:, None], narrow(b_sum, whole[None, :]), 0.0)
-    for lane in tl.range(0, num_lanes, BL):
-        o_lane = lane + tl.arange(0, BL)
-        b_carried = tl.load(carried + kv_row * num_lanes + o_lane, mask=o_lane < num_lanes, other=-1)
-        if tl.max(((b_carried >= first_bucket) & (b_carried < first_bucket + BC)).to(tl.int32), 0) > 0:
-            for r in tl.range(lane, tl.minimum(lane + BL, num_lanes)):
-                b_bucket = tl.load(carried + kv_row * num_lanes + r)
+    b_mass = tl.where(filled[:, None], from_log_fixed(b_sum, whole[None, :]), 0.0)
+    for segment in tl.range(0, num_segments, BL):
+        o_segment = segment + tl.arange(0, BL)
+        b_continued = tl.load(continued + kv_row * num_segments + o_segment, mask=o_segment < num_segments, other=-1)
+        if tl.max(((b_continued >= first_bucket) & (b_continued < first_bucket + BC)).to(tl.int32), 0) > 0:
+            for r in tl.range(segment, tl.minimum(segment + BL, num_segments)):
+                b_bucket = tl.load(continued + kv_row * num_segments + r)
                 if (b_bucket >= first_bucket) & (b_bucket < first_bucket + BC):
                     goes_on = (bucket == b_bucket)[:, None]
-                    p_lane = sums + (num_buckets + r).to(tl.int64) * rows
-                    b_sum = tl.load(p_lane, mask=goes_on & m_row[None, :], other=-(1 << 30))
-                    b_mass += tl.where(goes_on, narrow(b_sum, whole[None, :]), 0.0)
+                    p_segment = sums + (num_buckets + r).to(tl.int64) * rows
+                    b_sum = tl.load(p_segment, mask=goes_on & m_row[None, :], other=-(1 << 30))
+                    b_mass += tl.where(goes_on, from_log_fixed(b_sum, whole[None, :]), 0.0)
     b_mass *= tl.exp2(whole - base)[None, :]
     p_mass = mass + (kv_row * rows + row[:, None]) * num_buckets + bucket[None, :]
     tl.store(p_mass, tl.trans(b_mass), mask=m_row[:, None] & m_bucket[None, :])

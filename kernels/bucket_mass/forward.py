@@ -1,25 +1,33 @@
-"""Attention mass by bucket (SAAP, arXiv 2502.08246, section 3: the training target ``A . H_k``), without the attention matrix.
+"""Attention mass of each bucket, without materializing the attention matrix.
 
-The queries of a query group are the rows of one matrix, which meets the group's keys in one pass. Keys come in granules of one
-bucket each, so laid out (:mod:`msattn.kernels.bucket_mass.packing`) that a thread holds all scores of a row and granule. Of each of
-its rows, a thread keeps a maximum of its own and, for each of its lanes of granules, a sum relative to that maximum; at the
-end of a bucket it writes the sum's logarithm out. So threads exchange nothing, and while one tile's scores become sums, the
-next tile's product is under way. The copies that fill a granule up need no mask: they change no maximum, and are subtracted
-from the sum, all being equal to the granule's first key.
+This is the training target ``A . H_k`` of SAAP (arXiv 2502.08246, section 3). The queries of a query group form the rows of one
+matrix, which is multiplied with the group's keys in one pass. Keys are packed in groups of one bucket each, and groups in
+segments (:mod:`msattn.kernels.bucket_mass.packing` defines both), such that one thread holds all scores of a row and key group.
+For each of its rows, a thread keeps a running maximum of its own and, for each of its segments, a sum relative to this maximum;
+at the end of a bucket it writes the logarithm of the sum. Threads exchange nothing, and the product of the next tile overlaps
+with the sums of this one. The copies that fill up a key group need no mask: they do not change the maximum and, all being equal
+to the group's first key, are subtracted from the sum.
 
-The loop keeps only the tile and thread of a row's largest score; a second kernel scores that thread's keys again to find the
-key, and a third normalises.
+The loop keeps only the tile and thread of each row's largest score. A second kernel scores that thread's keys again to find the
+key, and a third one normalises.
 
-Tiles: BM rows (row r = query r % n_q of the group's head r // n_q), BN keys, BD head size, BC buckets. Prefixes: p_ pointer.
-Programs: (row tile, key/value head, split of the keys and sequence), then (row tile, buckets, key/value head of a sequence).
+Tiles: BM rows (row r = query r % n_q of the group's head r // n_q), BN keys, BD head size, BC buckets. Prefix: p_ pointer.
+Grid: (row tile, key/value head, split of the keys and sequence), then (row tile, bucket tile, key/value head of a sequence).
 """
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.bucket_mass.finalize import WHOLE, load_rows, normalise_kernel, top_key_kernel, visible, widen
-from msattn.kernels.bucket_mass.packing import most_granules, pack_keys
+from msattn.kernels.bucket_mass.finalize import (
+    INTEGER_RANGE,
+    load_rows,
+    mask_by_distance,
+    normalize_kernel,
+    to_log_fixed,
+    top_key_kernel,
+)
+from msattn.kernels.bucket_mass.packing import max_key_groups, pack_keys
 from msattn.kernels.common.bucket_checks import check_bucket_mass
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, load_tile, num_processors, padded_head, precision, tile_view, tl, triton
@@ -41,19 +49,19 @@ def bucket_mass(
     k_pos: Tensor | None = None,
     backend: Backend | None = None,
 ) -> BucketMass:
-    """How much of each query's attention falls into each bucket (SAAP, the training target).
+    """Computes the attention mass of each bucket for each query (SAAP's target).
 
-    ``mass[i, c] = sum over keys j in bucket c of softmax_j(scale * q_i k_j)``. Memory grows with ``n_q * C``, never with
+    ``mass[i, c] = sum over keys j in bucket c of softmax_j(scale * q_i k_j)``. Memory grows with ``n_q * C``, not with
     ``n_q * n_k``.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, n_q, D]``
-        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Strided views are read as they are.
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Strided views are not copied.
     k : Tensor ``[B, Hkv, n_k, D]``
         Keys; query head h reads head ``h // (Hq // Hkv)``.
     buckets : Tensor int32 ``[B, Hkv, n_k]``
-        The bucket of each key, 0 to ``num_buckets - 1``; -1 leaves a key out of the softmax altogether.
+        The bucket of each key, 0 to ``num_buckets - 1``; -1 excludes a key from the softmax.
     num_buckets : int
         Number of buckets, C.
     causal : bool
@@ -63,7 +71,7 @@ def bucket_mass(
     min_distance : int, optional
         Keep only pairs with ``|q_pos - k_pos| > min_distance``, in tokens.
     q_pos, k_pos : Tensor int32 ``[n_q]``, ``[n_k]``, optional
-        Positions, in tokens. By default keys count from 0 and the last query stands at the last key.
+        Positions, in tokens. By default keys count from 0 and the last query is at the last key.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -71,16 +79,16 @@ def bucket_mass(
     -------
     BucketMass
         ``mass [B, Hq, n_q, C]`` fp32, whose rows sum to 1; ``lse [B, Hq, n_q]`` (natural logarithm, fp32); ``top_key`` int32
-        ``[B, Hq, n_q]``, the index in k of the largest score (of any such key if several tie). A query that no key is left for
-        has mass 0, lse -inf and top_key -1.
+        ``[B, Hq, n_q]``, the index in k of the largest score (of any such key if several tie). A query without visible
+        keys has mass 0, lse -inf and top_key -1.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name. Bucket numbers are checked by the reference alone; the kernel leaves out keys
-        whose number is out of range.
+        If an argument is invalid. Bucket numbers are checked by the reference alone; the kernel excludes keys whose number is
+        out of range.
     NotImplementedError
-        In the backward pass: this makes targets.
+        In the backward pass, as the operation makes training targets.
     """
     check_bucket_mass(q, k, buckets, num_buckets, min_distance, q_pos, k_pos)
     scale = resolve_scale(scale, q.shape[3])
@@ -135,66 +143,69 @@ def launch(
     min_distance: int | None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the keys and run both kernels; ``tile`` overrides the shipped choice, for tuning."""
+    """Packs the keys and launches the kernels; ``tile`` overrides the default."""
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     rows, cols = q_heads // kv_heads * num_queries, padded_head(head)
     tile = tile or default_tile(cols, q.dtype)
-    granule = default_granule(num_keys // num_buckets, tile.keys)
+    group_size = default_group_size(num_keys // num_buckets, tile.keys)
     row_tiles = triton.cdiv(rows, tile.rows)
-    most_tiles = triton.cdiv(most_granules(num_keys, num_buckets, granule) * granule, tile.keys)
+    max_tiles = triton.cdiv(max_key_groups(num_keys, num_buckets, group_size) * group_size, tile.keys)
     slots = tile.programs * num_processors(q.device)
-    # What splits leave is added up later, so that few of them are better.
-    splits = choose_splits(row_tiles * kv_heads * batch, slots, most_tiles, enough=0.9, saturated=1.0)
-    packed = pack_keys(k, buckets, num_buckets, granule, tile.keys, splits)
+    # Merging costs time per split, so that fewer splits are better.
+    splits = choose_splits(row_tiles * kv_heads * batch, slots, max_tiles, efficiency=0.9, saturation=1.0)
+    packed = pack_keys(k, buckets, num_buckets, group_size, tile.keys, splits)
     if causal or min_distance is not None:
         q_pos, k_pos = _positions(q_pos, k_pos, num_queries, num_keys, q.device)
 
-    lanes = packed.carried.shape[2]
-    sums = q.new_empty((batch, kv_heads, num_buckets + lanes, rows), dtype=torch.int32)
+    segments = packed.continued.shape[2]
+    sums = q.new_empty((batch, kv_heads, num_buckets + segments, rows), dtype=torch.int32)
     part_lse = q.new_empty((splits, batch, kv_heads, rows), dtype=torch.float32)
     references = torch.empty_like(part_lse[0])
     part_score, part_slot = torch.empty_like(part_lse), torch.empty_like(part_lse, dtype=torch.int32)
     _mass_kernel[(row_tiles, kv_heads, batch * splits)](
-        q, tile_view(packed.keys, tile.keys), packed.slots, packed.ends, packed.copies, packed.first, q_pos, k_pos,
+        q, tile_view(packed.keys, tile.keys), packed.slots, packed.out_rows, packed.copies, packed.first, q_pos, k_pos,
         sums, references, part_lse, part_score, part_slot, *q.stride(),
         q_heads // kv_heads, num_queries, num_buckets, packed.slots.shape[2] // tile.keys, splits, min_distance or 0,
         scale * LOG2_E, HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
-        BM=tile.rows, BN=tile.keys, BD=cols, GRANULE=granule, PRECISION=precision(q.dtype),
+        BM=tile.rows, BN=tile.keys, BD=cols, GROUP_SIZE=group_size, PRECISION=precision(q.dtype),
         ROW_WARPS=min(tile.warps, tile.rows // 16), Q_IN_REGISTERS=cols * q.element_size() <= 256,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=min(255, 65536 // (32 * tile.warps * tile.programs)),
     )  # fmt: skip
     mass = q.new_empty((batch, q_heads, num_queries, num_buckets), dtype=torch.float32)
     lse, top_key = q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.int32)
-    few = max(1, 512 // cols)
-    top_key_kernel[(triton.cdiv(rows, few), kv_heads, batch)](
+    top_rows = max(1, 512 // cols)
+    top_key_kernel[(triton.cdiv(rows, top_rows), kv_heads, batch)](
         q, packed.keys, packed.slots, q_pos, k_pos, part_score, part_slot, top_key, *q.stride(),
         q_heads // kv_heads, num_queries, packed.slots.shape[2], splits, min_distance or 0,
-        HEAD=head, CAUSAL=causal, FAR=min_distance is not None, BM=few, BD=cols, PLACES=tile.keys // 4,
+        HEAD=head, CAUSAL=causal, FAR=min_distance is not None, BM=top_rows, BD=cols, PLACES=tile.keys // 4,
     )  # fmt: skip
-    normalise_kernel[(triton.cdiv(rows, 32), triton.cdiv(num_buckets, 64), batch * kv_heads)](
-        sums, references, part_lse, packed.first, packed.carried, mass, lse, rows, num_buckets, lanes, splits,
+    normalize_kernel[(triton.cdiv(rows, 32), triton.cdiv(num_buckets, 64), batch * kv_heads)](
+        sums, references, part_lse, packed.first, packed.continued, mass, lse, rows, num_buckets, segments, splits,
         BM=32, BC=64, BL=32,
     )  # fmt: skip
     return mass, lse, top_key
 
 
 def default_tile(cols: int, dtype: torch.dtype) -> Tile:
-    """Short tiles leave room for several programs on a multiprocessor: while one multiplies, others take exponentials."""
+    """Returns short tiles: several programs per SM overlap products and exponentials."""
     if dtype == torch.float32:
         return Tile(rows=64, keys=32, warps=8, stages=1, programs=2)
     return Tile(64, 64, 4, 3, 4) if cols <= 128 else Tile(64, 64, 4, 2, 2)
 
 
-def default_granule(keys_per_bucket: int, tile: int) -> int:
-    """Long granules need fewer sums to be written; short ones leave fewer places empty. A tile holds 4 at least."""
+def default_group_size(keys_per_bucket: int, tile: int) -> int:
+    """Returns the size of key groups, at most a quarter of a tile.
+
+    Large groups write fewer sums, small ones need fewer copies.
+    """
     return min(16 if keys_per_bucket >= 32 else 8, tile // 4)
 
 
 def _positions(
     q_pos: Tensor | None, k_pos: Tensor | None, num_queries: int, num_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Positions that are not given: keys from 0, queries such that the last one stands at the last key."""
+    """Fills in default positions: keys from 0, the last query at the last key."""
     if q_pos is None:
         q_pos = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=device)
     if k_pos is None:
@@ -204,19 +215,20 @@ def _positions(
 
 @triton.jit(do_not_specialize=["group", "num_queries", "num_buckets", "num_tiles", "num_splits", "min_distance"])
 def _mass_kernel(
-    q, keys, slots, ends, copies, first, q_pos, k_pos, sums, references, part_lse, part_score, part_slot,
+    q, keys, slots, out_rows, copies, first, q_pos, k_pos, sums, references, part_lse, part_score, part_slot,
     stride_qb, stride_qh, stride_qn, stride_qd,
     group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GRANULE: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GROUP_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     ROW_WARPS: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """One split's keys: ``sums [B, Hkv, C + R, rows]``, by :func:`widen`, over 2 to the ``references [B, Hkv, rows]``.
+    """Processes one split of the keys.
 
-    And, ``[S, B, Hkv, rows]``, the base-2 LSE less the reference, the best score and the first of its thread's slots.
+    Writes ``sums [B, Hkv, C + R, rows]``, encoded by :func:`to_log_fixed`, relative to 2 to the ``references [B, Hkv, rows]``;
+    and, ``[S, B, Hkv, rows]``, the base-2 LSE minus the reference, the best score and the first of its thread's slots.
     """
-    LANES: tl.constexpr = BN // GRANULE
-    GROUPS: tl.constexpr = LANES // 4
+    SEGMENTS: tl.constexpr = BN // GROUP_SIZE
+    GROUPS: tl.constexpr = SEGMENTS // 4
     MASKED: tl.constexpr = CAUSAL or FAR
     kv_heads = tl.num_programs(1)
     kv_head, batch, split = tl.program_id(1), tl.program_id(2) // num_splits, tl.program_id(2) % num_splits
@@ -224,45 +236,45 @@ def _mass_kernel(
     num_tiles = num_tiles // num_splits
     first_tile = split * num_tiles
     slots += kv_row * num_splits * num_tiles * BN
-    run = tl.cdiv(tl.load(first + kv_row * (num_buckets + 1) + num_buckets), num_splits * LANES)
+    run = tl.cdiv(tl.load(first + kv_row * (num_buckets + 1) + num_buckets), num_splits * SEGMENTS)
 
     rows = group * num_queries
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     m_row = row < rows
     m_tile = m_row[:, None] & (tl.arange(0, BD) < HEAD)[None, :]
     b_q = load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
-    if Q_IN_REGISTERS:  # where the result of an operation stays, and saves bandwidth of shared memory
+    if Q_IN_REGISTERS:  # the result of an operation stays in registers, which saves shared-memory bandwidth
         b_q = tl.where(m_tile, b_q, 0.0)
     if MASKED:
         b_q_pos = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None]
     some = tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION)
     reference = tl.floor(tl.max(some, 1) * scale2)[:, None]  # the same for all splits
-    p_sum = sums + kv_row * (num_buckets + num_splits * LANES) * rows
+    p_sum = sums + kv_row * (num_buckets + num_splits * SEGMENTS) * rows
     row_as_held = _as_held(row[:, None, None], ROW_WARPS)  # [1, BM, 1]
 
     column = tl.arange(0, BN)
-    lane = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [GROUPS, 4]
-    p_granule = kv_row * num_splits * num_tiles * LANES + lane
+    segment = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [GROUPS, 4]
+    p_group = kv_row * num_splits * num_tiles * SEGMENTS + segment
     m = tl.full([BM, 4], float("-inf"), tl.float32)
-    acc = tl.zeros([BM, GROUPS, 4], tl.float32)  # of the bucket that each lane is in
+    acc = tl.zeros([BM, GROUPS, 4], tl.float32)  # sum of the present bucket of each segment
     l = tl.zeros([BM, 4], tl.float32)
     top = tl.full([BM, 4], float("-inf"), tl.float32)
     top_tile = tl.zeros([BM, 4], tl.int32)
     b_k = load_tile(keys, batch, kv_head, first_tile * BN, BN, BD)
     s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BM, BN]
-    end = tl.load(ends + p_granule + first_tile * LANES)
-    copied = tl.load(copies + p_granule + first_tile * LANES)
+    out_row = tl.load(out_rows + p_group + first_tile * SEGMENTS)
+    copied = tl.load(copies + p_group + first_tile * SEGMENTS)
     if MASKED:
         b_k_pos = tl.load(k_pos + tl.load(slots + first_tile * BN + column, mask=run > 0, other=0))
     for n in tl.range(first_tile, first_tile + run):
         if MASKED:
-            s = visible(s, b_q_pos - b_k_pos[None, :], min_distance, CAUSAL, FAR)
-        s = tl.reshape(s, [BM, GROUPS, GRANULE // 2, 4, 2])
+            s = mask_by_distance(s, b_q_pos - b_k_pos[None, :], min_distance, CAUSAL, FAR)
+        s = tl.reshape(s, [BM, GROUPS, GROUP_SIZE // 2, 4, 2])
         largest = tl.max(tl.max(tl.max(s, 4), 2), 1)  # [BM, 4]
         better = largest > top
         top = tl.where(better, largest, top)
         top_tile = tl.where(better, n, top_tile)
-        m_new = tl.maximum(m, (largest * scale2 + WHOLE) - WHOLE)  # whole
+        m_new = tl.maximum(m, (largest * scale2 + INTEGER_RANGE) - INTEGER_RANGE)  # an integer
         base = m_new
         if MASKED:
             base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
@@ -270,25 +282,25 @@ def _mass_kernel(
 
         ahead = tl.minimum(n + 1, first_tile + run - 1)
         b_k = load_tile(keys, batch, kv_head, ahead * BN, BN, BD)
-        s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # runs while the rest of this tile is computed
-        end_ahead = tl.load(ends + p_granule + ahead * LANES)
-        copied_ahead = tl.load(copies + p_granule + ahead * LANES)
+        s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # overlaps with the rest of this tile
+        out_row_ahead = tl.load(out_rows + p_group + ahead * SEGMENTS)
+        copied_ahead = tl.load(copies + p_group + ahead * SEGMENTS)
         if MASKED:
             b_k_pos = tl.load(k_pos + tl.load(slots + ahead * BN + column))
 
         even, odd = tl.split(tl.exp2(exponents))  # [BM, GROUPS, G / 2, 4]
-        total, key = _sum_and_first(even + odd, even, GRANULE // 2)
+        total, key = _sum_and_first(even + odd, even, GROUP_SIZE // 2)
         mass = total - copied[None] * key
         alpha = tl.exp2(m - base)
         acc = acc * alpha[:, None, :] + mass
-        over = (end >= 0)[None]
+        over = (out_row >= 0)[None]
         l = l * alpha + tl.sum(tl.where(over, acc, 0.0), 1)
-        wide = widen(acc, (m_new - reference)[:, None, :])
-        row_of_sum = tl.trans(end)[:, None, :]  # [4, 1, GROUPS]
+        wide = to_log_fixed(acc, (m_new - reference)[:, None, :])
+        row_of_sum = tl.trans(out_row)[:, None, :]  # [4, 1, GROUPS]
         p_end = p_sum + row_of_sum.to(tl.int64) * rows + row_as_held
         tl.store(p_end, _as_held(wide, ROW_WARPS), mask=(row_of_sum >= 0) & (row_as_held < rows))
         acc = tl.where(over, 0.0, acc)
-        m, end, copied = m_new, end_ahead, copied_ahead
+        m, out_row, copied = m_new, out_row_ahead, copied_ahead
 
     part = split * (tl.num_programs(2) // num_splits) + batch
     part = (part * kv_heads + kv_head).to(tl.int64) * rows + row
@@ -305,9 +317,10 @@ def _mass_kernel(
 
 @triton.jit
 def _sum_and_first(sums, firsts, SIZE: tl.constexpr):
-    """Of ``[BM, GROUPS, SIZE, 4]``, over the third dimension: the sum of ``sums``, the first of ``firsts``, all in registers.
+    """Reduces the third dimension of ``[BM, GROUPS, SIZE, 4]`` in registers.
 
-    Halves are added to halves, so that equal numbers, as copies are, add up without rounding.
+    Returns the sum of ``sums`` and the first of ``firsts``. Halves are added to halves, so that equal numbers, such as copies,
+    add up without rounding.
     """
     if SIZE > 1:
         sums, other = _halves(sums, SIZE)
@@ -321,17 +334,17 @@ def _sum_and_first(sums, firsts, SIZE: tl.constexpr):
 
 @triton.jit
 def _halves(x, SIZE: tl.constexpr):
-    """Even and odd places of the third dimension."""
+    """Splits the third dimension into its even and odd places."""
     pairs = tl.reshape(x, [x.shape[0], x.shape[1], SIZE // 2, 2, 4])
     return tl.split(tl.permute(pairs, [0, 1, 2, 4, 3]))
 
 
 @triton.jit
 def _as_held(x, ROW_WARPS: tl.constexpr):
-    """``x [BM, GROUPS, LANES]`` as ``[LANES, BM, GROUPS]``, rows in an order such that a store finds all in place.
+    """Permutes ``x [BM, GROUPS, 4]`` to ``[4, BM, GROUPS]`` in accumulator row order.
 
-    A warp holds rows r and r + 8 of its 16 in each thread; Triton would store 8 rows of each warp in turn. Any other order of
-    the same elements goes through shared memory, with two barriers.
+    Each thread of a warp holds rows r and r + 8 of its 16. Stores in this order need no exchange; any other order of the same
+    elements, such as Triton's 8 rows of each warp in turn, goes through shared memory with two barriers.
     """
     BM: tl.constexpr = x.shape[0]
     parts = tl.reshape(x, [BM // (16 * ROW_WARPS), ROW_WARPS, 2, 8, x.shape[1], x.shape[2]])

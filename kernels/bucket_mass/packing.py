@@ -1,18 +1,22 @@
-"""Keys sorted by bucket and copied to where :mod:`msattn.kernels.bucket_mass.forward` can add them up without leaving a register.
+"""Sorts keys by bucket and packs them in tiles for :mod:`.forward`.
 
-A bucket's keys are cut into granules of G keys; its last one is filled up with copies of its own first key, whose number is
-written down. The granules, bucket after bucket, are dealt out in equal runs to lanes: a tile holds one granule of each lane,
-and the next tile the next granule of each::
+Terms:
 
-    granules     a0 a1 | b0 | c0 c1 c2 | d0 | e0        a bucket each letter; 8 granules, 4 lanes: runs of 2
+- A *key group* holds G keys of one bucket. The last group of a bucket is filled up with copies of its first key; the number of
+  copies is stored, and the copies are subtracted from the group's sum.
+- A *segment* is one of the equal runs into which the sequence of all key groups, bucket after bucket, is divided. A tile holds
+  one key group of each of its segments, and the next tile holds the next ones::
+
+    key groups   a0 a1 | b0 | c0 c1 c2 | d0 | e0        one letter per bucket; 8 groups, 4 segments of 2
     tile 0       a0  b0  c1  d0
-    tile 1       a1  c0  c2  e0                         the run of lane 1 ends inside bucket c, lane 2 goes on with it
+    tile 1       a1  c0  c2  e0                         segment 1 ends inside bucket c, segment 2 continues it
 
-A lane's sum goes out after the last granule of a bucket, or of its run: to row c for bucket c, but to row C + r where lane r
-goes on with a bucket that an earlier lane began. ``carried[r]`` names that bucket.
+- The sum of a segment is written after the last key group of a bucket or of the segment: to *output row* c for bucket c, but to
+  row C + r if segment r continues a bucket that an earlier segment began. ``continued[r]`` is this *continuation bucket*.
 
-Where a key of a granule stands among the columns of its tile follows the accumulators of tensor cores: of 8 adjacent columns,
-a thread holds columns 2 t and 2 t + 1, so that lane ``4 g + t`` has these two in each of G / 2 adjacent groups of 8.
+The columns of a key group within a tile follow the accumulator layout of tensor cores: of 8 adjacent columns, thread t holds
+columns 2 t and 2 t + 1. Segment ``4 g + t`` therefore has these two columns in each of G / 2 adjacent groups of 8 columns, and
+one thread holds all scores of a row and key group.
 """
 
 from typing import NamedTuple
@@ -24,65 +28,69 @@ from msattn.kernels.common.primitives import padded_head, tl, triton
 
 
 class PackedKeys(NamedTuple):
-    """Keys in the order of tiles; T tiles for each of S splits, of BN keys, L lanes each. int32 but for ``keys``, ``copies``.
+    """Keys in tile order: T tiles for each of S splits, of BN keys and L segments.
+
+    All are int32 but ``keys`` and ``copies``.
 
     Attributes
     ----------
     keys : ``[B, Hkv, S * T * BN, D]``.
     slots : ``[B, Hkv, S * T * BN]``, their indices in k.
-    ends : ``[B, Hkv, S * T * L]``: the row that a lane's sum goes to after this granule, or -1 where the lane goes on.
-    copies : fp32 ``[B, Hkv, S * T * L]``: how many of a granule's keys are copies of its first one; G past a lane's end.
-    carried : ``[B, Hkv, S * L]``: the bucket that a lane goes on with, or -1.
-    first : ``[B, Hkv, C + 1]``: the first granule of each bucket, and how many there are.
+    out_rows : ``[B, Hkv, S * T * L]``: the output row to write after this key group, or -1 if the bucket continues.
+    copies : fp32 ``[B, Hkv, S * T * L]``: the number of copies in a key group; G past the end of a segment.
+    continued : ``[B, Hkv, S * L]``: the continuation bucket of a segment, or -1.
+    first : ``[B, Hkv, C + 1]``: the first key group of each bucket, and the number of all groups.
     """
 
     keys: Tensor
     slots: Tensor
-    ends: Tensor
+    out_rows: Tensor
     copies: Tensor
-    carried: Tensor
+    continued: Tensor
     first: Tensor
 
 
-def most_granules(num_keys: int, num_buckets: int, granule: int) -> int:
-    """How many granules there can be: the full ones, and a partial one for each bucket that has keys."""
-    return num_keys // granule + min(num_buckets, num_keys)
+def max_key_groups(num_keys: int, num_buckets: int, group_size: int) -> int:
+    """Returns an upper bound of the key groups: one partial group per bucket."""
+    return num_keys // group_size + min(num_buckets, num_keys)
 
 
-def pack_keys(k: Tensor, buckets: Tensor, num_buckets: int, granule: int, tile: int, splits: int) -> PackedKeys:
-    """Sort ``k [B, Hkv, n_k, D]`` by ``buckets``; sizes follow shapes alone, so that nothing waits for the device.
+def pack_keys(k: Tensor, buckets: Tensor, num_buckets: int, group_size: int, tile: int, splits: int) -> PackedKeys:
+    """Packs ``k [B, Hkv, n_k, D]`` by ``buckets [B, Hkv, n_k]``.
 
-    Keys whose bucket is not in 0 to ``num_buckets - 1`` are left out.
+    Sizes depend on shapes alone, so that the host does not wait for the device. Keys whose bucket is not in 0 to
+    ``num_buckets - 1`` are left out.
     """
     batch, kv_heads, num_keys, head = k.shape
-    lanes = splits * tile // granule
-    tiles = triton.cdiv(most_granules(num_keys, num_buckets, granule), lanes)
+    segments = splits * tile // group_size
+    tiles = triton.cdiv(max_key_groups(num_keys, num_buckets, group_size), segments)
     order, begin = _sort(buckets.reshape(-1, num_keys), num_buckets)
 
     def empty(count: int) -> Tensor:
         return torch.empty((batch, kv_heads, count), dtype=torch.int32, device=k.device)
 
-    first, slots, ends = empty(num_buckets + 1), empty(splits * tiles * tile), empty(tiles * lanes)
-    copies = torch.empty_like(ends, dtype=torch.float32)
+    first, slots, out_rows = empty(num_buckets + 1), empty(splits * tiles * tile), empty(tiles * segments)
+    copies = torch.empty_like(out_rows, dtype=torch.float32)
     keys = k.new_empty((batch, kv_heads, splits * tiles * tile, head))
-    carried = empty(lanes).fill_(-1)
-    _first_kernel[(batch * kv_heads,)](begin, first, num_buckets, GRANULE=granule, BC=1024, num_warps=4)
+    continued = empty(segments).fill_(-1)
+    _first_kernel[(batch * kv_heads,)](begin, first, num_buckets, GROUP_SIZE=group_size, BC=1024, num_warps=4)
     _pack_kernel[(splits * tiles, kv_heads, batch)](
-        k, order, begin, first, keys, slots, ends, copies, carried, *k.stride(),
+        k, order, begin, first, keys, slots, out_rows, copies, continued, *k.stride(),
         num_keys, num_buckets, num_buckets.bit_length(), splits,
-        HEAD=head, GRANULE=granule, BN=tile, BD=padded_head(head), num_warps=4,
+        HEAD=head, GROUP_SIZE=group_size, BN=tile, BD=padded_head(head), num_warps=4,
     )  # fmt: skip
-    return PackedKeys(keys, slots, ends, copies, carried, first)
+    return PackedKeys(keys, slots, out_rows, copies, continued, first)
 
 
 def _sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
-    """Of ``buckets [H, n_k]``: the keys' places among all heads', by bucket, and where each bucket begins, ``[H, C + 1]``.
+    """Sorts all keys by head and bucket.
 
-    One sort for all heads, by head and bucket; keys that are left out stand behind a head's last bucket.
+    Returns the order of the keys of all heads, ``[H * n_k]``, and the begin of each bucket in it, ``[H, C + 1]``. Keys that are
+    left out come after the last bucket of their head.
     """
     heads, num_keys = buckets.shape
     known = (buckets >= 0) & (buckets < num_buckets)
-    short = heads * (num_buckets + 1) < 2**15  # half the passes of a radix sort
+    short = heads * (num_buckets + 1) < 2**15  # 16 bits halve the passes of the radix sort
     names = torch.arange(heads * (num_buckets + 1), dtype=torch.int16 if short else torch.int32, device=buckets.device)
     label = torch.where(known, buckets, num_buckets).to(names.dtype) + names[:: num_buckets + 1, None]
     label, order = label.flatten().sort(stable=True)
@@ -90,8 +98,8 @@ def _sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["num_buckets"])
-def _first_kernel(begin, first, num_buckets, GRANULE: tl.constexpr, BC: tl.constexpr):
-    """``first [H, C + 1]`` of one head, from ``begin [H, C + 1]``."""
+def _first_kernel(begin, first, num_buckets, GROUP_SIZE: tl.constexpr, BC: tl.constexpr):
+    """Computes ``first [H, C + 1]`` of one head from ``begin [H, C + 1]``."""
     head = tl.program_id(0).to(tl.int64)
     begin += head * (num_buckets + 1)
     first += head * (num_buckets + 1)
@@ -100,20 +108,20 @@ def _first_kernel(begin, first, num_buckets, GRANULE: tl.constexpr, BC: tl.const
         bucket = c + tl.arange(0, BC)
         m_bucket = bucket < num_buckets
         size = tl.load(begin + bucket + 1, mask=m_bucket, other=0) - tl.load(begin + bucket, mask=m_bucket, other=0)
-        granules = tl.cdiv(size.to(tl.int32), GRANULE)
-        tl.store(first + bucket, total + tl.cumsum(granules, 0) - granules, mask=m_bucket)
-        total += tl.sum(granules, 0)
+        groups = tl.cdiv(size.to(tl.int32), GROUP_SIZE)
+        tl.store(first + bucket, total + tl.cumsum(groups, 0) - groups, mask=m_bucket)
+        total += tl.sum(groups, 0)
     tl.store(first + num_buckets, total)
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_buckets", "steps", "num_splits"])
 def _pack_kernel(
-    k, order, begin, first, keys, slots, ends, copies, carried,
+    k, order, begin, first, keys, slots, out_rows, copies, continued,
     stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets, steps, num_splits,
-    HEAD: tl.constexpr, GRANULE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    HEAD: tl.constexpr, GROUP_SIZE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Fill one tile; programs: (split and tile, key/value head, sequence)."""
-    LANES: tl.constexpr = BN // GRANULE
+    """Fills one tile. Grid: (split and tile, key/value head, sequence)."""
+    SEGMENTS: tl.constexpr = BN // GROUP_SIZE
     tiles = tl.num_programs(0) // num_splits
     split, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -121,33 +129,33 @@ def _pack_kernel(
     begin += head * (num_buckets + 1)
     first += head * (num_buckets + 1)
     total = tl.load(first + num_buckets)
-    run = tl.cdiv(total, num_splits * LANES)
+    run = tl.cdiv(total, num_splits * SEGMENTS)
     if n < run:
         o_col = tl.arange(0, BN)
-        lane_in_tile, place = _lane_of(o_col, GRANULE)
-        lane = split * LANES + lane_in_tile
-        granule = tl.minimum(lane * run + n, total - 1)
+        segment_in_tile, place = _segment_of(o_col, GROUP_SIZE)
+        segment = split * SEGMENTS + segment_in_tile
+        key_group = tl.minimum(segment * run + n, total - 1)
         low, high = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32) + num_buckets
-        for _ in tl.range(0, steps):  # the bucket: the last one whose first granule is not after this one
+        for _ in tl.range(0, steps):  # bisection: the last bucket whose first key group is not after this one
             middle = (low + high + 1) // 2
-            after = tl.load(first + tl.minimum(middle, num_buckets - 1)) > granule
+            after = tl.load(first + tl.minimum(middle, num_buckets - 1)) > key_group
             high = tl.where(after | (middle >= num_buckets), tl.minimum(high, middle - 1), high)
             low = tl.where(after | (middle >= num_buckets), low, middle)
         bucket_begin, bucket_end = tl.load(first + low), tl.load(first + low + 1)
-        sorted_place = tl.load(begin + low) + (granule - bucket_begin) * GRANULE
-        live = lane * run + n < total
+        sorted_place = tl.load(begin + low) + (key_group - bucket_begin) * GROUP_SIZE
+        live = segment * run + n < total
         size = tl.where(live, tl.load(begin + low + 1) - sorted_place, 0).to(tl.int32)  # past the last one: copies only
         key = tl.load(order + sorted_place + tl.where(place < size, place, 0)) - head * num_keys
 
         tile = head * tl.num_programs(0) + tl.program_id(0)
         tl.store(slots + tile * BN + o_col, key.to(tl.int32))
-        over = live & ((granule + 1 == bucket_end) | (n + 1 == run))
-        goes_on = bucket_begin < lane * run
-        p_granule = tile * LANES + lane_in_tile
-        tl.store(ends + p_granule, tl.where(over, tl.where(goes_on, num_buckets + lane, low), -1), mask=place == 0)
-        tl.store(copies + p_granule, tl.maximum(GRANULE - size, 0).to(tl.float32), mask=place == 0)
-        p_carried = carried + head * num_splits * LANES + lane
-        tl.store(p_carried, tl.where(live & goes_on, low, -1), mask=(place == 0) & (n == 0))
+        over = live & ((key_group + 1 == bucket_end) | (n + 1 == run))
+        goes_on = bucket_begin < segment * run
+        p_group = tile * SEGMENTS + segment_in_tile
+        tl.store(out_rows + p_group, tl.where(over, tl.where(goes_on, num_buckets + segment, low), -1), mask=place == 0)
+        tl.store(copies + p_group, tl.maximum(GROUP_SIZE - size, 0).to(tl.float32), mask=place == 0)
+        p_continued = continued + head * num_splits * SEGMENTS + segment
+        tl.store(p_continued, tl.where(live & goes_on, low, -1), mask=(place == 0) & (n == 0))
 
         o_d = tl.arange(0, BD)
         m_d = (o_d < HEAD)[None, :]
@@ -156,14 +164,14 @@ def _pack_kernel(
 
 
 @triton.jit
-def _lane_of(column, GRANULE: tl.constexpr):
-    """Lane of a column of a tile, and its place in that lane's granule."""
-    HALF: tl.constexpr = GRANULE // 2
-    lane = column // (8 * HALF) * 4 + column // 2 % 4
-    return lane, column // 8 % HALF * 2 + column % 2
+def _segment_of(column, GROUP_SIZE: tl.constexpr):
+    """Returns the segment of a column, and its place in the key group."""
+    HALF: tl.constexpr = GROUP_SIZE // 2
+    segment = column // (8 * HALF) * 4 + column // 2 % 4
+    return segment, column // 8 % HALF * 2 + column % 2
 
 
 @triton.jit
-def column_of(lane, place, GRANULE: tl.constexpr):
-    """The column of a tile that holds the given place of a lane's granule."""
-    return (lane // 4 * (GRANULE // 2) + place // 2) * 8 + lane % 4 * 2 + place % 2
+def column_of(segment, place, GROUP_SIZE: tl.constexpr):
+    """Returns the column of the given place in a segment's key group."""
+    return (segment // 4 * (GROUP_SIZE // 2) + place // 2) * 8 + segment % 4 * 2 + place % 2

@@ -1,7 +1,7 @@
-"""The kernel that pools blocks: means, largest and smallest values of their tokens (operations pool_blocks, gate_scores).
+"""Kernel for block pooling, used by ``pool_blocks`` and ``gate_scores``.
 
-A program owns one block of one head and reads it once, whatever the number of ways. Programs of neighbouring heads come
-together: in a projection's output their rows are neighbours in memory too. Prefix: p_ pointer.
+A program owns one block of one head and reads it once for all poolings. Programs of adjacent heads have adjacent numbers,
+because their rows are adjacent in the output of a projection. Prefix: p_ pointer.
 """
 
 from torch import Tensor
@@ -10,24 +10,24 @@ from msattn.kernels.common.block_checks import POOLINGS
 from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.common.primitives import padded_head, tl, triton
 
-TILE = 8192  # elements that a program holds at once
+TILE = 8192  # elements that a program processes at once
 
 
-def empty_result(x: Tensor, ways: int, block_size: int) -> Tensor:
-    """Room for ``[B, H, T, ways * D]``."""
+def empty_result(x: Tensor, poolings: int, block_size: int) -> Tensor:
+    """Allocates the result ``[B, H, T, poolings * D]``."""
     batch, heads, tokens, head = x.shape
-    return x.new_empty((batch, heads, (tokens + block_size - 1) // block_size, ways * head), dtype=statistics_dtype(x))
+    return x.new_empty((batch, heads, (tokens + block_size - 1) // block_size, poolings * head), dtype=statistics_dtype(x))
 
 
 def launch(x: Tensor, poolings: list[str], block_size: int, start: Tensor | None, warps: int = 2) -> Tensor:
-    """Run the kernel; ``warps`` overrides the shipped choice, for tuning."""
+    """Launches the kernel; ``warps`` overrides the default, for tuning."""
     batch, heads, tokens, head = x.shape
     pooled = empty_result(x, len(poolings), block_size)
     blocks, cols = pooled.shape[2], padded_head(head)
     place = {name.upper(): poolings.index(name) if name in poolings else None for name in POOLINGS}
     _pool_blocks_kernel[(heads * blocks * batch,)](
         x, pooled, start, *x.stride(), 0 if start is None or len(start) == 1 else 1, heads, blocks, tokens,
-        HEAD=head, COLS=cols, BLOCK=block_size, ROWS=min(block_size, TILE // cols), WAYS=len(poolings), **place,
+        HEAD=head, COLS=cols, BLOCK=block_size, ROWS=min(block_size, TILE // cols), NUM_POOLINGS=len(poolings), **place,
         num_warps=warps,
     )  # fmt: skip
     return pooled
@@ -36,10 +36,10 @@ def launch(x: Tensor, poolings: list[str], block_size: int, start: Tensor | None
 @triton.jit(do_not_specialize=["stride_start", "heads", "blocks", "tokens"])
 def _pool_blocks_kernel(
     p_x, p_pooled, p_start, stride_b, stride_h, stride_n, stride_d, stride_start, heads, blocks, tokens,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WAYS: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NUM_POOLINGS: tl.constexpr,
     AVG: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
 ):  # fmt: skip
-    """``AVG``, ``MAX``, ``MIN``: which of the ``WAYS`` parts of a result each is, None where it is not asked for."""
+    """Pools a block. ``AVG``, ``MAX``, ``MIN``: index among the poolings, or None."""
     pid = tl.program_id(0)
     h, t, b = pid % heads, pid // heads % blocks, pid // (heads * blocks)
     first = t * BLOCK
@@ -53,7 +53,7 @@ def _pool_blocks_kernel(
     smallest = tl.full([COLS], float("inf"), tl.float32)
     for row in tl.static_range(0, BLOCK, ROWS):
         i = first + row + tl.arange(0, ROWS)
-        last = tl.minimum(i, tokens - 1).to(tl.int64)  # again and again, past the end
+        last = tl.minimum(i, tokens - 1).to(tl.int64)  # the last token is repeated past the end
         x = tl.load(p_x[None, :] + last[:, None] * stride_n, mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
         if AVG is not None:
             total += tl.sum(tl.where((i < tokens)[:, None], x, 0.0), 0)
@@ -63,7 +63,7 @@ def _pool_blocks_kernel(
             smallest = tl.minimum(smallest, tl.min(x, 0))
 
     count = tl.minimum(tokens - first, BLOCK)
-    p_pooled += ((b.to(tl.int64) * heads + h) * blocks + t) * (WAYS * HEAD) + d
+    p_pooled += ((b.to(tl.int64) * heads + h) * blocks + t) * (NUM_POOLINGS * HEAD) + d
     if AVG is not None:
         tl.store(p_pooled + AVG * HEAD, total / tl.maximum(count, 1).to(tl.float32), mask=d < HEAD)
     if MAX is not None:

@@ -1,4 +1,8 @@
-"""Splitting the keys of a decoding step over programs, and adding up what the splits found."""
+"""Numbers of splits for split-K kernels, and merging of their partial results.
+
+``blocks`` is the number of programs per split, ``slots`` the number of programs that the GPU runs at once, ``tiles`` the number
+of key tiles to be divided.
+"""
 
 import math
 from functools import lru_cache
@@ -8,36 +12,65 @@ from torch import Tensor
 from msattn.kernels.common.primitives import LN_2, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 
 MAX_SPLITS = 512
-START = 2  # a program takes as long to start as for so many tiles; merging, as for one
+START = 2  # duration of starting a program, in tiles; merging takes one tile
 
 
 @lru_cache
-def choose_splits(blocks: int, slots: int, tiles: int, enough: float = 1.0, saturated: float = 0.8, first: int = 0) -> int:
-    """The fewest splits of ``tiles``, of ``blocks`` programs each, that take at most 1 / ``enough`` of the shortest time.
+def choose_splits(
+    blocks: int, slots: int, tiles: int, efficiency: float = 1.0, saturation: float = 0.8, extra_tiles: int = 0
+) -> int:
+    """Returns the fewest splits with ``efficiency`` times the best estimated speed.
 
-    Programs come in waves, as many at once as the GPU has slots. Where the last wave leaves slots free, its programs are faster
-    for that, down to ``saturated`` of the slots: as many as draw all that the memory gives; 1 where it is not the limit.
-    Another program of each block may come ``first``, for as long as so many tiles take; a wave without room beside it waits.
+    Programs run in waves of ``slots``.
+
+    Parameters
+    ----------
+    efficiency : float
+        Smallest accepted ratio of the shortest estimated time to the chosen one; below 1 where fewer splits save merging.
+    saturation : float
+        Share of the slots that already draws the full memory bandwidth: the programs of a last wave that leaves slots free run
+        faster, down to this share of a full wave's time. 1 for kernels that memory bandwidth does not limit.
+    extra_tiles : int
+        Duration, in tiles, of one more program per block that is launched before the splits. A wave that does not fit beside
+        these programs waits for them.
     """
 
     def time(splits: int) -> float:
         waves, left = divmod(blocks * splits, slots)
-        last = max(saturated, left / slots) if left else 0
-        delay = first if (left or slots) + blocks > slots else 0
+        last = max(saturation, left / slots) if left else 0
+        delay = extra_tiles if (left or slots) + blocks > slots else 0
         return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last) + (splits > 1) + delay
 
     times = [time(splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)]
-    longest = min(times) / enough
+    longest = min(times) / efficiency
     return 1 + next(n for n, x in enumerate(times) if x <= longest)
 
 
-def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tensor, lse: Tensor, rebase: bool = True) -> None:
-    """Add up the splits ``part_max, part_sum [..., S]``, ``part_out [..., S, D]`` of each row ``out [..., D]``, ``lse [...]``.
+def one_wave_splits(blocks: int, slots: int, tiles: int, limit: int | None = None) -> int:
+    """Returns the most splits whose programs all run at once, at most ``tiles``.
 
-    Maxima are of base 2, sums not divided yet; they are rebased to the largest maximum unless all started from that.
+    Needs no estimate of the work per split, which depends on the data in ``bucket_decode``: the keys of the probed buckets.
+    """
+    splits = max(1, min(slots // blocks, tiles))
+    return splits if limit is None else min(splits, limit)
+
+
+def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tensor, lse: Tensor, rebase: bool = True) -> None:
+    """Merges the partial results of S splits into ``out`` and ``lse``.
+
+    Parameters
+    ----------
+    part_max, part_sum : Tensor fp32 ``[..., S]``
+        Row maxima (base 2) and sums of exponentials of each split.
+    part_out : Tensor fp32 ``[..., S, D]``
+        Weighted sums of values, not normalised.
+    out, lse : Tensor ``[..., D]``, ``[...]``
+        Written: normalised output, natural-log LSE (0 and -inf for a row without visible keys).
+    rebase : bool
+        False if all splits of a row used the same maximum, so that sums add up without rescaling.
     """
     splits, head = part_out.shape[-2:]
-    # Up to 32 splits are one warp's, which waits for them once; of more, each part of the head has programs of its own.
+    # Up to 32 splits fit one warp, which waits for memory once. For more, parts of the head go to separate programs.
     at_once, cols, warps = (32, min(128, triton.next_power_of_2(head)), 1) if splits <= 32 else (128, 32, 4)
     _merge_kernel[(lse.numel(), triton.cdiv(head, cols))](
         part_max, part_sum, part_out, out, lse, splits, HEAD=head, BS=at_once, BD=cols, REBASE=rebase,
@@ -74,6 +107,6 @@ def _merge_kernel(
         l += tl.sum(b_sum, 0)
         acc += tl.sum(b_out, 0)
         m = m_new
-    l = tl.where(l > 0, l, 1.0)  # 0 where nothing was seen, and acc with it
+    l = tl.where(l > 0, l, 1.0)  # l and acc are 0 where no key is visible
     tl.store(out + row * HEAD + o_d, (acc / l).to(out.dtype.element_ty), mask=o_d < HEAD)
     tl.store(lse + row, (m + tl.log2(l)) * LN_2, mask=tl.program_id(1) == 0)

@@ -1,25 +1,33 @@
-"""Attention of a few queries over a long cache, cut into splits that programs read side by side (flash decoding).
+"""Split-K attention of a few queries over a long cache (flash decoding).
 
     s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij) v_j
 
-`partial`: each split keeps its own row maximum m_s, with l_s = sum exp(s - m_s) and o_s = sum exp(s - m_s) v; a second kernel
-rebases and adds them, ``out = sum exp(m_s - m) o_s / sum exp(m_s - m) l_s``. `global`: a first pass over the keys alone finds
-the row maxima, the second starts from the largest of them, m, and its sums just add up. ``lse = m + log l`` in both.
+The keys are divided into splits, which run as separate programs. There are two variants:
 
-Reading is what takes time: N * group rows need 4 * N * group * D operations for the 4 * D bytes of a key and its value in 16
-bits, so that up to some hundred rows the tensor cores wait for memory. All queries of a key/value head's group therefore share
-the rows of one tile, which reads keys and values once, 2 * M * D * Hkv numbers in all as any exact attention must; `global`
-reads the keys twice, half as much again, to save exp(m_s - m) for N * group rows of a few splits. Only the splits' results come
-on top, D + 2 fp32 numbers a row and split. The largest of the maxima is found by each program of the second pass for itself:
-they are a few numbers, and a kernel more would cost more than reading them.
+- `partial`: each split keeps its own row maximum m_s, with l_s = sum exp(s - m_s) and o_s = sum exp(s - m_s) v. A second kernel
+  rescales and adds them: ``out = sum exp(m_s - m) o_s / sum exp(m_s - m) l_s``.
+- `global`: a first pass over the keys alone finds the row maxima. The second pass starts from the largest of them, m, so that
+  its sums add up without rescaling. Every program of the second pass reduces the maxima of the splits itself: they are few, and
+  one more kernel would cost more than reading them.
 
-Whole tiles are read by descriptor where keys and values lie in aligned rows: a few long requests come nearer to the memory's
-rate than many short ones. What is left of the last split, and a cache in any other layout, is read by pointer.
+``lse = m + log l`` in both.
+
+Decoding is memory-bound: N * group rows need 4 * N * group * D operations for the 4 * D bytes of a 16-bit key and value, so the
+tensor cores wait for memory up to some hundred rows. All queries of a key/value head's group therefore share the rows of one
+tile, which reads keys and values once: 2 * M * D * Hkv numbers in total, the minimum for exact attention. `global` reads the
+keys twice (half as much again) and saves exp(m_s - m) for the N * group rows of each split. The results of the splits add D + 2
+fp32 numbers per row and split.
+
+Whole tiles are loaded through tensor descriptors if the rows of keys and values are aligned: few long requests come closer to
+the memory bandwidth than many short ones. The remainder of the last split, and caches in any other layout, are loaded through
+pointers.
 
 Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts: part_max, part_sum ``[B, Hkv,
-G * N, S]``, base 2 and not yet normalised; part_out ``[B, Hkv, G * N, S, D]``; of one split, that is the result. Programs:
-(split, block of rows), key/value head, sequence; then those that merge.
+G * N, S]``, in base 2 and not normalised; part_out ``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are
+the result itself. Grid: (split, block of rows), key/value head, sequence; then the merge kernel.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,53 +71,57 @@ def flash_decode(
     splits: int | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
-    """Exact attention of a few queries over a long cache, read by as many programs as the GPU holds (flash decoding).
+    """Computes exact attention of a few queries over a long cache (flash decoding).
+
+    The keys are divided among as many programs as the GPU runs at once.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries of the newest N tokens, at positions ``kv_len - N`` and on; fp32, fp16 or bf16 (fp64 on the torch backend). Made
-        for 1 to 16 of them, right for any number.
+        Queries of the newest N tokens, at positions ``kv_len - N`` to ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch
+        backend). Fast for 1 to 16 queries, correct for any number.
     k, v : Tensor ``[B, Hkv, M, D]``
-        The cache; query head h reads head ``h // (Hq // Hkv)``. Strided views are read as they are.
+        The cache; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
     variant : {"partial", "global"}
-        Each split with its own row maximum, rebased afterwards; or all with the row's, found in a pass before. Both exact.
+        Row maxima: one per split, with rescaling when splits are merged; or one for all splits, from a first pass over the
+        keys. Both are exact.
     causal : bool
-        A query sees no key after itself (speculative decoding); else all queries see all keys.
+        If True, a query sees no key after itself (speculative decoding); else all queries see all keys.
     score_mod : ScoreMod, optional
-        What becomes of the scaled scores before masking: :mod:`msattn.kernels.flash_decode.score_mod` has softcap, alibi and sliding_window.
-        One's own goes around PyTorch's operators, and so is no part of a graph that ``torch.compile`` captures.
+        Modifies the scaled scores before masking. :mod:`msattn.kernels.flash_decode.score_mod` has softcap, alibi and
+        sliding_window; :class:`msattn.kernels.types.ScoreMod` describes custom ones, which break the graph under
+        ``torch.compile``.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence.
     kv_len : Tensor int32 ``[B]``, optional
-        How many of the M positions are filled, padding included; all by default.
+        Number of filled positions among the M, padding included; all by default.
     splits : int, optional
-        In how many parts the keys are read; chosen from the shapes and the GPU by default, so that a captured graph serves any
-        length.
+        Number of parts that the keys are divided into; by default chosen from shapes and GPU, so that a captured CUDA graph
+        serves any length.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for queries that see nothing.
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for queries without visible keys.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name. What ``kv_start`` and ``kv_len`` hold is checked by the reference alone; the
-        kernel never leaves the cache, whatever they hold.
+        If an argument is invalid. The values of ``kv_start`` and ``kv_len`` are checked by the reference alone; the kernel
+        reads only inside the cache for any values.
     NotImplementedError
-        In the backward pass: this is for inference.
+        In the backward pass, as the operation is for inference.
     """
     check_flash_decode(q, k, v, variant, score_mod, kv_start, kv_len, splits)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     options = (kv_start, kv_len, variant, causal, scale, splits, backend)
     if score_mod is not None and not score_mod.built_in:
-        return SparseAttention(*_run_with_own_mod(q, k, v, score_mod, *options))  # type: ignore[call-arg]
+        return SparseAttention(*_run_with_custom_mod(q, k, v, score_mod, *options))  # type: ignore[call-arg]
     name, tensors, numbers = (score_mod.built_in, score_mod.tensors, score_mod.numbers) if score_mod else ("", (), ())
     return SparseAttention(*_operator(q, k, v, name, list(tensors), [float(x) for x in numbers], *options))
 
@@ -146,7 +158,7 @@ def _backward(ctx, dout, dlse):
 _operator.register_autograd(_backward)
 
 
-class _WithOwnMod(torch.autograd.Function):
+class _WithCustomMod(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         return _run(*arguments)
@@ -157,9 +169,9 @@ class _WithOwnMod(torch.autograd.Function):
 
 
 @torch.compiler.disable
-def _run_with_own_mod(*arguments) -> tuple[Tensor, Tensor]:
-    """The operator for a score_mod that no schema can hold."""
-    return _WithOwnMod.apply(*arguments)  # type: ignore[return-value]
+def _run_with_custom_mod(*arguments) -> tuple[Tensor, Tensor]:
+    """Runs without an operator, whose schema cannot hold a custom score_mod."""
+    return _WithCustomMod.apply(*arguments)  # type: ignore[return-value]
 
 
 def _run(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend) -> tuple[Tensor, Tensor]:
@@ -185,49 +197,109 @@ def launch(
     splits: int | None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernels; ``tile`` overrides the shipped choice, for tuning.
+    """Launches the kernels; ``tile`` overrides the default tile, for tuning.
 
-    The grid follows shapes alone, so that a captured graph serves any lengths.
+    The grid depends on shapes alone, so that a captured CUDA graph serves any lengths.
     """
+    plan = _plan(q, k, splits, tile)
+    buffers = _allocate(q, k, plan)
+    views = _tile_views(k, v, plan.tile)
+    for step in ("max", "sum") if variant == "global" else ("partial",):
+        _launch_step(step, plan, buffers, q, k, v, views, score_mod, kv_start, kv_len, causal, scale)
+    if plan.splits > 1:
+        merge_splits(*buffers, rebase=variant == "partial")
+    return buffers.out, buffers.lse
+
+
+class _Plan(NamedTuple):
+    """Division of group * N ``rows`` into ``row_blocks``, of keys into ``splits``."""
+
+    tile: Tile
+    rows: int
+    row_blocks: int
+    splits: int
+
+
+class _Buffers(NamedTuple):
+    """Results of the splits, and the final ones; layouts are in the module docstring."""
+
+    part_max: Tensor
+    part_sum: Tensor
+    part_out: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _plan(q: Tensor, k: Tensor, splits: int | None, tile: Tile | None) -> _Plan:
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    group, cols = q_heads // kv_heads, padded_head(head)
-    rows = group * num_queries
-    tile = tile or default_tile(rows, cols, q.element_size(), capability(q.device))
+    rows = q_heads // kv_heads * num_queries
+    tile = tile or default_tile(rows, padded_head(head), q.element_size(), capability(q.device))
     row_blocks = triton.cdiv(rows, tile.rows)
-    slots = tile.programs * num_processors(q.device)
-    tiles, enough = triton.cdiv(num_keys, tile.keys), 1.0 if row_blocks == 1 else 0.95  # many rows leave much to be merged
-    splits = min(splits or choose_splits(batch * kv_heads * row_blocks, slots, tiles, enough), tiles)
-    window = None if score_mod is None else score_mod.window
-    mod_arguments = () if score_mod is None else (*score_mod.tensors, *score_mod.numbers)
-    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # no descriptor for expanded dimensions
-    views = [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
+    tiles = triton.cdiv(num_keys, tile.keys)
+    if splits is None:
+        slots = tile.programs * num_processors(q.device)
+        efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
+        splits = choose_splits(batch * kv_heads * row_blocks, slots, tiles, efficiency)
+    return _Plan(tile, rows, row_blocks, min(splits, tiles))
 
+
+def _allocate(q: Tensor, k: Tensor, plan: _Plan) -> _Buffers:
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    part_max = q.new_empty((batch, kv_heads, rows, splits), dtype=torch.float32)
-    part_sum, part_out = lse, out
-    if splits > 1:
-        part_sum, part_out = torch.empty_like(part_max), part_max.new_empty((*part_max.shape, head))
-    for step in ("max", "sum") if variant == "global" else ("partial",):
-        _split_kernel[(splits * row_blocks, kv_heads, batch)](
-            q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, mod_arguments,
-            *q.stride(), *k.stride(), *v.stride(),
-            group, num_queries, num_keys, row_blocks, num_keys + num_queries if window is None else window,
-            scale, LOG2_E if score_mod else scale * LOG2_E,
-            STEP=step, WHOLE=splits == 1, MOD=score_mod.kernel if score_mod else None, CAUSAL=causal,
-            HEAD=head, BM=tile.rows, BN=tile.keys, BD=cols, PRECISION=precision(q.dtype),
-            num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # as many bytes under way without V
-            **pdl_args(q.device),
-        )  # fmt: skip
-    if splits > 1:
-        merge_splits(part_max, part_sum, part_out, out, lse, rebase=variant == "partial")
-    return out, lse
+    part_max = q.new_empty((q.shape[0], k.shape[1], plan.rows, plan.splits), dtype=torch.float32)
+    if plan.splits == 1:  # the kernel writes the result itself
+        return _Buffers(part_max, lse, out, out, lse)
+    return _Buffers(part_max, torch.empty_like(part_max), part_max.new_empty((*part_max.shape, q.shape[3])), out, lse)
+
+
+def _tile_views(k: Tensor, v: Tensor, tile: Tile) -> list[Any]:
+    """Returns tensor descriptors of keys and values, None where rows are not aligned."""
+    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # descriptors cannot have strides of 0
+    return [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
+
+
+def _launch_step(
+    step: str,
+    plan: _Plan,
+    buffers: _Buffers,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    views: list[Any],
+    score_mod: ScoreMod | None,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Launches one pass over the keys: "partial", or "max" followed by "sum"."""
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    tile = plan.tile
+    if score_mod is None:
+        kernel, mod_arguments, window = None, (), None
+    else:
+        kernel, mod_arguments, window = score_mod.kernel, (*score_mod.tensors, *score_mod.numbers), score_mod.window
+    _split_kernel[(plan.splits * plan.row_blocks, kv_heads, batch)](
+        q, k, v, *views, buffers.part_max, buffers.part_sum, buffers.part_out, kv_start, kv_len, mod_arguments,
+        *q.stride(), *k.stride(), *v.stride(),
+        q_heads // kv_heads, num_queries, num_keys, plan.row_blocks, num_keys + num_queries if window is None else window,
+        scale, LOG2_E if score_mod else scale * LOG2_E,
+        STEP=step, SINGLE=plan.splits == 1, MOD=kernel, CAUSAL=causal,
+        HEAD=head, BM=tile.rows, BN=tile.keys, BD=padded_head(head), PRECISION=precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # without V, the same bytes in flight
+        **pdl_args(q.device),
+    )  # fmt: skip
 
 
 def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
-    """Rows up to 128 read keys and values once. Three tiles of each are in shared memory: of 32 KiB where that has 227."""
-    if itemsize == 4:  # on CUDA cores
+    """Returns the tile for ``rows`` = group * N and a padded head size of ``cols``.
+
+    Up to 128 rows share one read of keys and values. Shared memory holds three tiles of each: of 32 KiB where it has 227 KiB
+    (compute capabilities 9.0 to 11.x), else of 16 KiB.
+    """
+    if itemsize == 4:  # fp32 runs on CUDA cores
         return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
     rows = max(16, min(128, triton.next_power_of_2(rows)))
     large = 90 <= sm < 120 and rows < 128
@@ -242,12 +314,16 @@ def _split_kernel(
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
-    STEP: tl.constexpr, WHOLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
+    STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
     HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys for a block of rows: its maxima ("max"), sums that start from all ("sum"), or both ("partial")."""
+    """Processes one split of the keys for a block of rows.
+
+    ``STEP`` "max" finds its row maxima, "sum" its sums relative to the maxima of all splits, "partial" both. ``SINGLE``: there
+    is one split, so that the result needs no merging.
+    """
     pdl_wait(PDL)
-    if STEP != "max" and not WHOLE:  # what comes next is the merging kernel
+    if STEP != "max" and not SINGLE:  # the dependent is the merge kernel
         pdl_launch_dependents(PDL)
     split, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     num_splits = tl.num_programs(0) // row_blocks
@@ -256,8 +332,10 @@ def _split_kernel(
     row = row_block * BM + tl.arange(0, BM)
     packed = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     head = kv_head * group + packed // num_queries
-    first, stop, start, offset = _share(kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL, BN)
-    i = offset + packed % num_queries
+    begin, end, first_key, offset = _split_range(
+        kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL, BN
+    )
+    i = offset + packed % num_queries  # positions of the rows' queries
 
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
@@ -274,26 +352,26 @@ def _split_kernel(
         m = _row_max(part_max + (part - split), row < rows, num_splits, BM)
     base = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf is NaN
 
-    by_pointer = first
+    by_pointer = begin  # keys from here on are loaded through pointers
     if k_desc is not None:
-        by_pointer += tl.maximum(stop - first, 0) // BN * BN
-        for j0 in tl.range(first, by_pointer, BN):
+        by_pointer += tl.maximum(end - begin, 0) // BN * BN
+        for j0 in tl.range(begin, by_pointer, BN):
             j = j0 + tl.arange(0, BN)
             s = tl.dot(b_q, tl.trans(load_tile(k_desc, batch, kv_head, j0, BN, BD)), input_precision=PRECISION)
-            s = _modify(s, batch, head, i, j, start, num_keys, scale, mod_arguments, MOD, CAUSAL)
+            s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
             if STEP == "max":
                 m = tl.maximum(m, tl.max(s, 1) * scale2)
             else:
                 b_v = load_tile(v_desc, batch, kv_head, j0, BN, BD)
                 m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
-    for j0 in tl.range(by_pointer, stop, BN):
+    for j0 in tl.range(by_pointer, end, BN):
         j = j0 + tl.arange(0, BN)
-        live = j < stop
+        live = j < end
         m_tile = live[:, None] & m_d[None, :]
         key = j.to(tl.int64)[:, None]
         b_k = tl.load(k + key * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-        s = _modify(s, batch, head, i, j, start, num_keys, scale, mod_arguments, MOD, CAUSAL)
+        s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
         s = tl.where(live[None, :], s, float("-inf"))
         if STEP == "max":
             m = tl.maximum(m, tl.max(s, 1) * scale2)
@@ -301,13 +379,13 @@ def _split_kernel(
             b_v = tl.load(v + key * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
-    if STEP == "max" or WHOLE:  # were it let in earlier, its programs would fill some processors before others
+    if STEP == "max" or SINGLE:  # earlier, the dependent's programs would load some SMs before others
         pdl_launch_dependents(PDL)
-    if STEP == "max" or (STEP == "partial" and not WHOLE):
+    if STEP == "max" or (STEP == "partial" and not SINGLE):
         tl.store(part_max + part, m, mask=row < rows)
     if STEP != "max":
-        if WHOLE:
-            l = tl.where(l > 0, l, 1.0)  # 0 where nothing was seen, and acc with it
+        if SINGLE:  # part_sum and part_out are lse and out
+            l = tl.where(l > 0, l, 1.0)  # l and acc are 0 where no key is visible
             acc = acc / l[:, None]
             l = (m + tl.log2(l)) * LN_2
         tl.store(part_sum + part, l, mask=row < rows)
@@ -317,13 +395,13 @@ def _split_kernel(
 
 @triton.jit
 def _modify(
-    s, batch, head, i, j, start, num_keys, scale, mod_arguments, MOD: tl.constexpr, CAUSAL: tl.constexpr
+    s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Scores ``s [BM, BN]`` of queries i and keys j as the modification wants them, -inf where a query may not see a key."""
+    """Modifies and masks the scores ``s [BM, BN]`` of queries i and keys j."""
     if MOD is not None:
-        i_given, j_given = tl.maximum(i, 0), tl.minimum(j, num_keys - 1)  # places that exist, also for what is masked
-        s = MOD(s * scale, batch, head[:, None], i_given[:, None], j_given[None, :], *mod_arguments)
-    seen = (i >= start)[:, None]
+        i_valid, j_valid = tl.maximum(i, 0), tl.minimum(j, num_keys - 1)  # valid positions, also for masked scores
+        s = MOD(s * scale, batch, head[:, None], i_valid[:, None], j_valid[None, :], *mod_arguments)
+    seen = (i >= first_key)[:, None]
     if CAUSAL:
         seen = seen & (j[None, :] <= i[:, None])
     return tl.where(seen, s, float("-inf"))
@@ -331,7 +409,7 @@ def _modify(
 
 @triton.jit
 def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile's scores and values, added to sums relative to their own maximum or, for "sum", to the row's."""
+    """Adds a tile to sums relative to m ("partial") or to ``base`` ("sum")."""
     if STEP == "partial":
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     else:
@@ -342,24 +420,27 @@ def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl
 
 
 @triton.jit
-def _share(
+def _split_range(
     kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """A split's keys ``first <= j < stop``, an even share of tiles of what is seen; first real key; query 0's position."""
-    start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
-    end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
-    offset = end - num_queries
+    """Returns begin and end of a split, the first unpadded key, query 0's position.
+
+    Splits get equal numbers of tiles of the visible keys.
+    """
+    first_key = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
+    stop = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
+    offset = stop - num_queries
     if not CAUSAL:
         offset = tl.maximum(offset, 0)
-    first = tl.maximum(start, offset + 1 - window)
-    share = tl.cdiv(tl.maximum(end - first, 0), num_splits * BN) * BN
-    first += split * share
-    return first, tl.minimum(first + share, end), start, offset
+    begin = tl.maximum(first_key, offset + 1 - window)
+    share = tl.cdiv(tl.maximum(stop - begin, 0), num_splits * BN) * BN
+    begin += split * share
+    return begin, tl.minimum(begin + share, stop), first_key, offset
 
 
 @triton.jit
 def _row_max(parts, exists, num_splits, BM: tl.constexpr):
-    """Largest of the splits' maxima, for each row ``parts [BM]`` of them."""
+    """Returns the largest of the splits' maxima at ``parts [BM]``, for each row."""
     largest = tl.full([BM, 32], float("-inf"), tl.float32)
     for first in tl.range(0, num_splits, 32):  # type: ignore[misc]
         s = first + tl.arange(0, 32)[None, :]

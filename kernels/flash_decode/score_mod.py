@@ -1,11 +1,11 @@
-"""Score modifications that are built in; :class:`msattn.kernels.types.ScoreMod` says how to write another.
+"""Built-in score modifications; see :class:`msattn.kernels.types.ScoreMod`.
 
     softcap(t)          t * tanh(s / t)
     alibi(slopes)       s + slopes[h] * (j - i)
     sliding_window(w)   s where j > i - w, else -inf
 
-Each is written twice, as a jitted function of tiles and as its PyTorch twin. They go by name through the schema of an
-operator, which takes no functions: :func:`built_in` makes them again from it.
+Each has a jitted form, for tiles, and a PyTorch form, for the reference. The schema of an operator cannot hold functions:
+built-in modifications pass through it by name, and :func:`built_in` restores them.
 """
 
 import math
@@ -19,12 +19,14 @@ from msattn.kernels.types import ScoreMod
 
 
 def softcap(limit: float) -> ScoreMod:
-    """Scores bent smoothly into ``(-limit, limit)``, as in Gemma 2 (arXiv 2408.00118): ``limit * tanh(score / limit)``.
+    """Returns a soft cap of scores: ``limit * tanh(score / limit)``.
+
+    Used by Gemma 2 (arXiv 2408.00118). Scores stay within ``(-limit, limit)``.
 
     Raises
     ------
     ValueError
-        If the limit is not a positive, finite number.
+        If ``limit`` is not positive and finite.
     """
     if not 0 < limit < math.inf:
         raise ValueError(f"limit={limit!r}: expected a positive, finite number")
@@ -32,17 +34,17 @@ def softcap(limit: float) -> ScoreMod:
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """A penalty that grows with distance (arXiv 2108.12409): ``score + slopes[h] * (j - i)``.
+    """Returns ALiBi: ``score + slopes[h] * (j - i)`` (arXiv 2108.12409).
 
     Parameters
     ----------
     slopes : Tensor fp32 ``[Hq]``
-        One for each query head, on the device of q.
+        One slope per query head, on the device of q.
 
     Raises
     ------
     ValueError
-        If the slopes are no fp32 vector.
+        If ``slopes`` is not an fp32 vector.
     """
     if slopes.dtype != torch.float32 or slopes.dim() != 1:
         raise ValueError(f"slopes is {slopes.dtype} {tuple(slopes.shape)}: expected float32 [query heads]")
@@ -50,20 +52,22 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def sliding_window(width: int) -> ScoreMod:
-    """Query i sees keys ``j > i - width`` alone; what lies before the window of every query is not read.
+    """Returns a sliding window: query i sees only keys ``j > i - width``.
+
+    Keys before the windows of all queries are not read.
 
     Raises
     ------
     ValueError
-        If the width is no whole number of keys, at least 1.
+        If ``width`` is not an integer of at least 1.
     """
     if width < 1 or width != int(width):
-        raise ValueError(f"width={width!r}: expected a whole number of keys, 1 or more")
+        raise ValueError(f"width={width!r}: expected an integer of at least 1")
     return ScoreMod(_window_kernel, _window, numbers=(int(width),), window=int(width), built_in="sliding_window")
 
 
 def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> ScoreMod:
-    """The modification of that name again, from what it holds."""
+    """Restores the modification of that name from its tensors and numbers."""
     return {"softcap": softcap, "alibi": alibi, "sliding_window": sliding_window}[name](*tensors, *numbers)
 
 
@@ -73,7 +77,7 @@ def _softcap_kernel(score, b, h, i, j, limit):
     decay = tl.exp2(tl.abs(x) * (-2 / LN_2))
     far = (1 - decay) / (1 + decay)
     x2 = x * x
-    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))  # where 1 - decay would cancel
+    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))  # here 1 - decay would cancel
     return limit * tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
 
 

@@ -1,4 +1,4 @@
-"""bucket_decode: kernel and reference against fp64 over the keys it should read, its edges, how it behaves as an operator."""
+"""Tests of `bucket_decode`: kernel and reference against fp64, edge cases, operator."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ HALF, FULL = torch.float16, torch.float32
 
 
 class Case(NamedTuple):
-    """One situation. ``padding``, ``filled`` and ``recent`` may hold a number for each sequence."""
+    """One problem. ``padding``, ``filled`` and ``recent`` may hold a number per sequence."""
 
     batch: int
     q_heads: int
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     filled: tuple[int, ...] | None = None
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, BucketIndex, Tensor]:
-        """Random q, k, v and index; probes with repetitions and -1 among them."""
+        """Returns random q, k, v and index, and probes with repetitions and -1."""
         q, k, v = random_qkv(self.batch, self.q_heads, self.kv_heads, 1, self.num_keys, self.head_size, self.dtype, device)
         buckets = random_buckets(self.batch, self.kv_heads, self.num_keys, self.num_buckets, device)
         shape = (self.batch, self.kv_heads, self.num_probes)
@@ -45,14 +45,14 @@ class Case(NamedTuple):
         return q, k, v, build_bucket_index(buckets, self.num_buckets), probes
 
     def options(self, device: str) -> dict[str, Any]:
-        """Keyword arguments of the operation."""
+        """Returns keyword arguments of the operation."""
         recent = starts(self.recent, device) if isinstance(self.recent, tuple) else self.recent
         lengths = {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device)}
         return {"recent": recent, "sink": self.sink, **lengths}
 
 
 def keys_read(case: Case, index: BucketIndex, probes: Tensor) -> Tensor:
-    """What the definition says, key by key: ``bool [B, Hkv, M]``."""
+    """Returns the keys to read by definition: bool ``[B, Hkv, M]``."""
     read = torch.zeros(case.batch, case.kv_heads, case.num_keys, dtype=torch.bool)
     for b, h in itertools.product(range(case.batch), range(case.kv_heads)):
         start = case.padding[b] if case.padding else 0
@@ -74,7 +74,7 @@ def check(case: Case, backend: Backend, device: str) -> None:
     eager = dense_attention(q, k, v, seen, dtype=case.dtype)
     full = dense_attention(q, k, v, seen, dtype=torch.float32)
     for x in (k, v):
-        x.masked_fill_(~read[..., None], float("nan"))  # what is not read may hold anything
+        x.masked_fill_(~read[..., None], float("nan"))  # unread keys may hold any value
     got = bucket_decode(q, k, v, index, probes, **case.options(device), backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == torch.float32
@@ -82,7 +82,7 @@ def check(case: Case, backend: Backend, device: str) -> None:
     assert_within_budget("lse", got.lse, exact.lse, full.lse)
 
 
-# Chosen by hand so that every two values of length, head size, dtype, group and window meet in some row or nearly so.
+# Covers nearly all pairs of values of length, head size, dtype, group and window.
 CASES = [
     Case(1, 1, 1, 1, 64),
     Case(1, 4, 1, 63, 80, HALF, num_probes=0),
@@ -124,7 +124,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_keys: int, poisone
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_read(backend: Backend, device: str) -> None:
+def test_no_keys_to_read(backend: Backend, device: str) -> None:
     q, k, v, index, _ = Case(2, 4, 2, 40, 64).inputs(device)
     none = torch.full((2, 2, 3), -1, dtype=torch.int32, device=device)
     got = bucket_decode(q, k, v, index, none, recent=0, sink=0, backend=backend)
@@ -133,7 +133,7 @@ def test_nothing_to_read(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_buckets_are_dense_attention(backend: Backend, device: str) -> None:
+def test_probing_all_buckets_is_dense_attention(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(2, 4, 2, 1, 130, device=device)
     index = build_bucket_index(random_buckets(2, 2, 130, 70, device).clamp(min=0), 70)
     probes = torch.arange(70, dtype=torch.int32, device=device).expand(2, 2, -1)
@@ -151,7 +151,7 @@ def test_all_buckets_are_dense_attention(backend: Backend, device: str) -> None:
     seed=st.integers(0, 2**16),
 )
 def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, recent: int, sink: int, seed: int) -> None:
-    """Neither the order inside a bucket nor that of the probes matters, and a bucket probed twice counts once."""
+    """The order of keys in a bucket and of probes is irrelevant; a repeated probe counts once."""
     q, k, v = random_qkv(1, 2, 1, 1, num_keys, 16, seed=seed)
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
     offsets, order = build_bucket_index(buckets, num_buckets)
@@ -166,8 +166,8 @@ def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, re
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_index_may_list_what_is_no_key(backend: Backend, device: str) -> None:
-    """Entries before the sequence, past its filled part and past the cache are passed over."""
+def test_index_entries_outside_the_sequence_are_skipped(backend: Backend, device: str) -> None:
+    """Entries before the sequence, after its filled part and outside the cache are skipped."""
     q, k, v = random_qkv(1, 1, 1, 1, 20, device=device)
     order = torch.tensor([[[-3, 0, 1, 7, 12, 19, 40]]], dtype=torch.int32, device=device)
     offsets, probes = (torch.tensor([[x]], dtype=torch.int32, device=device) for x in ([0, 7], [0]))
@@ -180,7 +180,7 @@ def test_index_may_list_what_is_no_key(backend: Backend, device: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
-    """A row of a padded batch gives what the sequence gives alone."""
+    """A sequence of a padded batch gives the same result alone."""
     case = Case(1, 4, 2, 100, 64)
     q, k, v, index, probes = case.inputs(device)
     alone = bucket_decode(q, k, v, index, probes, recent=9, backend=backend)
@@ -207,14 +207,14 @@ def test_operator(backend: Backend, device: str) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def test_reads_views(device: str) -> None:
-    """A cache laid out by token, heads inside, is read where it lies; so is one whose last dimension is not contiguous."""
+def test_accepts_strided_views(device: str) -> None:
+    """Token-major caches and caches with a strided last dimension give the same result."""
     q, _, _, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     cache = torch.randn(2, 70, 2, 2, 64, device=device)
     k, v = (x.transpose(1, 2) for x in cache.unbind(2))
     want = bucket_decode(q, k.contiguous(), v.contiguous(), index, probes, recent=9, backend="triton")
-    turned = k.transpose(2, 3).contiguous().transpose(2, 3)
-    for keys in (k, turned):
+    strided = k.transpose(2, 3).contiguous().transpose(2, 3)
+    for keys in (k, strided):
         for x, y in zip(bucket_decode(q, keys, v, index, probes, recent=9, backend="triton"), want, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
 
@@ -290,7 +290,7 @@ def test_on_another_gpu() -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    """A captured step follows probes, lengths, window and index that change in place."""
+    """A captured step follows in-place changes of probes, lengths, window and index."""
     case = Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8)
     q, k, v, index, probes = case.inputs("cuda")
     recent, kv_len = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([9, 30], [400, 300]))

@@ -1,4 +1,4 @@
-"""bucket_mass: kernel and reference against fp64 and a one-hot product, its edges, how it behaves as an operator."""
+"""Tests of `bucket_mass`: kernel and reference against fp64, edge cases, operator."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ HALF, FULL = torch.float16, torch.float32
 
 
 class Case(NamedTuple):
-    """One situation; ``moved`` gives queries and keys positions of their own."""
+    """One problem; ``moved`` passes random positions of queries and keys."""
 
     batch: int
     q_heads: int
@@ -36,12 +36,12 @@ class Case(NamedTuple):
     moved: bool = False
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Random q, k and buckets, some of them empty, some keys left out."""
+        """Returns random q, k and buckets; some buckets are empty, some keys excluded."""
         q, k, _ = random_qkv(*self[:6], self.dtype, device)
         return q, k, random_buckets(self.batch, self.kv_heads, self.num_keys, self.num_buckets, device)
 
     def positions(self, device: str) -> tuple[Tensor, Tensor]:
-        """``q_pos``, ``k_pos`` as they hold: those that are given, or those that stand for none."""
+        """Returns ``q_pos`` and ``k_pos``: random ones, or the default ones."""
         if not self.moved:
             q_pos = torch.arange(self.num_keys - self.num_queries, self.num_keys)
             return q_pos.int().to(device), torch.arange(self.num_keys).int().to(device)
@@ -49,13 +49,13 @@ class Case(NamedTuple):
         return q_pos[: self.num_queries].int().to(device), k_pos[: self.num_keys].int().to(device)
 
     def options(self, q_pos: Tensor, k_pos: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the operation."""
+        """Returns keyword arguments of the operation."""
         given = {"q_pos": q_pos, "k_pos": k_pos} if self.moved else {}
         return {"num_buckets": self.num_buckets, "causal": self.causal, "min_distance": self.min_distance, **given}
 
 
 def by_bucket(probs: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
-    """``probs [B, Hq, n_q, n_k]`` times the one-hot ``[n_k, C]`` of each head's buckets."""
+    """Multiplies ``probs [B, Hq, n_q, n_k]`` with the one-hot ``[n_k, C]`` buckets."""
     member = buckets[..., None] == torch.arange(num_buckets, device=buckets.device)  # -1 is in none
     return probs @ member.repeat_interleave(probs.shape[1] // buckets.shape[1], 1).to(probs.dtype)
 
@@ -70,7 +70,7 @@ def check(case: Case, backend: Backend, device: str) -> None:
     if case.min_distance is not None:
         seen = seen & (distance.abs() > case.min_distance)
     exact, eager = (dense_attention(q, k, k, seen, dtype=dtype) for dtype in (torch.float64, torch.float32))
-    k = k.masked_fill((buckets < 0)[..., None], float("nan"))  # what is left out may hold anything
+    k = k.masked_fill((buckets < 0)[..., None], float("nan"))  # excluded keys may hold any value
     got = bucket_mass(q, k, buckets, **case.options(q_pos, k_pos), backend=backend)
     assert got.mass.dtype == got.lse.dtype == torch.float32
     assert got.top_key.dtype == torch.int32
@@ -85,7 +85,7 @@ def check(case: Case, backend: Backend, device: str) -> None:
     assert (nothing | (top >= exact.probs.amax(-1) * slack)).all()
 
 
-# Chosen by hand so that every two values of length, head size, dtype, group, mask and bucket count meet, or nearly so.
+# Covers nearly all pairs of values of length, head size, dtype, group, mask and bucket count.
 CASES = [
     Case(1, 1, 1, 1, 1, 64),
     Case(2, 4, 1, 63, 63, 80, HALF, causal=True),
@@ -123,7 +123,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, pois
 @settings(max_examples=25, deadline=None)
 @given(n_q=st.integers(1, 40), n_k=st.integers(1, 90), num_buckets=st.integers(1, 12), seed=st.integers(0, 2**16))
 def test_mass_sums_to_one(n_q: int, n_k: int, num_buckets: int, seed: int) -> None:
-    """Each row sums to 1, or to 0 where every key is left out; a bucket without keys gets nothing."""
+    """Each row sums to 1, or to 0 if all keys are excluded; empty buckets have mass 0."""
     q, k, _ = random_qkv(1, 2, 1, n_q, n_k, 16, seed=seed)
     buckets = random_buckets(1, 1, n_k, num_buckets, seed=seed)
     got = bucket_mass(q, k, buckets, num_buckets=num_buckets)
@@ -151,33 +151,33 @@ def test_order_of_keys_changes_nothing(n_k: int, seed: int) -> None:
 @given(
     num_keys=st.integers(1, 200),
     num_buckets=st.integers(1, 30),
-    granule=st.sampled_from([8, 16]),
+    group_size=st.sampled_from([8, 16]),
     splits=st.integers(1, 3),
     seed=st.integers(0, 2**16),
 )
-def test_granules_hold_each_key_once(num_keys: int, num_buckets: int, granule: int, splits: int, seed: int) -> None:
-    """Walks the lanes as the kernel does: each bucket's keys arrive once, in the row that the marks name."""
+def test_key_groups_hold_each_key_once(num_keys: int, num_buckets: int, group_size: int, splits: int, seed: int) -> None:
+    """Reads the segments in the kernel's order: each key of a bucket is added once, to the bucket's output rows."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
     k = torch.arange(num_keys, dtype=torch.float32)[:, None].expand(1, 1, -1, 16).contiguous()
-    packed = pack_keys(k.to(device), buckets.to(device), num_buckets, granule, 64, splits)
-    keys, slots, ends, copies, carried, first = (x[0, 0].cpu() for x in packed)
-    lanes = 64 // granule
-    run = -(-int(first[-1]) // (splits * lanes))
+    packed = pack_keys(k.to(device), buckets.to(device), num_buckets, group_size, 64, splits)
+    keys, slots, out_rows, copies, continued, first = (x[0, 0].cpu() for x in packed)
+    segments = 64 // group_size
+    run = -(-int(first[-1]) // (splits * segments))
     held: dict[int, list[int]] = {bucket: [] for bucket in range(num_buckets)}
-    for split, lane in itertools.product(range(splits), range(lanes)):
+    for split, segment in itertools.product(range(splits), range(segments)):
         members: list[int] = []
         for n in range(run):
             tile = split * len(slots) // splits // 64 + n
-            row, copied = int(ends[tile * lanes + lane]), int(copies[tile * lanes + lane])
-            place = torch.arange(granule)
-            column = (lane // 4 * (granule // 2) + place // 2) * 8 + lane % 4 * 2 + place % 2
+            row, copied = int(out_rows[tile * segments + segment]), int(copies[tile * segments + segment])
+            place = torch.arange(group_size)
+            column = (segment // 4 * (group_size // 2) + place // 2) * 8 + segment % 4 * 2 + place % 2
             own = slots[tile * 64 + column]
             assert torch.equal(keys[tile * 64 + column, 3], own.float())
-            assert (own[granule - copied :] == own[0]).all()
-            members += own[: granule - copied].tolist()
+            assert (own[group_size - copied :] == own[0]).all()
+            members += own[: group_size - copied].tolist()
             if row >= 0:
-                bucket = row if row < num_buckets else int(carried[row - num_buckets])
+                bucket = row if row < num_buckets else int(continued[row - num_buckets])
                 held[bucket] += members
                 members = []
         assert not members
@@ -186,8 +186,8 @@ def test_granules_hold_each_key_once(num_keys: int, num_buckets: int, granule: i
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scores_far_from_zero(backend: Backend, device: str) -> None:
-    """Masses are as exact where all of a query's scores are large, and 0 where they are far below the largest."""
+def test_large_scores_lose_no_accuracy(backend: Backend, device: str) -> None:
+    """A large common offset of scores changes no mass; scores far below the largest give 0."""
     q, k, _ = random_qkv(1, 2, 1, 5, 60, 64, device=device)
     buckets = random_buckets(1, 1, 60, 7, device)
     q[..., 0], k[..., 0] = 100.0, 160.0  # every score grows by 2000
@@ -203,7 +203,7 @@ def test_scores_far_from_zero(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_left(backend: Backend, device: str) -> None:
+def test_all_keys_excluded(backend: Backend, device: str) -> None:
     q, k, _ = random_qkv(1, 2, 1, 5, 20, device=device)
     got = bucket_mass(q, k, torch.full((1, 1, 20), -1, dtype=torch.int32, device=device), num_buckets=7, backend=backend)
     assert (got.mass == 0).all()
@@ -263,7 +263,7 @@ def test_refuses(change: dict, message: str) -> None:
         bucket_mass(q, k, buckets, **arguments)
 
 
-def test_kernel_leaves_out_numbers_out_of_range(device: str) -> None:
+def test_kernel_excludes_bucket_numbers_out_of_range(device: str) -> None:
     q, k, buckets = Case(1, 2, 1, 5, 60, 64).inputs(device)
     strange = torch.where(buckets < 0, 99, buckets)
     for x, y in zip(

@@ -1,4 +1,4 @@
-"""flash_decode: kernel and reference against fp64, score modifications, its edges, how it behaves as an operator."""
+"""Tests of `flash_decode`: fp64 agreement, score modifications, edge cases, operator."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ CAP, WIDTH = 1.5, 40
 
 @triton.jit
 def _bias_kernel(score, b, h, i, j, bias, num_keys, factor):
-    """A user's own: a bias for each key of a sequence, times a number, that fades with the query's distance."""
+    """A custom modification: a bias per key that decays with the query's distance."""
     return score + tl.load(bias + b * num_keys + j) * factor / (1 + tl.abs(i - j))
 
 
@@ -35,7 +35,7 @@ def _bias(score, b, h, i, j, bias, num_keys, factor):
 
 
 class Case(NamedTuple):
-    """One situation. ``padding`` and ``filled`` hold a number for each sequence; ``mod`` is a name."""
+    """One problem. ``padding`` and ``filled`` hold a number per sequence; ``mod`` is a name."""
 
     batch: int
     q_heads: int
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     splits: int | None = None
 
     def score_mod(self, device: str) -> ScoreMod | None:
-        """The modification that is named."""
+        """Returns the modification named by ``mod``."""
         if self.mod == "bias":
             bias = torch.linspace(-2, 2, self.batch * self.num_keys, device=device).view(self.batch, self.num_keys)
             bias[:, 3::7] = -math.inf
@@ -60,13 +60,13 @@ class Case(NamedTuple):
         return {None: None, "softcap": softcap(CAP), "alibi": alibi(slopes), "sliding_window": sliding_window(WIDTH)}[self.mod]
 
     def options(self, device: str) -> dict[str, Any]:
-        """Keyword arguments of the operation."""
+        """Returns keyword arguments of the operation."""
         lengths = {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device)}
         return {"causal": self.causal, "score_mod": self.score_mod(device), "splits": self.splits, **lengths}
 
 
 def positions(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """Where queries ``[B, 1, N, 1]`` and keys ``[M]`` stand in the cache."""
+    """Returns positions in the cache of queries ``[B, 1, N, 1]`` and keys ``[M]``."""
     filled = case.filled or [case.num_keys] * case.batch
     offset = torch.tensor([query_offset(case.num_queries, end, case.causal) for end in filled], device=device)
     i = offset[:, None] + torch.arange(case.num_queries, device=device)
@@ -74,7 +74,7 @@ def positions(case: Case, device: str) -> tuple[Tensor, Tensor]:
 
 
 def visible(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """What the definition says: the keys that a query sees ``[B, 1, N, M]``, and those that may be read at all."""
+    """Returns the keys visible to each query ``[B, 1, N, M]``, and those that may be read."""
     i, j = positions(case, device)
     padding = torch.tensor(case.padding or [0] * case.batch, device=device)[:, None, None, None]
     filled = torch.tensor(case.filled or [case.num_keys] * case.batch, device=device)[:, None, None, None]
@@ -86,7 +86,7 @@ def visible(case: Case, device: str) -> tuple[Tensor, Tensor]:
 
 
 def modified(scores: Tensor, case: Case) -> Tensor:
-    """Scores ``[B, Hq, N, M]`` after the modification that is named, from its formula."""
+    """Applies the case's modification to scores ``[B, Hq, N, M]``, by its formula."""
     i, j = positions(case, str(scores.device))
     if case.mod == "softcap":
         return CAP * torch.tanh(scores / CAP)
@@ -110,7 +110,7 @@ def check(case: Case, variant: Variant, backend: Backend, device: str) -> None:
         for dtype in (torch.float64, case.dtype, FULL)
     )
     for x in (k, v):
-        x.masked_fill_(~real[:, :, 0, :, None], float("nan"))  # what is not read may hold anything
+        x.masked_fill_(~real[:, :, 0, :, None], float("nan"))  # unread keys may hold any value
     got = flash_decode(q, k, v, variant=variant, **case.options(device), backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == FULL
@@ -118,7 +118,7 @@ def check(case: Case, variant: Variant, backend: Backend, device: str) -> None:
     assert_within_budget("lse", got.lse, exact.lse, full.lse)
 
 
-# Chosen by hand so that every two values of length, head size, dtype, group, order and modification meet, or nearly so.
+# Covers nearly all pairs of values of length, head size, dtype, group, causality and modification.
 CASES = [
     Case(1, 1, 1, 1, 1, 64),
     Case(1, 4, 1, 1, 63, 80, HALF, True, "softcap"),
@@ -132,7 +132,7 @@ CASES = [
     Case(2, 20, 1, 9, 65, 8, HALF, True, "sliding_window", padding=(20, 60), filled=(64, 65)),
     Case(2, 2, 1, 5, 63, 80, FULL, False, None, padding=(2, 0), filled=(3, 0)),
     Case(2, 4, 1, 16, 12, 64, HALF, True, "alibi", filled=(12, 4)),
-    Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more than whose maxima are read at a time
+    Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more splits than maxima that are read at a time
 ]
 
 
@@ -152,11 +152,11 @@ def test_reference_at_length(variant: Variant) -> None:
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
-    """Modifications and orders in turn for one query; then some that fill larger tiles."""
-    turns = [(None, False, False), (None, True, True), ("softcap", True, False), ("alibi", False, True)]
-    turns += [("sliding_window", True, True), ("bias", True, True)]
-    few = itertools.product([(2, 2, 1), (4, 1, 1), (7, 1, 2)], turns)
-    many = itertools.product([(7, 1, 5), (4, 1, 16), (7, 1, 16)], turns[1:3])
+    """All modifications for one query, then some problems that fill larger tiles."""
+    variants = [(None, False, False), (None, True, True), ("softcap", True, False), ("alibi", False, True)]
+    variants += [("sliding_window", True, True), ("bias", True, True)]
+    few = itertools.product([(2, 2, 1), (4, 1, 1), (7, 1, 2)], variants)
+    many = itertools.product([(7, 1, 5), (4, 1, 16), (7, 1, 16)], variants[1:3])
     for ((q_heads, kv_heads, n), (mod, causal, padded)), m in itertools.product([*few, *many], [1, 63, 65, 111, 4095]):
         padding, filled = ((m // 2, 0), (m, m - m // 3)) if padded else (None, None)
         case = Case(2, q_heads, kv_heads, n, m, head_size, dtype, causal, mod, padding, filled)
@@ -166,8 +166,8 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sees_nothing(backend: Backend, variant: Variant, device: str) -> None:
-    """An empty cache, one that is all padding, and scores that a modification sets to -inf."""
+def test_no_visible_keys(backend: Backend, variant: Variant, device: str) -> None:
+    """An empty cache, a cache of padding only, and a modification that gives -inf."""
     q, k, v = random_qkv(2, 4, 2, 3, 40, device=device)
     none = Case(2, 4, 2, 3, 40, 64, mod="bias").score_mod(device)
     assert none is not None
@@ -187,7 +187,7 @@ def test_sees_nothing(backend: Backend, variant: Variant, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mod", [None, "alibi", "sliding_window"])
 def test_padding_equals_unpadded(mod: str | None, backend: Backend, variant: Variant, device: str) -> None:
-    """A row of a padded batch gives what the sequence gives alone: these modifications look at distances."""
+    """A sequence of a padded batch gives the same result alone; these modifications use distances."""
     case = Case(1, 4, 2, 3, 70, 64, mod=mod, causal=True)
     q, k, v = random_qkv(*case[:6], device=device)
     alone = flash_decode(q, k, v, variant=variant, **case.options(device), backend=backend)
@@ -208,7 +208,7 @@ def test_padding_equals_unpadded(mod: str | None, backend: Backend, variant: Var
     variant=st.sampled_from(VARIANTS),
     backend=st.sampled_from(BACKENDS),
 )
-def test_splits_and_variant_change_nothing(
+def test_splits_and_variants_agree(
     device: str, num_keys: int, num_queries: int, causal: bool, mod: str | None, splits: int, variant: Variant, backend: Backend
 ) -> None:
     case = Case(1, 2, 1, num_queries, num_keys, 16, causal=causal, mod=mod)
@@ -219,8 +219,8 @@ def test_splits_and_variant_change_nothing(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_causal_queries_are_steps(backend: Backend, device: str) -> None:
-    """N causal queries at once give what N steps of one query give, each on a cache that holds one key more."""
+def test_causal_queries_equal_single_steps(backend: Backend, device: str) -> None:
+    """N causal queries equal N steps of one query on a cache that grows by one key."""
     q, k, v = random_qkv(1, 4, 2, 4, 60, device=device)
     together = flash_decode(q, k, v, causal=True, score_mod=sliding_window(30), backend=backend)
     for n in range(4):
@@ -232,7 +232,7 @@ def test_causal_queries_are_steps(backend: Backend, device: str) -> None:
 
 @pytest.mark.parametrize("limit", [0.5, 30.0])
 def test_softcap_is_accurate(limit: float, device: str) -> None:
-    """The kernel's tanh, on both sides of where it changes its formula, through the LSE of one key: the score itself."""
+    """Compares the kernel's tanh through the LSE of a single key, which is its score."""
     scores = torch.linspace(-12 * limit, 12 * limit, 63).tolist() + torch.linspace(-limit, limit, 65).tolist()
     q = torch.zeros(1, len(scores), 1, 16, device=device)
     q[0, :, 0, 0] = torch.tensor(scores)
@@ -243,14 +243,14 @@ def test_softcap_is_accurate(limit: float, device: str) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7 * limit)
 
 
-def test_reads_views(device: str) -> None:
-    """A cache laid out by token, heads inside, is read where it lies; so is one whose last dimension is not contiguous."""
+def test_accepts_strided_views(device: str) -> None:
+    """Token-major caches and caches with a strided last dimension give the same result."""
     q = random_qkv(2, 4, 2, 3, 70, device=device)[0]
     cache = torch.randn(2, 70, 2, 2, 64, device=device)
     k, v = (x.transpose(1, 2) for x in cache.unbind(2))
     want = flash_decode(q.contiguous(), k.contiguous(), v.contiguous(), backend="triton")
-    turned = k.transpose(2, 3).contiguous().transpose(2, 3)
-    for keys in (k, turned):
+    strided = k.transpose(2, 3).contiguous().transpose(2, 3)
+    for keys in (k, strided):
         torch.testing.assert_close(flash_decode(q, keys, v, backend="triton"), want, rtol=0, atol=0)
 
 
@@ -270,8 +270,8 @@ def test_operator(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_own_modification_inside_a_compiled_function(backend: Backend, device: str) -> None:
-    """It breaks the graph and gives what it gives outside."""
+def test_custom_modification_inside_a_compiled_function(backend: Backend, device: str) -> None:
+    """A custom modification breaks the graph and gives the eager result."""
     case = Case(1, 2, 1, 2, 20, 64, mod="bias")
     q, k, v = random_qkv(*case[:6], device=device)
     options = case.options(device)
@@ -315,7 +315,7 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
             flash_decode(q, k, v, **change)
 
 
-def test_modifications_refuse() -> None:
+def test_modifications_refuse_bad_parameters() -> None:
     for limit in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="limit="):
             softcap(limit)
@@ -330,7 +330,7 @@ def test_modifications_refuse() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cuda_graph(variant: Variant) -> None:
-    """A captured step follows lengths that advance in place."""
+    """A captured step follows in-place changes of lengths."""
     q, k, v = random_qkv(2, 8, 2, 4, 500, 128, torch.bfloat16, "cuda")
     kv_len = torch.tensor([400, 300], dtype=torch.int32, device="cuda")
     options: dict[str, Any] = {"variant": variant, "causal": True, "score_mod": sliding_window(100), "kv_len": kv_len}
@@ -346,7 +346,7 @@ def test_cuda_graph(variant: Variant) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_repeats_bit_by_bit(variant: Variant) -> None:
+def test_is_deterministic(variant: Variant) -> None:
     q, k, v = random_qkv(1, 32, 8, 4, 20000, 128, torch.bfloat16, "cuda")
     first = flash_decode(q, k, v, variant=variant, causal=True)
     for _ in range(20):
@@ -355,7 +355,7 @@ def test_repeats_bit_by_bit(variant: Variant) -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
-    """The last head starts beyond 2**31 elements, and gives what it gives alone."""
+    """The last head starts beyond 2**31 elements and gives the same result alone."""
     num_keys = 2**23 + 100
     cache = torch.randn(1, 3, num_keys, 128, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(1, 3, 1, 128, dtype=torch.bfloat16, device="cuda")

@@ -1,49 +1,57 @@
-"""splits: how many of them a decoding step takes, and what merges them."""
+"""Tests of the split heuristics and of merging partial results."""
 
 import math
 
 import pytest
 import torch
 
-from msattn.kernels.common.splits import choose_splits, merge_splits
+from msattn.kernels.common.splits import choose_splits, merge_splits, one_wave_splits
 
 
 @pytest.mark.parametrize(
     ("blocks", "slots", "tiles", "splits"),
     [
         (8, 132, 256, 16),
-        (8, 132, 65, 13),  # 14 to 16 would leave five tiles to the longest, too
-        (40, 132, 64, 3),  # one wave nearly full, rather than several that are fuller
-        (96, 132, 64, 1),  # three quarters of the slots read nearly as fast as all
-        (72, 132, 512, 9),  # where one wave would leave half of the slots free, several
+        (8, 132, 65, 13),  # with 14 to 16 the longest split would have five tiles, too
+        (40, 132, 64, 3),  # one nearly full wave is better than several fuller ones
+        (96, 132, 64, 1),  # three quarters of the slots read nearly as fast as all of them
+        (72, 132, 512, 9),  # several waves, because one would leave half of the slots free
         (1, 132, 65, 65),
         (1000, 264, 1, 1),
-        (1, 1000, 9999, 500),  # no more than 512
+        (1, 1000, 9999, 500),  # MAX_SPLITS is 512, and 500 give the same number of tiles
     ],
 )
 def test_splits_fill_the_gpu(blocks: int, slots: int, tiles: int, splits: int) -> None:
-    """Few splits of few waves of programs that draw what the memory gives."""
+    """The choice balances waves, start and merge costs, and memory saturation."""
     assert choose_splits(blocks, slots, tiles) == splits
 
 
 @pytest.mark.parametrize(
     ("blocks", "splits"),
     [
-        (8, 32),  # 256 programs, and the first 8
-        (16, 13),  # 16 splits of four tiles would leave no room
+        (8, 32),  # 256 programs beside the 8 extra ones
+        (16, 13),  # 16 splits of four tiles would leave no free slots
         (64, 3),
     ],
 )
-def test_splits_leave_room_for_the_first(blocks: int, splits: int) -> None:
-    """Splits that are shorter, but wait for what comes first, take longer."""
-    assert choose_splits(blocks, 264, 64, first=4) == splits
+def test_splits_leave_slots_for_extra_programs(blocks: int, splits: int) -> None:
+    """Shorter splits that wait for the extra programs would take longer."""
+    assert choose_splits(blocks, 264, 64, extra_tiles=4) == splits
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tiles", "limit", "splits"),
+    [(8, 64, None, 33), (8, 20, None, 20), (1000, 64, None, 1), (1, 512, 128, 128), (8, 64, 128, 33)],
+)
+def test_one_wave_splits_run_at_once(blocks: int, tiles: int, limit: int | None, splits: int) -> None:
+    assert one_wave_splits(blocks, 264, tiles, limit) == splits
 
 
 @pytest.mark.parametrize("rebase", [True, False])
 @pytest.mark.parametrize("head_size", [8, 80, 256])
 @pytest.mark.parametrize("splits", [2, 32, 33, 129, 300])
-def test_merging(splits: int, head_size: int, rebase: bool, device: str) -> None:
-    """Against the definition in fp64; some splits, and all of one row, saw nothing."""
+def test_merge_agrees_with_fp64(splits: int, head_size: int, rebase: bool, device: str) -> None:
+    """Some splits, and all splits of one row, have no visible key."""
     generator = torch.Generator().manual_seed(splits)
     part_max = torch.randn(3, splits, generator=generator) * 5
     part_sum, part_out = torch.rand(3, splits, generator=generator), torch.randn(3, splits, head_size, generator=generator)
