@@ -1,4 +1,4 @@
-"""Small random decoders of every supported family, for tests."""
+"""Small random decoders and a tokenizer for tests."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 
 
 def tiny_architecture(family: str = "llama", rope: str = "default", **overrides: Any) -> dict[str, Any]:
-    """The keys of a small ``config.json``; ``overrides`` replace any of them."""
+    """Returns the keys of a small ``config.json``; ``overrides`` replace any of them."""
     parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPES[rope]}
     window = {"sliding_window": None} if family == "mistral" else {}
     return {"model_type": family, **SIZES, "rope_parameters": parameters, **window, **overrides}
@@ -52,23 +52,23 @@ def tiny_config(family: str = "llama", rope: str = "default", **overrides: Any) 
 
 
 def tiny_model(family: str = "llama", rope: str = "default", seed: int = 0, **overrides: Any) -> Any:
-    """A frozen fp32 model in eval mode on the CPU, the same for the same arguments."""
+    """Returns a frozen fp32 model in eval mode on the CPU; equal arguments give equal weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(family, rope, **overrides), dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "proj.bias")):  # the default 1 and 0 would hide a forgotten norm or bias
+            if name.endswith(("norm.weight", "proj.bias")):  # the defaults 1 and 0 would hide a missing norm or bias
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
     return model.eval().requires_grad_(False)
 
 
 def random_tokens(batch: int, length: int, seed: int = 0, vocab_size: int = 128) -> Tensor:
-    """LongTensor [batch, length] without token 0, which pads."""
+    """Returns a LongTensor [batch, length] without token 0, the padding token."""
     return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows [N_b] of different lengths as ``input_ids, attention_mask``, both [B, max N]."""
+    """Pads rows [N_b] on the left; returns ``input_ids`` and ``attention_mask``, both [B, max N]."""
     length = max(len(row) for row in rows)
     ids = torch.stack([torch.cat((row.new_zeros(length - len(row)), row)) for row in rows])
     mask = torch.stack([(torch.arange(length) >= length - len(row)).long() for row in rows])
@@ -76,7 +76,7 @@ def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
-    """A word-level tokenizer of ``t0 t1 ...`` in the files that transformers expects."""
+    """Saves a word-level tokenizer with the vocabulary ``t0 t1 ...`` in transformers' format."""
     vocab = {f"t{i}": i for i in range(vocab_size)}
     words = Tokenizer(WordLevel(vocab, unk_token="t0"))
     words.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Scripts run as processes of their own: forked where everything is imported already, or started as a user does."""
+"""Runs scripts in separate processes: forked from a server with warm imports, or launched as a user would."""
 
 import multiprocessing
 import os
@@ -15,18 +15,18 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-TIMEOUT = 300  # seconds for what takes ten on a machine at rest: only what hangs may fail for its time
+TIMEOUT = 300  # seconds for jobs that take ten on an idle machine, so that only a hang fails
 
-sys.path.append(str(ROOT))  # forked processes take it over, and find tests there
+sys.path.append(str(ROOT))  # inherited by forked processes, which import tests from it
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["pytest", "msattn.trainer.finetune.run", "msattn.trainer.saap.train_qmodel"])
 
 
 class Job:
-    """``script`` with ``arguments``, started in ``folder``; its output and its errors go to files there.
+    """Runs ``script`` with ``arguments``; stdout and stderr go to files in ``folder``.
 
-    Its processes, with ranks if there are several, come from one that has imported what takes seconds. They see no GPU: a
-    library that counts some gives each rank one of them, also of a job that is to run on the CPU.
+    The processes (ranks, if there are several) are forked from a server that has done the slow imports. GPUs are hidden:
+    libraries that find some assign one to each rank, even for jobs on the CPU.
     """
 
     def __init__(self, script: str, folder: Path, *arguments: object, processes: int = 1) -> None:
@@ -46,24 +46,24 @@ class Job:
             rank.start()
 
     def poll(self) -> int | None:
-        """The exit code, of a process that failed if one did; None while one runs."""
+        """Returns the exit code, that of a failed process if there is one; None while a process runs."""
         codes = [rank.exitcode for rank in self._ranks]
         return None if None in codes else next((code for code in codes if code), 0)
 
     def send_signal(self, number: int) -> None:
-        """To each of its processes."""
+        """Sends the signal ``number`` to each process."""
         for rank in self._ranks:
             if rank.pid:
                 os.kill(rank.pid, number)
 
     def kill(self) -> None:
-        """All its processes, at once."""
+        """Kills all processes and their children."""
         self._kill([rank.pid for rank in self._ranks if rank.exitcode is None and rank.pid])
 
     def _kill(self, pids: list[int]) -> None:
         family: list[psutil.Process] = []
         for pid in pids:
-            with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+            with suppress(psutil.NoSuchProcess):  # it may have ended by itself
                 family += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -72,33 +72,33 @@ class Job:
             time.sleep(0.005)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until ``condition`` holds, which the job brings about."""
+        """Waits until ``condition()`` is true; fails if the job ends before."""
         deadline = time.monotonic() + TIMEOUT
         while not condition():
-            assert self.poll() is None, f"ended before its time: {self.err.read_text()}"
+            assert self.poll() is None, f"the job ended too early: {self.err.read_text()}"
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"nothing after {TIMEOUT} seconds: {self.err.read_text()}")
+                raise AssertionError(f"the condition is false after {TIMEOUT} seconds: {self.err.read_text()}")
             time.sleep(0.005)
 
     def wait(self) -> int:
-        """The exit code, once it has ended by itself."""
+        """Waits until the job has ended and returns its exit code."""
         deadline = time.monotonic() + TIMEOUT
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"still there after {TIMEOUT} seconds: {self.err.read_text()}")
+                raise AssertionError(f"the job runs after {TIMEOUT} seconds: {self.err.read_text()}")
             time.sleep(0.005)
         return code
 
     def output(self) -> str:
-        """What it printed."""
+        """Waits until the job has ended, checks its exit code and returns its stdout."""
         assert self.wait() == 0, self.err.read_text()
         return self.out.read_text()
 
 
 class LaunchedJob(Job):
-    """A job that Python runs, or ``torchrun`` if it takes several processes: what is known of it is the launcher's."""
+    """Starts the script with ``python``, or ``torchrun`` for several processes; signals and exit code are the launcher's."""
 
     hidden: ClassVar[dict[str, str]] = NO_GPU
 
@@ -123,7 +123,7 @@ class LaunchedJob(Job):
 
 
 class LaunchedGpuJob(LaunchedJob):
-    """The same, with the machine's GPUs."""
+    """A launched job that sees the machine's GPUs."""
 
     hidden: ClassVar[dict[str, str]] = {}
 
@@ -135,7 +135,7 @@ def _free_port() -> str:
 
 
 def _run(call: list[str], environment: dict[str, str], out: str, err: str) -> None:
-    """What ``python *call`` does."""
+    """Runs ``python *call`` in this process."""
     os.environ.update(environment)
     for number, path in ((1, out), (2, err)):
         with open(path, "a") as file:

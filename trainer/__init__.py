@@ -1,1 +1,1 @@
-"""Everything around a model: loading, data, training, artifacts, attaching, evaluation. Imports ``kernels``, never the reverse."""
+"""Models, data, training, artifacts, evaluation and serving. Imports ``kernels``, which never imports ``trainer``."""

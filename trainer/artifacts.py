@@ -1,7 +1,8 @@
-"""Artifacts on disk: written whole or not at all, read strictly.
+"""Reading and writing of artifacts: atomic writes, and full validation on reading.
 
 An artifact is a folder of four files: ``model.safetensors``, ``config.yaml`` (the resolved run configuration),
-``manifest.json`` (what it is, what it was made from and for) and ``README.md`` (a model card for the Hub). Never a pickle.
+``manifest.json`` (its kind, base model, training data and versions) and ``README.md`` (a model card for the Hub). Pickle is
+never used.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from msattn import __version__
-from msattn.trainer.errors import UserError, write_error
+from msattn.trainer.errors import UserError, first_line, write_error
 
 FORMAT_VERSION = 1
 KINDS = ("gate", "kmeans", "qmodel")
@@ -43,15 +44,24 @@ MANIFEST_KEYS = (
 )
 IDENTITY_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "config_hash", "rope", "weights_hash")
 CARD_TITLES = {
-    "gate": "SeerAttention gates: which key blocks each query block needs",
-    "kmeans": "Spherical k-means of keys: the buckets that decoding chooses from",
-    "qmodel": "SAAP query classifiers: which key buckets a query needs",
+    "gate": "SeerAttention gates: scores of key blocks for each query block",
+    "kmeans": "Spherical k-means of keys: the buckets that sparse decoding selects from",
+    "qmodel": "SAAP query classifiers: scores of key buckets for each query",
 }
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """An artifact as read: its tensors (on the CPU), the configuration of the run that made it, its manifest, its folder."""
+    """An artifact that was read from disk.
+
+    Attributes
+    ----------
+    kind : ``gate``, ``kmeans`` or ``qmodel``.
+    tensors : weights by name, on the CPU.
+    config : resolved configuration of the run that wrote it.
+    manifest : content of ``manifest.json``.
+    path : local folder.
+    """
 
     kind: str
     tensors: dict[str, Tensor]
@@ -61,12 +71,12 @@ class Artifact:
 
 
 def artifact_folder(outputs: str | Path, model_name: str, name: str, kind: str) -> Path:
-    """``outputs/<model_name>/<name>/<kind>``."""
+    """Returns the path ``outputs/<model_name>/<name>/<kind>``."""
     return Path(outputs) / model_name / name / kind
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of names."""
+    """Returns the SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -76,21 +86,21 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
-    """Refuse, before hours of work, a folder that :func:`write` would refuse after them.
+    """Checks that :func:`write` will accept ``folder``, so that a run fails before it starts and not at its end.
 
     Parameters
     ----------
-    marker : the file by which an artifact is known.
+    marker : the file whose presence identifies an artifact.
 
     Raises
     ------
-    UserError : an artifact already exists and ``overwrite`` is off, something else stands there, or the place cannot be written.
+    UserError : an artifact exists there and ``overwrite`` is off, the folder holds other files, or it cannot be written.
     """
     if (folder / marker).exists():
         if not overwrite:
             raise UserError(f"{folder}: an artifact already exists; overwrite=true replaces it, another name= keeps both")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: something that is no artifact stands there; choose another name= or outputs=")
+        raise UserError(f"{folder}: the folder holds files that are not an artifact; choose another name= or outputs=")
     existing = next(parent for parent in folder.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"outputs={folder}: no permission to write below {existing}")
@@ -109,19 +119,19 @@ def write(
     metrics: Mapping[str, Any],
     overwrite: bool = False,
 ) -> Path:
-    """Write an artifact atomically: a killed run leaves the old artifact or the new one, never a part.
+    """Writes an artifact atomically: if the process is killed, ``folder`` holds the old artifact or the complete new one.
 
     Parameters
     ----------
-    folder : where it will stand, see :func:`artifact_folder`
+    folder : destination, see :func:`artifact_folder`
     kind : ``gate``, ``kmeans`` or ``qmodel``
     tensors : weights, on any device
     config : the resolved run configuration as plain dictionaries
     model : the base model's fingerprint (:func:`msattn.trainer.models.identity.fingerprint`)
-    details : facts of this kind that loading needs, such as the gate's own configuration
+    details : values specific to the kind that loading needs, such as the gate's configuration
     data : fingerprint of the training data
-    metrics : figures for the model card
-    overwrite : replace an artifact that stands in ``folder``
+    metrics : measured values for the model card; values that are not finite are stored as null
+    overwrite : replace an existing artifact in ``folder``
 
     Returns
     -------
@@ -129,7 +139,8 @@ def write(
 
     Raises
     ------
-    UserError : see :func:`check_writable`.
+    UserError : as :func:`check_writable` and :func:`replace_atomically`.
+    ValueError : an unknown ``kind``.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind}: accepted are {', '.join(KINDS)}")
@@ -165,15 +176,18 @@ def write(
 
 @contextmanager
 def replace_atomically(folder: Path) -> Iterator[Path]:
-    """A temporary sibling to fill with files, which is then forced to the disk and renamed to ``folder``.
+    """Yields a temporary sibling folder, which is synced to disk and renamed to ``folder`` when the block ends.
 
-    A killed run leaves the old folder or the new one, never a part; so does an error, which leaves no sibling either.
-    UserError: the disk has no room for it.
+    After a kill ``folder`` is the old or the complete new one. After an error it is the old one and the sibling is removed.
+
+    Raises
+    ------
+    UserError : a file cannot be written, as on a full disk.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     new, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
     shutil.rmtree(new, ignore_errors=True)
-    if old.exists() and not folder.exists():  # an earlier run was killed between its two renames
+    if old.exists() and not folder.exists():  # an earlier process was killed between its two renames
         old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
     new.mkdir()
@@ -184,10 +198,11 @@ def replace_atomically(folder: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         _sync_folder(new)
     except BaseException as error:
-        refused = write_error(folder, error) if isinstance(error, OSError | SafetensorError) else None
+        # Built before the removal, so that the message reports the free space that the write found.
+        failure = write_error(folder, error) if isinstance(error, OSError | SafetensorError) else None
         shutil.rmtree(new, ignore_errors=True)
-        if refused is not None:
-            raise refused from error
+        if failure is not None:
+            raise failure from error
         raise
     replaced = folder.exists()
     if replaced:
@@ -215,7 +230,7 @@ def _describe(tensor: Tensor) -> dict[str, Any]:
 
 
 def _finite(figures: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replaces NaN and infinity by None, as JSON has neither."""
     if isinstance(figures, Mapping):
         return {key: _finite(value) for key, value in figures.items()}
     if isinstance(figures, list | tuple):
@@ -224,13 +239,13 @@ def _finite(figures: Any) -> Any:
 
 
 def print_summary(folder: Path, metrics: Mapping[str, float]) -> None:
-    """One closing line on the terminal: where an artifact stands, and its figures but those of single layers."""
+    """Prints the folder of an artifact and its metrics in one line, without those of single layers."""
     figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "layer" not in name)
     print(f"{folder}  {figures}", flush=True)
 
 
 def versions() -> dict[str, str]:
-    """Of what a result may depend on."""
+    """Returns the versions of msattn, Python, PyTorch and transformers."""
     import transformers
 
     return {
@@ -242,16 +257,16 @@ def versions() -> dict[str, str]:
 
 
 def read(path: str | Path, kind: str | None = None) -> Artifact:
-    """Read an artifact and check all of it.
+    """Reads an artifact and validates all of its files.
 
     Parameters
     ----------
     path : a folder, or the id of a Hub repository
-    kind : what it must be; None takes any
+    kind : required kind; None accepts any
 
     Raises
     ------
-    UserError : missing, incomplete or altered files, another kind, another format version; the field is named.
+    UserError : missing, incomplete or altered files, another kind or format version; the message names the field.
     """
     import yaml
     from safetensors.torch import load_file
@@ -268,9 +283,9 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
     found = {name: _describe(tensor) for name, tensor in tensors.items()}
     if found != manifest["tensors"]:
         differing = sorted(name for name in found | manifest["tensors"] if found.get(name) != manifest["tensors"].get(name))
-        raise UserError(f"artifact {path}: tensors.{differing[0]} is not what {MANIFEST} says")
+        raise UserError(f"artifact {path}: tensors.{differing[0]} differs from {MANIFEST}")
     if content_hash(tensors) != manifest["content_hash"]:
-        raise UserError(f"artifact {path}: content_hash of {WEIGHTS} is not what {MANIFEST} says; the file was altered")
+        raise UserError(f"artifact {path}: content_hash of {WEIGHTS} differs from {MANIFEST}; the file was altered")
     config = yaml.safe_load((folder / CONFIG).read_text("utf-8")) or {}
     return Artifact(manifest["kind"], tensors, config, manifest, folder)
 
@@ -286,12 +301,18 @@ def _local_folder(path: str | Path) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG, MANIFEST, CARD]))
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"artifact {path}: no local folder, and the Hugging Face Hub did not give it ({reason})") from error
+        raise UserError(
+            f"artifact {path}: not a local folder, and loading it from the Hugging Face Hub failed ({first_line(error)})"
+        ) from error
 
 
 def read_kind(path: str | Path) -> str:
-    """The kind of the artifact in a folder or on the Hub, from its manifest alone; UserError as in :func:`read`."""
+    """Returns the kind of the artifact in a folder or on the Hub, reading only its manifest.
+
+    Raises
+    ------
+    UserError : the manifest is missing or invalid.
+    """
     return _read_manifest(_local_folder(path), path)["kind"]
 
 
@@ -301,10 +322,10 @@ def _read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> d
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     except ValueError as error:
-        raise UserError(f"artifact {path}: {MANIFEST} is no JSON ({error})") from error
+        raise UserError(f"artifact {path}: {MANIFEST} is not valid JSON ({error})") from error
     missing = [key for key in MANIFEST_KEYS if not isinstance(manifest, dict) or key not in manifest]
     if missing:
-        raise UserError(f"artifact {path}: {MANIFEST} lacks {missing[0]}")
+        raise UserError(f"artifact {path}: {MANIFEST} has no key {missing[0]}")
     if manifest["format_version"] != FORMAT_VERSION:
         raise UserError(f"artifact {path}: format_version={manifest['format_version']}: accepted is {FORMAT_VERSION}")
     if manifest["kind"] not in KINDS or kind not in (None, manifest["kind"]):
@@ -313,11 +334,11 @@ def _read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> d
 
 
 def check_model(artifact: Artifact | Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
-    """Refuse an artifact (or its manifest) that was made for another model than the one fingerprinted.
+    """Checks that an artifact (or its manifest) was made for the model with this ``fingerprint``.
 
     Raises
     ------
-    UserError : names the first field that differs.
+    UserError : it was made for another model; the message names the first field that differs.
     """
     manifest = artifact.manifest if isinstance(artifact, Artifact) else artifact
     made_for = manifest["model"]
@@ -330,7 +351,7 @@ def check_model(artifact: Artifact | Mapping[str, Any], fingerprint: Mapping[str
 
 
 def _card(manifest: Mapping[str, Any]) -> str:
-    """A model card: front matter that the Hub reads, then what it is, how to use it and how it was measured."""
+    """Returns the model card: YAML front matter for the Hub, a description, a usage example and the metrics."""
     kind, model = manifest["kind"], manifest["model"]
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model["id"]) and not Path(model["id"]).exists()
     base = f"base_model: {model['id']}\n" if on_hub else ""
@@ -346,8 +367,8 @@ tags: [sparse-attention, long-context, {kind}]
 # {CARD_TITLES[kind]}
 
 Made for `{model["id"]}` ({model["num_layers"]} layers, {model["num_heads"]} query heads, {model["num_kv_heads"]} key/value \
-heads, head size {model["head_dim"]}) with msattn {manifest["versions"]["msattn"]}. `manifest.json` says from which data, \
-seed and versions, and which model it accepts; `config.yaml` holds the whole configuration of the run.
+heads, head size {model["head_dim"]}) with msattn {manifest["versions"]["msattn"]}. `manifest.json` records the \
+training data, the seed, the versions and the base model; `config.yaml` holds the resolved configuration of the run.
 
 ```python
 import msattn

@@ -1,4 +1,4 @@
-"""Errors that the command line says in one line, without a traceback, and how a process says it and ends."""
+"""Exception classes with one-line messages, and functions that report them and end the process."""
 
 import os
 import shutil
@@ -9,11 +9,11 @@ from typing import NoReturn
 
 
 class UserError(ValueError):
-    """What a user can mend: the message names the argument, its value and what is accepted. Exit code 2."""
+    """An error that the user can correct. The message names the argument, its value and the accepted values. Exit code 2."""
 
 
 class Fault(RuntimeError):
-    """What went wrong through no mistake of the user: one clear line, exit code 1 on the command line."""
+    """A failure that the user did not cause, reported in one line. Exit code 1 on the command line."""
 
 
 class CheckFailed(Fault):
@@ -21,35 +21,50 @@ class CheckFailed(Fault):
 
 
 class RankLost(Fault):
-    """Another process of the run ended, and those that are left cannot go on."""
+    """Another rank of the run ended, so the remaining ranks cannot continue."""
 
 
 class TrainingDiverged(RuntimeError):
-    """A loss, gradient or weight that is not finite; the message names it and the last good checkpoint."""
+    """A loss, gradient or weight is not finite. The message names it and the last complete checkpoint."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which stops as Ctrl-C does. Exit code 143, where that has 130."""
+    """SIGTERM was received. It stops a run as Ctrl-C does, with exit code 143 instead of 130."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of the message without a final stop or colon, or the exception's class name."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(" .:") if lines else type(error).__name__
 
 
 def write_error(path: Path, error: Exception, kept: str = "") -> UserError:
-    """One line for ``error``, met in writing ``path``: its reason, the room there is, and what is ``kept`` to go on from."""
-    # PyTorch's writer has a position to tell, and no reason.
-    reason = "the disk refuses" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or str(error)
+    """Returns a one-line error for a failed write to ``path``.
+
+    Parameters
+    ----------
+    error : the exception that the write raised.
+    kept : a clause that names the checkpoint a later run can resume from, or "".
+    """
+    # PyTorch's writer reports a position in the file but no reason.
+    reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or str(error)
     free = shutil.disk_usage(path.parent).free
-    there = f"{free / 1e9:.1f} GB are free in {path.parent}"
-    return UserError(f"{path} cannot be written ({reason}), {there}{kept}: make room, then resume=true continues")
+    parts = [f"{path} cannot be written ({reason})", f"{free / 1e9:.1f} GB are free in {path.parent}", kept]
+    return UserError("; ".join(filter(None, parts)) + ". Free some disk space, then resume=true continues the run")
 
 
 def print_once(line: str) -> None:
-    """Print ``msattn: line`` on stderr; of the processes that ``torchrun`` started, the first one that has it to say does."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _first_to_say(line):
-        sys.stderr.write(f"msattn: {line}\n")  # at once, so that lines of several processes stay apart
+    """Prints ``msattn: line`` on stderr, from only one of the processes of a ``torchrun`` that print the same line."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _first_to_print(line):
+        sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
         sys.stderr.flush()
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process; one of several at once, for threads of their connections may abort the interpreter as it winds down."""
+    """Ends the process with ``code``.
+
+    Under ``torchrun`` the interpreter's shutdown is skipped: threads of open connections may abort it.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -57,14 +72,14 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _first_to_say(line: str) -> bool:
+def _first_to_print(line: str) -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True  # started by hand: the store may have gone with the process that kept it
+        return True  # ranks started by hand: the store may have ended with the rank that hosted it
     from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
-        return store.add(f"msattn/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{line}", 1) == 1
+        return store.add(f"msattn/printed/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{line}", 1) == 1
     except DistError:
         return True

@@ -1,4 +1,4 @@
-"""Text sources, the held-out split, chunks, and what is refused."""
+"""Tests of text sources, the held-out split, chunks, and error messages."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.chunking import chunks, encode
 from msattn.trainer.data.sources import Document, documents, is_held_out
-from msattn.trainer.embedded.recipe import SHIPPED
+from msattn.trainer.embedded.recipe import EMBEDDED_MODEL
 from msattn.trainer.embedded.tokenizer import load_tokenizer
 from msattn.trainer.errors import UserError
 
@@ -27,14 +27,14 @@ TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return load_tokenizer(SHIPPED)
+    return load_tokenizer(EMBEDDED_MODEL)
 
 
 def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, codec="zstd", asbytes=True)
 
 
-PACKERS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
 
 
 def text_config(path: Path | str, **options: Any) -> DataConfig:
@@ -60,7 +60,7 @@ def parquet(path: Path, column: str = "text") -> bytes:
     return path.read_bytes()
 
 
-def test_stdlib_is_the_interpreters_own_library() -> None:
+def test_stdlib_source_is_the_interpreters_library() -> None:
     train, heldout = sides(DataConfig("stdlib"))
     names = [document.name for document in [*train, *heldout]]
     assert len(names) == len(set(names)) > 300
@@ -71,25 +71,25 @@ def test_stdlib_is_the_interpreters_own_library() -> None:
     assert by_name["argparse"] == (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text()
 
 
-@pytest.mark.parametrize("packed", PACKERS)
-def test_text_file(tmp_path: Path, packed: str) -> None:
-    path = tmp_path / f"book.txt{packed}"
-    path.write_bytes(PACKERS[packed](TEXTS[0].encode()))
+@pytest.mark.parametrize("compression", COMPRESSORS)
+def test_a_text_file_is_one_document(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / f"book.txt{compression}"
+    path.write_bytes(COMPRESSORS[compression](TEXTS[0].encode()))
     assert all_of(path) == [Document(path.name, TEXTS[0])]
 
 
-@pytest.mark.parametrize("packed", PACKERS)
+@pytest.mark.parametrize("compression", COMPRESSORS)
 @pytest.mark.parametrize("column", ["text", "content"])
-def test_rows_of_jsonl_and_parquet(tmp_path: Path, packed: str, column: str) -> None:
+def test_each_row_of_jsonl_and_parquet_is_a_document(tmp_path: Path, compression: str, column: str) -> None:
     for suffix, content in ((".jsonl", jsonl(column)), (".parquet", parquet(tmp_path / "plain", column))):
-        path = tmp_path / f"rows{suffix}{packed}"
-        path.write_bytes(PACKERS[packed](content))
+        path = tmp_path / f"rows{suffix}{compression}"
+        path.write_bytes(COMPRESSORS[compression](content))
         found = all_of(path, column=column)
         assert [document.text for document in found] == TEXTS
         assert [document.name for document in found] == [f"{path.name}:{number}" for number in range(len(TEXTS))]
 
 
-def test_a_jsonl_row_may_hold_unicode_line_ends_and_windows_ones_surround_it(tmp_path: Path) -> None:
+def test_jsonl_rows_may_contain_unicode_line_separators_and_end_with_crlf(tmp_path: Path) -> None:
     texts = ["a\u2028b\u0085c", "d\x0be"]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(
@@ -98,7 +98,7 @@ def test_a_jsonl_row_may_hold_unicode_line_ends_and_windows_ones_surround_it(tmp
     assert [document.text for document in all_of(path)] == texts  # the empty one is left out
 
 
-def test_folder_and_glob(tmp_path: Path) -> None:
+def test_folders_and_globs_are_searched(tmp_path: Path) -> None:
     for name, content in {
         "b.txt": b"bee",
         "deep/a.txt.gz": gzip.compress(b"ay"),
@@ -120,11 +120,11 @@ def test_byte_order_mark_and_windows_line_ends_are_dropped(tmp_path: Path) -> No
 
 @pytest.fixture
 def dataset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data set that ``datasets`` reads without a network, its cache out of the way."""
+    """A local dataset that ``datasets`` loads without a network; its cache is in ``tmp_path``."""
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    folder = Path("set")  # what is held out hangs on the name
+    folder = Path("set")  # a relative path, because names decide the held-out split
     folder.mkdir()
     (folder / "train.jsonl").write_bytes(jsonl("content"))
     return folder
@@ -159,17 +159,17 @@ def test_hub_streams_and_reads_only_as_far_as_needed(
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"split": "nope"}, r"data\.path=.*Bad split: nope"),
         ({"subset": "nope"}, r"data\.path=.*nope"),
-        ({"column": "body"}, r"data\.column=body: .*row 0 has no such column \(there are: id, content\)"),
+        ({"column": "body"}, r"data\.column=body: .*row 0 has no such column \(it has: id, content\)"),
         ({"path": "no-such-folder/."}, r"data\.path=no-such-folder/\.: "),
     ],
 )
-def test_hub_refusals(dataset_folder: Path, options: dict[str, Any], says: str) -> None:
+def test_hub_errors_name_the_setting(dataset_folder: Path, options: dict[str, Any], message: str) -> None:
     cfg = DataConfig("hub", **{"path": str(dataset_folder), "column": "content", **options})
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         list(documents(cfg, heldout=False))
 
 
@@ -184,7 +184,7 @@ def test_hub_without_a_number_of_chunks_or_without_datasets(
         list(documents(cfg, heldout=False))
 
 
-def test_held_out_documents_are_other_documents(tmp_path: Path) -> None:
+def test_held_out_and_training_documents_are_disjoint(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(jsonl())
     train, heldout = sides(text_config(tmp_path / "rows.jsonl"))
     assert sorted(document.text for document in [*train, *heldout]) == sorted(TEXTS)
@@ -194,7 +194,7 @@ def test_held_out_documents_are_other_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "hashes_to_held_out"), [("book.txt", False), ("book-1.txt", True)])
-def test_of_a_lone_document_the_last_tenth_is_held_out(tmp_path: Path, name: str, hashes_to_held_out: bool) -> None:
+def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path: Path, name: str, hashes_to_held_out: bool) -> None:
     assert is_held_out(name) == hashes_to_held_out
     text = "".join(TEXTS)
     (tmp_path / name).write_text(text)
@@ -204,7 +204,7 @@ def test_of_a_lone_document_the_last_tenth_is_held_out(tmp_path: Path, name: str
     assert train.name != heldout.name
 
 
-def test_of_documents_that_hash_to_one_side_each_ones_end_is_held_out(tmp_path: Path) -> None:
+def test_if_all_documents_hash_to_one_side_the_end_of_each_is_held_out(tmp_path: Path) -> None:
     names = [name for name in (f"{letter}.txt" for letter in "abcdefghijkl") if not is_held_out(name)][:3]
     for name, text in zip(names, TEXTS, strict=False):
         (tmp_path / name).write_text(text)
@@ -213,22 +213,22 @@ def test_of_documents_that_hash_to_one_side_each_ones_end_is_held_out(tmp_path: 
     assert all(document.text for document in heldout)
 
 
-def test_a_held_out_path_is_taken_whole(tmp_path: Path) -> None:
+def test_all_of_a_held_out_path_is_held_out(tmp_path: Path) -> None:
     for name in ("train.txt", "heldout.txt"):
         (tmp_path / name).write_text(name)
     cfg = text_config(tmp_path / "train.txt", heldout_path=str(tmp_path / "heldout.txt"))
     assert sides(cfg) == ([Document("train.txt", "train.txt")], [Document("heldout.txt", "heldout.txt")])
 
 
-def test_the_two_sides_of_a_lone_document_get_needles_of_their_own(tmp_path: Path) -> None:
+def test_both_parts_of_a_single_document_get_different_needles(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("".join(TEXTS) * 10)
     (train,), (heldout,) = sides(text_config(tmp_path / "book.txt", needles=True))
-    said = [set(re.findall(r"The secret number of \w+ \w+ is \d{5}\.", side.text)) for side in (train, heldout)]
-    assert all(said)
-    assert not said[0] & said[1]
+    needles = [set(re.findall(r"The secret number of \w+ \w+ is \d{5}\.", side.text)) for side in (train, heldout)]
+    assert all(needles)
+    assert not needles[0] & needles[1]
 
 
-def test_chunks_are_the_tokens_cut_and_shuffled_by_the_seed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_chunks_are_slices_of_the_tokens_shuffled_by_the_seed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "rows.jsonl").write_bytes(jsonl())
     path = str(tmp_path / "rows.jsonl")
     cfg = text_config(path, heldout_path=path, seq_len=16)
@@ -250,7 +250,7 @@ def test_chunks_are_the_tokens_cut_and_shuffled_by_the_seed(tmp_path: Path, toke
     assert chunks(cfg, tokenizer, seed=3, seq_len=8)[0]["input_ids"].shape == (8,)
 
 
-def test_fewer_chunks_than_asked_for_are_all_taken_and_said(
+def test_if_there_are_too_few_chunks_all_are_used_with_a_message(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text(TEXTS[0] * 20)
@@ -259,24 +259,24 @@ def test_fewer_chunks_than_asked_for_are_all_taken_and_said(
     assert len(chunks(cfg, tokenizer, seed=0, num_chunks=len(whole))) == len(whole)
     assert capsys.readouterr().err == ""
     assert len(chunks(cfg, tokenizer, seed=0, num_chunks=999)) == len(whole)
-    said = f"hold {len(whole)} chunks of 16 tokens, not the 999 that were to be used\n"
-    assert capsys.readouterr().err == f"msattn: the documents of data.path={tmp_path / 'a.txt'} {said}"
+    message = f"hold {len(whole)} chunks of 16 tokens, fewer than the 999 asked for\n"
+    assert capsys.readouterr().err == f"msattn: the documents of data.path={tmp_path / 'a.txt'} {message}"
 
 
-def test_num_bytes_counts_what_follows_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     text = "The naïve café — 3 déjà vus.\n" * 9
     (tmp_path / "a.txt").write_text(text)
     ids = tokenizer.encode(text, add_special_tokens=False)
     cfg = text_config(tmp_path / "a.txt", heldout_path=str(tmp_path / "a.txt"), seq_len=len(ids) + 1)
     (chunk,) = [chunks(cfg, tokenizer, seed=0)]
-    assert chunk.num_bytes(0) == len(text.encode()) - len("The")  # the end-of-text token stands for no byte
+    assert chunk.num_bytes(0) == len(text.encode()) - len("The")  # the end-of-text token has no bytes
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "message"),
     [
         ("missing.txt", None, r"data\.path=.*missing\.txt: no such file"),
-        ("table.csv", b"a,b", r"data\.path=.*table\.csv: accepted are \.txt, \.jsonl, \.parquet, also packed as"),
+        ("table.csv", b"a,b", r"data\.path=.*table\.csv: accepted are \.txt, \.jsonl, \.parquet, also compressed as"),
         ("latin1.txt", b"caf\xe9", r"data\.path=.*latin1\.txt: not UTF-8 at byte 3"),
         ("latin1.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xe9", mtime=0), r"data\.path=.*latin1\.txt\.gz: not UTF-8 at byte 6"),
         ("latin1.jsonl", b'{"text": "caf\xe9"}', r"data\.path=.*latin1\.jsonl: not UTF-8 at byte 13"),
@@ -284,28 +284,28 @@ def test_num_bytes_counts_what_follows_the_first_token(tmp_path: Path, tokenizer
         ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
         ("cut.parquet", b"PAR1" + bytes(40), r"data\.path=.*cut\.parquet: .*[Pp]arquet"),
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl: line 2 is not JSON"),
-        ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(there are: body\)"),
-        ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(there are: a list, no object\)"),
+        ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(it has: body\)"),
+        ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(it has: a list, not an object\)"),
         ("number.jsonl", b'{"text": 7}', r"data\.column=text: .*line 1 holds 7 there, not text"),
     ],
 )
-def test_refused_files(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+def test_refused_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         list(documents(text_config(tmp_path / name), heldout=False))
 
 
 def test_refused_parquet_columns(tmp_path: Path) -> None:
     parquet(tmp_path / "rows.parquet", "body")
-    with pytest.raises(UserError, match=r"data\.column=text: .*rows\.parquet has no such column \(there are: id, body\)"):
+    with pytest.raises(UserError, match=r"data\.column=text: .*rows\.parquet has no such column \(it has: id, body\)"):
         all_of(tmp_path / "rows.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "gap.parquet")
     with pytest.raises(UserError, match=r"data\.column=text: .*row 1 holds None there, not text"):
         all_of(tmp_path / "gap.parquet")
 
 
-def test_a_refusal_names_the_held_out_path(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_errors_in_held_out_data_name_the_held_out_path(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"data\.heldout_path=.*b\.txt: not UTF-8 at byte 0"):
@@ -315,7 +315,7 @@ def test_a_refusal_names_the_held_out_path(tmp_path: Path, tokenizer: PreTrained
         chunks(cfg, tokenizer, seed=0, heldout=True)
 
 
-def test_too_short_says_how_many_tokens_there_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_error_for_too_little_text_gives_the_token_count(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "short.txt").write_text("1234567890")
     with pytest.raises(UserError, match=r"data\.seq_len=64: the documents of data\.path=.*short\.txt hold only 10 tokens$"):
         chunks(text_config(tmp_path / "short.txt", seq_len=64), tokenizer, seed=0)  # 9 digits, end of text

@@ -1,4 +1,4 @@
-"""Rotation: the model's own frequencies and angles, and an exact inverse."""
+"""Tests of RoPE: the model's frequencies and angles, and the inverse rotation."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.factory import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("kind", ROPE_TYPES)
-def test_frequencies_are_the_models_own(kind: str) -> None:
+def test_frequencies_equal_the_models(kind: str) -> None:
     model = tiny_model("llama", kind)
     inv_freq, scaling = inverse_frequencies(model.config)
     torch.testing.assert_close(inv_freq, model.base_model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
@@ -32,7 +32,7 @@ def test_yarn_scales_cos_and_sin() -> None:
 
 
 @pytest.mark.parametrize("kind", ROPE_TYPES)
-def test_other_sizes_keep_the_base(kind: str) -> None:
+def test_other_head_sizes_keep_the_base(kind: str) -> None:
     config = tiny_config("llama", kind)
     own, _ = inverse_frequencies(config)
     wide, _ = inverse_frequencies(config, dim=32)
@@ -42,7 +42,7 @@ def test_other_sizes_keep_the_base(kind: str) -> None:
         torch.testing.assert_close(wide[::2], own)
 
 
-def test_cos_sin_matches_the_model() -> None:
+def test_cos_sin_equal_the_models() -> None:
     model = tiny_model("llama")
     positions = torch.tensor([[3, 4, 5], [0, 1, 2]])
     cos, sin = cos_sin(inverse_frequencies(model.config)[0], positions)
@@ -50,7 +50,7 @@ def test_cos_sin_matches_the_model() -> None:
     torch.testing.assert_close((cos, sin), expected)
 
 
-def test_unknown_type_is_refused() -> None:
+def test_unknown_rope_types_are_refused() -> None:
     config = tiny_config("llama")
     config.rope_parameters["rope_type"] = "longrope"
     with pytest.raises(ValueError, match="rope_type=longrope: accepted are default"):

@@ -1,4 +1,4 @@
-"""The tap: sees what the model computes, changes nothing it is not told to, leaves no trace."""
+"""Tests of the tap: its inputs equal the model's, dense attention changes nothing, and no hooks remain."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rope", ROPE_TYPES)
 @torch.no_grad()
-def test_rerotated_equals_the_models_own(family: str, rope: str) -> None:
+def test_q_nope_and_k_nope_are_the_inputs_of_rope(family: str, rope: str) -> None:
     model, seen = tiny_model(family, rope), []
 
     def attend(x: LayerInputs) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_rerotated_equals_the_models_own(family: str, rope: str) -> None:
         seen.append((x.layer, x.scale, x.q.shape, x.k.shape))
         return dense_attention(x)
 
-    tokens = random_tokens(2, 300 if rope == "dynamic" else 40)  # dynamic changes its frequencies past 256 positions
+    tokens = random_tokens(2, 300 if rope == "dynamic" else 40)  # dynamic RoPE changes its frequencies beyond 256 positions
     expected = model(tokens).logits
     with tap(model, attend):
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
@@ -38,7 +38,7 @@ def test_rerotated_equals_the_models_own(family: str, rope: str) -> None:
 
 
 @torch.no_grad()
-def test_leaves_no_trace() -> None:
+def test_leaving_the_context_restores_the_model() -> None:
     model, tokens = tiny_model("qwen3"), random_tokens(1, 20)
     before, config = model(tokens).logits, model.config.to_dict()
     with pytest.raises(ZeroDivisionError), tap(model, lambda x: x.q / (1 // 0)):
@@ -51,7 +51,7 @@ def test_leaves_no_trace() -> None:
         assert not any(hooks)
 
 
-def test_nesting_is_refused() -> None:
+def test_nested_taps_are_refused() -> None:
     model = tiny_model()
     with tap(model, dense_attention):
         with pytest.raises(UserError, match="tapped"), tap(model, dense_attention):
@@ -61,7 +61,7 @@ def test_nesting_is_refused() -> None:
 
 
 @torch.no_grad()
-def test_nothing_outlives_its_layer() -> None:
+def test_tensors_of_a_layer_are_freed_after_its_attention() -> None:
     model, held = tiny_model(), []
 
     def attend(x: LayerInputs) -> torch.Tensor:
@@ -76,15 +76,15 @@ def test_nothing_outlives_its_layer() -> None:
 
 
 @torch.no_grad()
-def test_left_padded_batch_equals_each_row_alone() -> None:
+def test_left_padded_rows_equal_unpadded_sequences() -> None:
     model = tiny_model("qwen2")
     rows = [random_tokens(1, n, seed=n)[0] for n in (5, 17, 11)]
     ids, mask = left_padded(rows)
     starts = []
     with tap(model, lambda x: (starts.append(x.kv_start), dense_attention(x))[1]):
-        together = model(ids, attention_mask=mask).logits
-        alone = [model(row[None]).logits[0] for row in rows]
-    for row, expected in zip(together, alone, strict=True):
+        batched = model(ids, attention_mask=mask).logits
+        unpadded = [model(row[None]).logits[0] for row in rows]
+    for row, expected in zip(batched, unpadded, strict=True):
         torch.testing.assert_close(row[-len(expected) :], expected, rtol=1e-4, atol=1e-4)
     assert starts[0].tolist() == [12, 0, 6]
     assert starts[0].dtype == torch.int32
@@ -93,7 +93,7 @@ def test_left_padded_batch_equals_each_row_alone() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
-def test_generate_and_chunked_prefill(padded: bool) -> None:
+def test_generate_and_chunked_prefill_equal_the_models(padded: bool) -> None:
     model = tiny_model("llama")
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in ((9, 20) if padded else (20, 20))])
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
@@ -108,7 +108,7 @@ def test_generate_and_chunked_prefill(padded: bool) -> None:
 
 
 @torch.no_grad()
-def test_cache_layer_is_handed_over() -> None:
+def test_the_cache_layer_is_passed_on() -> None:
     model, cache, seen = tiny_model(), DynamicCache(), []
     with tap(model, lambda x: (seen.append(x.cache), dense_attention(x))[1]):
         model(random_tokens(1, 6), past_key_values=cache)
@@ -117,7 +117,7 @@ def test_cache_layer_is_handed_over() -> None:
 
 
 @torch.no_grad()
-def test_all_padding_row_is_zero_not_nan() -> None:
+def test_a_fully_padded_row_gives_zeros() -> None:
     model = tiny_model()
     ids, mask = random_tokens(2, 6), torch.ones(2, 6, dtype=torch.long)
     mask[0] = 0
@@ -131,7 +131,7 @@ def test_all_padding_row_is_zero_not_nan() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_flow(checkpointing: bool) -> None:
+def test_gradients_equal_the_models(checkpointing: bool) -> None:
     tokens, grads = random_tokens(2, 12), []
     for context in (nullcontext, lambda model: tap(model, dense_attention)):
         model = tiny_model().requires_grad_(True).train()
@@ -146,7 +146,7 @@ def test_gradients_flow(checkpointing: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_dense_attention_on_the_gpu(dtype: torch.dtype) -> None:
+def test_dense_attention_on_the_gpu_equals_fp64(dtype: torch.dtype) -> None:
     model = tiny_model(head_dim=64).to("cuda", dtype)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (70, 200)])
     ids, mask = ids.cuda(), mask.cuda()
@@ -168,7 +168,7 @@ def test_dense_attention_on_the_gpu(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_what_cannot_be_served_is_refused() -> None:
+def test_unsupported_masks_positions_and_caches_are_refused() -> None:
     model, ids = tiny_model(), random_tokens(1, 6)
     right = torch.tensor([[1, 1, 1, 1, 0, 0]])
     with tap(model, dense_attention):

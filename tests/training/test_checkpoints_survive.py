@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, left alone or out of room go on to the same bits, on one process and on several."""
+"""Tests of resuming after SIGKILL, signals, lost ranks and full disks: bit-identical results, with one rank or several."""
 
 import json
 import os
@@ -36,7 +36,7 @@ GPUS = 4 if torch.cuda.device_count() >= 4 else 2
 
 
 class Numbers(Dataset[dict[str, Tensor]]):
-    """Item ``i`` is ``i``."""
+    """Item ``i`` is the number ``i``."""
 
     def __len__(self) -> int:
         return ITEMS
@@ -46,7 +46,10 @@ class Numbers(Dataset[dict[str, Tensor]]):
 
 
 class Line(nn.Module):
-    """Fits a line through dropout, so that the random state counts; notes in ``seen`` what it sees; saving takes a while."""
+    """Fits a line with dropout, so that results depend on the random state.
+
+    It appends each number to the file ``seen``. ``pause`` slows steps and, ten times as much, saving.
+    """
 
     def __init__(self, seen: Path, pause: float = 0.0) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class Line(nn.Module):
         self.line = nn.Linear(1, 1)
         self.seen = seen
         self.pause = pause
-        self.stop: tuple[int, int] | None = None  # after so many micro-batches, this signal
+        self.stop: tuple[int, int] | None = None  # (micro-batches, the signal to raise after them)
         self.calls = 0
         self.register_state_dict_post_hook(lambda *_: time.sleep(10 * pause))
 
@@ -84,7 +87,7 @@ def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: 
 
 
 def job(folder: Path, resume: bool, device: str, pause: float) -> None:
-    """What a process of :func:`started` does; ends as the command line would."""
+    """Body of a process of :func:`started`; it exits as the command line does."""
     rank = os.environ.get("RANK", "0")
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if device == "cuda":
@@ -111,7 +114,7 @@ job(Path(folder), resume == "resume", device, float(pause))
 
 
 def started(kind: type[Kind], folder: Path, processes: int, *, resume: bool, device: str = "cpu", pause: float = 0.01) -> Kind:
-    """The same run in one process or in several."""
+    """Starts the same run in one process or in several."""
     folder.mkdir(exist_ok=True)
     for pid in folder.glob("pid-*"):
         pid.unlink()
@@ -119,7 +122,7 @@ def started(kind: type[Kind], folder: Path, processes: int, *, resume: bool, dev
 
 
 def ended(running: Job) -> tuple[int, list[str]]:
-    """Exit code and our own lines."""
+    """Returns the exit code and the lines that msattn printed."""
     code = running.wait()
     return code, [line for line in running.err.read_text().splitlines() if line.startswith("msattn: ")]
 
@@ -128,12 +131,12 @@ def pids(folder: Path) -> list[int]:
     return [int(path.read_text()) for path in sorted(folder.glob("pid-*"))]
 
 
-def final(folder: Path) -> dict[str, Tensor]:
+def final_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "checkpoints" / f"checkpoint-{TRAIN.steps}" / WEIGHTS)
 
 
-def same(a: Path, b: Path) -> bool:
-    left, right = final(a), final(b)
+def same_weights(a: Path, b: Path) -> bool:
+    left, right = final_weights(a), final_weights(b)
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
@@ -143,7 +146,7 @@ def seen(folder: Path, rank: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of one process."""
+    """Folder of an uninterrupted run of one process."""
     folder = tmp_path_factory.mktemp("whole")
     run(Line(folder / "seen-0"), folder)
     return folder
@@ -151,7 +154,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of four processes."""
+    """Folder of an uninterrupted run of four processes."""
     folder = tmp_path_factory.mktemp("whole_of_four")
     assert ended(started(Job, folder, 4, resume=False, pause=0.0)) == (0, [])
     return folder
@@ -165,7 +168,7 @@ def test_signals_stop_after_a_saved_step(
 ) -> None:
     train = replace(TRAIN, num_workers=workers)
     usual = signal.getsignal(number)
-    stops = [3, 8 * 5 + 8, 8 * 9 + 1]  # micro-batches of a continuation: in the first step, a last one, within a step
+    stops = [3, 8 * 5 + 8, 8 * 9 + 1]  # micro-batches of each attempt: in the first step, the last of a step, within a step
     for attempt, calls in enumerate(stops):
         module = Line(tmp_path / "seen-0")
         module.stop = (calls, number)
@@ -174,7 +177,7 @@ def test_signals_stop_after_a_saved_step(
         assert type(stopped.value) is error
         assert signal.getsignal(number) is usual
     run(Line(tmp_path / "seen-0"), tmp_path, train, resume=True)
-    assert same(tmp_path, whole)
+    assert same_weights(tmp_path, whole)
     assert seen(tmp_path) == seen(whole)
     passes = [seen(whole)[i : i + ITEMS] for i in range(0, 8 * 24 - ITEMS, ITEMS)]
     assert all(sorted(each) == list(range(ITEMS)) for each in passes)
@@ -186,22 +189,22 @@ def test_a_signal_in_the_last_step_is_not_lost(whole: Path, tmp_path: Path) -> N
     module.stop = (8 * 24, signal.SIGTERM)
     with pytest.raises(Terminated, match="after step 24 of 24"):
         run(module, tmp_path)
-    assert same(tmp_path, whole)
+    assert same_weights(tmp_path, whole)
 
 
-def test_a_checkpoint_goes_only_once_two_newer_ones_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_removed_only_when_two_newer_ones_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[tuple[list[int], list[int]]] = []
     mark = checkpoint_files.mark_complete
 
     def complete() -> list[int]:
         return sorted(int(path.parent.name.split("-")[1]) for path in (tmp_path / "checkpoints").glob(f"*/{MARKER}"))
 
-    def watched(*arguments: Any) -> None:
+    def recorded(*arguments: Any) -> None:
         before = complete()
         mark(*arguments)
         states.append((before, complete()))
 
-    monkeypatch.setattr("msattn.trainer.training.callbacks.mark_complete", watched)
+    monkeypatch.setattr("msattn.trainer.training.callbacks.mark_complete", recorded)
     run(Line(tmp_path / "seen-0"), tmp_path)
     assert states[:3] == [([], [3]), ([3], [3, 6]), ([3, 6], [6, 9])]
     assert all(len(after) <= MAX_CHECKPOINTS and after[-1] > before[-1] for before, after in states[1:])
@@ -217,12 +220,12 @@ def test_an_older_run_is_unmarked_before_it_is_removed(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         run(Line(tmp_path / "seen-0"), tmp_path)
     left = list((tmp_path / "checkpoints").glob("checkpoint-*"))
-    assert [path for path in left if not (path / MARKER).exists()], "half removed, it must not count"
+    assert [path for path in left if not (path / MARKER).exists()], "a partly removed checkpoint must be ignored"
 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """What a quota or a full disk does to whatever is written in one piece."""
+    """Limits the size of files, which makes writes fail as a quota or a full disk does."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     try:
@@ -232,7 +235,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 class Wide(Line):
-    """Some weights more: 64 KiB, and as much again twice for Adam."""
+    """Has further weights of 64 KiB, and twice as much Adam state."""
 
     def __init__(self, seen: Path) -> None:
         super().__init__(seen)
@@ -244,19 +247,20 @@ class Wide(Line):
 
 
 @pytest.mark.parametrize("limit", [2**15, 2**16 + 2**14])  # below the weights, below the optimizer's state
-def test_a_checkpoint_that_cannot_be_written_keeps_the_last_good_one(tmp_path: Path, limit: int) -> None:
+def test_a_failed_checkpoint_write_keeps_the_last_complete_one(tmp_path: Path, limit: int) -> None:
     run(Wide(tmp_path / "seen-0"), tmp_path, replace(TRAIN, steps=4, save_every=4, schedule="constant"))
     good = newest_checkpoint(tmp_path / "checkpoints")
     assert good is not None
     marker = json.loads((good / MARKER).read_text())
-    marker["settings"]["train.steps"] = 8  # as if it had been a longer run's, that then met the limit
+    marker["settings"]["train.steps"] = 8  # as if a longer run had written it and then met the limit
     (good / MARKER).write_text(json.dumps(marker))
     longer = replace(TRAIN, steps=8, save_every=4, schedule="constant")
     with files_of_at_most(limit), pytest.raises(UserError, match=r"checkpoint-8 cannot be written .* are free in") as stopped:
         run(Wide(tmp_path / "seen-0"), tmp_path, longer, resume=True)
-    assert f"the last good checkpoint is {good}: make room, then resume=true continues" in str(stopped.value)
+    assert f"the last complete checkpoint is {good}. Free some disk space, then resume=true continues" in str(stopped.value)
     assert "\n" not in str(stopped.value)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-4"], "its room is given back"
+    remaining = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert remaining == ["checkpoint-4"], "the incomplete checkpoint must be removed"
     run(Wide(tmp_path / "seen-0"), tmp_path, longer, resume=True)
     straight = tmp_path / "straight"
     run(Wide(tmp_path / "seen-1"), straight, longer)
@@ -265,7 +269,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_last_good_one(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_shares_of_a_checkpoint_that_cannot_be_written_end_in_one_line(tmp_path: Path) -> None:
+def test_a_failed_sharded_write_gives_a_one_line_error(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-3"
     weights = {"weight": torch.zeros(2**14)}
     with (
@@ -275,12 +279,12 @@ def test_shares_of_a_checkpoint_that_cannot_be_written_end_in_one_line(tmp_path:
     ):
         save_shards({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
     assert "\n" not in str(stopped.value)
-    assert not checkpoint.exists(), "its room is given back"
+    assert not checkpoint.exists(), "the incomplete checkpoint must be removed"
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 600 KiB: room for two checkpoints of :class:`Wide`."""
+    """A file system of 600 KiB, which holds two checkpoints of :class:`Wide`."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", folder], capture_output=True, check=False)
@@ -290,20 +294,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_and_resuming_succeeds_with_more_space(small_disk: Path, tmp_path: Path) -> None:
     train = replace(TRAIN, save_every=3)
     with pytest.raises(
-        UserError, match=r"checkpoint-9 cannot be written \(.*(the disk refuses|No space left).*\), 0\.0 GB are free"
+        UserError, match=r"checkpoint-9 cannot be written \(.*(the write failed|No space left).*\); 0\.0 GB are free"
     ):
         run(Wide(tmp_path / "seen-0"), small_disk, train)
     assert newest_checkpoint(small_disk / "checkpoints") == small_disk / "checkpoints" / "checkpoint-6"
     subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
     run(Wide(tmp_path / "seen-0"), small_disk, train, resume=True)
     run(Wide(tmp_path / "seen-1"), tmp_path / "straight", train)
-    assert same(small_disk, tmp_path / "straight")
+    assert same_weights(small_disk, tmp_path / "straight")
 
 
-def test_a_lost_process_ends_the_others_with_one_line(tmp_path: Path) -> None:
+def test_if_a_rank_is_killed_the_others_exit_with_one_line(tmp_path: Path) -> None:
     running = started(LaunchedJob, tmp_path, 2, resume=False, pause=0.03)
     running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
     since = time.monotonic()
@@ -314,20 +318,20 @@ def test_a_lost_process_ends_the_others_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigkill_at_any_moment(whole: Path, tmp_path: Path) -> None:
+def test_resume_after_sigkill_while_saving_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for attempt, moment in enumerate(("checkpoint-6", "checkpoint-12/model.safetensors", f"checkpoint-18/{MARKER}")):
         running = started(Job, folder, 1, resume=attempt > 0)
-        place = folder / "checkpoints" / moment  # being saved, half saved, just saved
-        running.wait_for(place.exists)
+        path = folder / "checkpoints" / moment  # a save that has begun, is half done, has just ended
+        running.wait_for(path.exists)
         running.kill()
         assert ended(running)[0] == -signal.SIGKILL
     assert ended(started(Job, folder, 1, resume=True)) == (0, [])
-    assert same(folder, whole)
+    assert same_weights(folder, whole)
 
 
 @pytest.mark.slow
-def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
+def test_signals_stop_four_ranks_after_the_same_step(whole_of_four: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     killed = started(Job, folder, 4, resume=False)
     killed.wait_for((folder / "checkpoints/checkpoint-6").exists)
@@ -335,9 +339,9 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
     assert ended(killed)[0] == -signal.SIGKILL
     for rank in range(4):
         (folder / f"seen-{rank}").unlink()
-    # A cluster ends the launcher, whose processes speak as one; Ctrl-C in a terminal reaches every process.
+    # A cluster signals the launcher, whose ranks print one message; Ctrl-C in a terminal reaches every process.
     stops = (LaunchedJob, signal.SIGTERM, "checkpoint-9", 1), (Job, signal.SIGINT, "checkpoint-15", 4)
-    for kind, number, moment, voices in stops:
+    for kind, number, moment, messages in stops:
         running = started(kind, folder, 4, resume=True)
         running.wait_for((folder / "checkpoints" / moment / MARKER).exists)
         running.send_signal(number)
@@ -348,10 +352,10 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
             f"msattn: interrupted: stopped after step {last.name.split('-')[1]} of 24, "
             f"saved in {folder / 'checkpoints'}; resume=true continues from there"
         )
-        assert lines == [line] * voices
+        assert lines == [line] * messages
     assert ended(started(Job, folder, 4, resume=True)) == (0, [])
-    assert same(folder, whole_of_four)
-    for rank in range(4):  # from checkpoint 3, which the kill left, on
+    assert same_weights(folder, whole_of_four)
+    for rank in range(4):  # resumed from checkpoint 3, the last one before the kill
         assert seen(folder, rank) == seen(whole_of_four, rank)[2 * 3 :]
     taken = [number for step in zip(*(seen(whole_of_four, rank) for rank in range(4)), strict=True) for number in step]
     assert all(sorted(taken[i : i + ITEMS]) == list(range(ITEMS)) for i in range(0, 8 * 24 - ITEMS, ITEMS))
@@ -359,7 +363,7 @@ def test_signals_to_four_processes(whole_of_four: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run of several processes, each with a GPU."""
+    """Folder of an uninterrupted run of several processes, each with a GPU."""
     folder = tmp_path_factory.mktemp("whole_on_gpus")
     assert ended(started(LaunchedGpuJob, folder, GPUS, resume=False, device="cuda", pause=0.0)) == (0, [])
     return folder
@@ -368,7 +372,7 @@ def whole_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_and_lost_ranks_on_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signals) -> None:
     running = started(LaunchedGpuJob, tmp_path, GPUS, resume=False, device="cuda", pause=0.03)
     running.wait_for(lambda: newest_checkpoint(tmp_path / "checkpoints"))
     since = time.monotonic()
@@ -378,8 +382,8 @@ def test_several_gpus(whole_on_gpus: Path, tmp_path: Path, number: signal.Signal
         running.send_signal(number)
     code, lines = ended(running)
     assert time.monotonic() - since < 45
-    assert code == 1  # torchrun's own
+    assert code == 1  # of torchrun
     assert len(lines) == 1
-    assert ("another process of this run ended" if number == signal.SIGKILL else "interrupted: stopped after step") in lines[0]
+    assert ("another rank of this run ended" if number == signal.SIGKILL else "interrupted: stopped after step") in lines[0]
     assert ended(started(LaunchedGpuJob, tmp_path, GPUS, resume=True, device="cuda", pause=0.0)) == (0, [])
-    assert same(tmp_path, whole_on_gpus)
+    assert same_weights(tmp_path, whole_on_gpus)

@@ -1,4 +1,4 @@
-"""The training loop: resuming to the bit, stopping what diverges, Ctrl-C, accumulation, refusals."""
+"""Tests of the training loop: bit-identical resuming, divergence, Ctrl-C, gradient accumulation, refused settings."""
 
 import io
 import json
@@ -27,7 +27,7 @@ TRAIN = TrainConfig(lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_eve
 
 
 class Points(Dataset[dict[str, Tensor]]):
-    """Inputs and targets of a linear map; item ``i`` is drawn from ``i``."""
+    """Inputs and targets of a linear map; item ``i`` is drawn from a generator seeded with ``i``."""
 
     def __init__(self, size: int = 10) -> None:
         self.size = size
@@ -41,7 +41,7 @@ class Points(Dataset[dict[str, Tensor]]):
 
 
 class Regression(nn.Module):
-    """A linear map with dropout (so that the random state counts) and a tied weight."""
+    """A linear map with dropout (so that results depend on the random state) and a tied weight."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def weights(module: nn.Module) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
-    """The weights that a run in one go ends with."""
+    """Final weights of an uninterrupted run."""
     module = Regression()
     run(module, tmp_path_factory.mktemp("whole"))
     return weights(module)
@@ -98,7 +98,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stopped_after", [5, 9, 11])  # the 10 items are passed over 4.8 times: also within a later pass
+@pytest.mark.parametrize("stopped_after", [5, 9, 11])  # 4.8 passes over the 10 items: stops fall into later passes too
 def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterrupted: list[Tensor]) -> None:
     class Stopped(Exception):
         pass
@@ -146,7 +146,7 @@ run(Regression(), Path(sys.argv[1]))
     assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
 
 
-def test_a_finished_run_is_read_back_without_a_step(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_takes_no_step(tmp_path: Path) -> None:
     first, again = Regression(), Regression()
     summary = run(first, tmp_path)
     read = run(again, tmp_path, resume=True)
@@ -157,7 +157,7 @@ def test_a_finished_run_is_read_back_without_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["layer 2", "layer 3"])
-def test_nan_stops_the_run_and_names_the_part(tmp_path: Path, part: str) -> None:
+def test_nan_stops_the_run_and_the_message_names_the_part(tmp_path: Path, part: str) -> None:
     module = Regression()
     module.poison = (2 * 6 + 1, part)
     with pytest.raises(TrainingDiverged, match=f"the loss of {part} is not finite, seen at step 8.*checkpoint-4"):
@@ -175,7 +175,7 @@ def test_an_infinite_gradient_never_reaches_a_checkpoint(tmp_path: Path) -> None
     assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
 
 
-def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
+def test_ctrl_c_saves_the_step_and_the_message_names_resume(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
     usual = signal.getsignal(signal.SIGINT)
     module = Regression()
     module.interrupt_at = 2 * 5 + 1  # within step 6
@@ -188,8 +188,8 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path: Path, uninterrupt
     assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
 
 
-def test_accumulated_batches_equal_whole_ones(tmp_path: Path) -> None:
-    # A forward with **kwargs must not switch the division by the number of micro-batches off.
+def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
+    # A forward with **kwargs must not disable the division by the number of micro-batches.
     train = replace(TRAIN, max_grad_norm=0.0, steps=6)
     split, whole = Regression(dropout=0.0), Regression(dropout=0.0)
     run(split, tmp_path / "split", replace(train, micro_batch_size=1))
@@ -200,16 +200,16 @@ def test_accumulated_batches_equal_whole_ones(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_each_pass_takes_every_item_once(tmp_path: Path) -> None:
-    taken: list[int] = []
+def test_each_pass_visits_every_item_once(tmp_path: Path) -> None:
+    visited: list[int] = []
 
-    class Watched(Points):
+    class Recorded(Points):
         def __getitem__(self, index: int) -> dict[str, Tensor]:
-            taken.append(index)
+            visited.append(index)
             return super().__getitem__(index)
 
-    run(Regression(), tmp_path, dataset=Watched())
-    passes = [taken[start : start + 10] for start in range(0, 40, 10)]
+    run(Regression(), tmp_path, dataset=Recorded())
+    passes = [visited[start : start + 10] for start in range(0, 40, 10)]
     assert all(sorted(indices) == list(range(10)) for indices in passes)
     assert passes[0] != passes[1]
 
@@ -232,7 +232,7 @@ def test_evaluation_runs_in_eval_mode_and_is_logged(tmp_path: Path) -> None:
     assert logged[-1]["loss"] == summary.losses["loss"]
 
 
-def test_adam_decays_inside_the_gradient(tmp_path: Path) -> None:
+def test_adam_adds_weight_decay_to_the_gradient(tmp_path: Path) -> None:
     results: dict[str, list[Tensor]] = {}
     for optimizer in ("adam", "adamw"):
         module = Regression()
@@ -261,25 +261,25 @@ def test_every_schedule_that_is_accepted_runs(tmp_path: Path, schedule: str) -> 
 
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     train, job = replace(TRAIN, steps=1), {"tasks": 0.5, "gate.q_pool": ["avg"]}
-    run(Regression(), tmp_path, train, job=job)
-    run(Regression(), tmp_path, replace(train, log_every=1), resume=True, job=job)
+    run(Regression(), tmp_path, train, extra_settings=job)
+    run(Regression(), tmp_path, replace(train, log_every=1), resume=True, extra_settings=job)
     with pytest.raises(UserError, match=r"train\.lr=0\.01, not 0\.02"):
-        run(Regression(), tmp_path, replace(train, lr=0.02), resume=True, job=job)
+        run(Regression(), tmp_path, replace(train, lr=0.02), resume=True, extra_settings=job)
     with pytest.raises(UserError, match=r"tasks=0\.5, not 0\.4"):
-        run(Regression(), tmp_path, train, resume=True, job={**job, "tasks": 0.4})
+        run(Regression(), tmp_path, train, resume=True, extra_settings={**job, "tasks": 0.4})
     wider = nn.ModuleDict({"other": nn.Linear(2, 2)})
     with pytest.raises(UserError, match="does not fit the module"):
-        run(wider, tmp_path, train, resume=True, job=job)
+        run(wider, tmp_path, train, resume=True, extra_settings=job)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_of_several_processes_one_shows_its_progress(tmp_path: Path, first: bool) -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_progress_bar_can_be_disabled(tmp_path: Path, enabled: bool) -> None:
     with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
-        watch = TrainingCallback(Regression(), TRAIN, tracker, None, {}, TrainingResult(0, 0.0, {}, {}), StopConsensus(1))
-    watch.console = Console(file=io.StringIO(), force_terminal=True)
-    with watch.shown(first=first):
+        callback = TrainingCallback(Regression(), TRAIN, tracker, None, {}, TrainingResult(0, 0.0, {}, {}), StopConsensus(1))
+    callback.console = Console(file=io.StringIO(), force_terminal=True)
+    with callback.progress_bar(enabled=enabled):
         pass
-    assert bool(watch.console.file.getvalue()) == first  # pyright: ignore[reportAttributeAccessIssue]
+    assert bool(callback.console.file.getvalue()) == enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:
@@ -288,6 +288,6 @@ def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-3"]
 
 
-def test_no_items_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no item"):
+def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="training data are empty"):
         run(Regression(), tmp_path, dataset=Points(0))

@@ -1,6 +1,6 @@
-"""Text to tokens to chunks, and the retrieval tasks that are mixed into them.
+"""Text sources, chunks of tokens, and retrieval tasks that are mixed into them.
 
-Import :func:`chunks`, :func:`documents` and their classes from here; retrieval tasks from
+Import :func:`chunks`, :func:`documents` and their classes from here; import retrieval tasks from
 :mod:`~msattn.trainer.data.retrieval` and :mod:`~msattn.trainer.data.mixture`. Nothing here loads a model.
 """
 

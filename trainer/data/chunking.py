@@ -1,7 +1,7 @@
-"""Documents to chunks of tokens.
+"""Encoding of documents into chunks of tokens.
 
-Documents are encoded in a fixed order, joined with the tokenizer's end-of-text token between them, cut into chunks of
-``seq_len`` tokens and shuffled by the seed: chunk ``i`` is the same on every machine, in every process, after every resume.
+Documents are encoded in a fixed order, joined by the tokenizer's end-of-text token, cut into chunks of ``seq_len`` tokens and
+shuffled by the seed. Chunk ``i`` is the same on every machine, on every rank and after every resume.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from msattn.trainer.config import DataConfig
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.errors import UserError, print_once
 
-_ENCODE_AT_ONCE = 64  # documents
+_BATCH_SIZE = 64  # documents that are encoded at once
 
 
 class Chunks(Dataset[dict[str, Tensor]]):
@@ -29,7 +29,7 @@ class Chunks(Dataset[dict[str, Tensor]]):
 
     Attributes
     ----------
-    fingerprint : hash of the tokens of all chunks in their order; manifests carry it.
+    fingerprint : hash of the tokens of all chunks in order, recorded in manifests.
     """
 
     def __init__(self, tokens: np.ndarray, tokenizer: Any) -> None:
@@ -46,12 +46,12 @@ class Chunks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(self._tokens[index].astype(np.int64))}
 
     def num_bytes(self, index: int) -> int:
-        """UTF-8 bytes of chunk ``index`` after its first token: what its next-token losses are spread over."""
+        """Returns the UTF-8 bytes of chunk ``index`` after its first token, the normalizer of bits per byte."""
         chunk = self._tokens[index].tolist()
-        whole, first = self._tokenizer.batch_decode(
+        text, first = self._tokenizer.batch_decode(
             [chunk, chunk[:1]], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return len(whole.encode()) - len(first.encode())
+        return len(text.encode()) - len(first.encode())
 
 
 def chunks(
@@ -63,49 +63,55 @@ def chunks(
     seq_len: int | None = None,
     num_chunks: int | None = None,
 ) -> Chunks:
-    """Cut the documents of ``cfg`` into chunks, in an order drawn from ``seed``.
+    """Cuts the documents of ``cfg`` into chunks, in an order drawn from ``seed``.
 
     Parameters
     ----------
     tokenizer : a Hugging Face tokenizer.
-    seq_len, num_chunks : instead of those of ``cfg``; ``num_chunks`` takes that many of the shuffled chunks, or all where there
-        are fewer, and says so. A ``hub`` source is read only as far as they need.
+    heldout : use the held-out documents instead of the training documents.
+    seq_len, num_chunks : override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are used; if
+        there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed.
 
     Raises
     ------
-    UserError : as :func:`documents`; fewer tokens than one chunk; a ``hub`` source without ``num_chunks``.
+    UserError : as :func:`documents`; too few tokens for one chunk; a ``hub`` source without ``num_chunks``.
     """
     seq_len, num_chunks = seq_len or cfg.seq_len, num_chunks or cfg.num_chunks
     if cfg.source == "hub" and num_chunks is None:
-        raise UserError("data.num_chunks=null: a streamed data set needs a number of chunks")
+        raise UserError("data.num_chunks=null: a streamed dataset needs a number of chunks")
     needed = num_chunks * seq_len if cfg.source == "hub" and num_chunks else None
     tokens = encode(documents(cfg, heldout=heldout), tokenizer, at_least=needed)
     count = len(tokens) // seq_len
-    what = "held-out documents" if heldout else "documents"
-    hint = "; data.heldout_path names others" if heldout and cfg.source == "text" else ""
-    where = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source}"
-    if heldout and cfg.heldout_path is not None:
-        what, hint, where = "documents", "", f"data.heldout_path={cfg.heldout_path}"
+    name = _source_name(cfg, heldout)
     if count == 0:
-        raise UserError(f"data.seq_len={seq_len}: the {what} of {where} hold only {len(tokens)} tokens{hint}")
+        hint = "; data.heldout_path names others" if heldout and cfg.source == "text" and cfg.heldout_path is None else ""
+        raise UserError(f"data.seq_len={seq_len}: the {name} hold only {len(tokens)} tokens{hint}")
     if num_chunks is not None and count < num_chunks:
-        print_once(f"the {what} of {where} hold {count} chunks of {seq_len} tokens, not the {num_chunks} that were to be used")
+        print_once(f"the {name} hold {count} chunks of {seq_len} tokens, fewer than the {num_chunks} asked for")
     order = np.random.default_rng(seed).permutation(count)[:num_chunks]
     return Chunks(tokens[: count * seq_len].reshape(count, seq_len)[order], tokenizer)
 
 
-def encode(found: Iterator[Document], tokenizer: Any, *, at_least: int | None = None) -> np.ndarray:
-    """Tokens of the documents, int32 [n], each document followed by the end-of-text token.
+def _source_name(cfg: DataConfig, heldout: bool) -> str:
+    """Returns the name of the training or held-out documents in messages, with the setting they come from."""
+    if heldout and cfg.heldout_path is not None:
+        return f"documents of data.heldout_path={cfg.heldout_path}"
+    setting = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source}"
+    return f"held-out documents of {setting}" if heldout else f"documents of {setting}"
 
-    Stops once there are ``at_least`` tokens; shows on a terminal how far it is.
+
+def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None) -> np.ndarray:
+    """Returns the tokens of the documents, int32 [n], each document followed by the end-of-text token.
+
+    Stops after the batch that reaches ``at_least`` tokens. Shows a progress bar on rank 0's terminal.
     """
     pieces: list[np.ndarray] = []
     total = 0
     console = Console(stderr=True)
-    shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(console=console, transient=True, disable=not shown) as progress:
+    enabled = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    with Progress(console=console, transient=True, disable=not enabled) as progress:
         task = progress.add_task("tokens of text", total=at_least)
-        while batch := list(islice(found, _ENCODE_AT_ONCE)):
+        while batch := list(islice(source, _BATCH_SIZE)):
             encoded = tokenizer([document.text for document in batch], add_special_tokens=False, verbose=False)["input_ids"]
             pieces += [np.asarray([*ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
             total += sum(len(ids) + 1 for ids in encoded)

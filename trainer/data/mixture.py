@@ -1,4 +1,4 @@
-"""Retrieval tasks among chunks of text: what plain text seldom asks for, made anew for every step."""
+"""A dataset that mixes synthetic retrieval tasks, which natural text seldom contains, into chunks of text."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ from msattn.trainer.errors import UserError
 
 
 class RetrievalMixture(Dataset[dict[str, Tensor]]):
-    """Chunks of text, a share of them given over to needles, lists of pairs and copied passages.
+    """Chunks of text, a share of which are replaced by needles, key-value lists and copied passages.
 
-    Item ``i`` depends on (seed, i) alone: ``input_ids`` int64 ``[seq_len]`` and ``weights`` fp32 ``[seq_len]``, what each token
-    counts in the loss: 1 in text, more in an answer, 0 where nothing can be known.
+    Item ``i`` depends on (seed, i) alone. Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
+    ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted.
 
     Parameters
     ----------
-    chunks : the text; it also surrounds the tasks.
-    share : of the items that are tasks, in [0, 1].
+    chunks : source of the text, also of the text around the tasks.
+    share : probability that an item is a task, in [0, 1].
     length : number of items.
 
     Raises
     ------
-    UserError : a tokenizer whose words the tasks cannot spell.
+    UserError : the tokenizer is not byte-level.
     """
 
     def __init__(self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int) -> None:
@@ -36,7 +36,7 @@ class RetrievalMixture(Dataset[dict[str, Tensor]]):
         self.length = length
         self.seed = seed
         if not len(self.phrases.vocabulary_words):
-            raise UserError(f"tasks={share}: needs a byte-level tokenizer, as Llama 3's, Qwen's and the embedded model's are")
+            raise UserError(f"tasks={share}: needs a byte-level tokenizer, such as that of Llama 3, Qwen or the embedded model")
 
     def __len__(self) -> int:
         return self.length

@@ -15,51 +15,51 @@ from msattn.trainer.config import DataConfig
 from msattn.trainer.data.retrieval import inject_needles
 from msattn.trainer.errors import UserError
 
-HELD_OUT_SHARE = 10  # one document in so many, or the last one in so many of a lone document's characters
+HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
 _SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text; ``name`` decides whether it is held out."""
+    """A text and its name, which decides whether the document is held out."""
 
     name: str
     text: str
 
 
 def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
-    """The training documents of ``cfg``, or the held-out ones, in a fixed order.
+    """Yields the training documents of ``cfg``, or the held-out ones, in a fixed order.
 
-    ``cfg.heldout_path`` names held-out documents of their own. Without it a tenth of the documents is held out, by a hash of
-    their names; where that leaves one side with none (a lone document, or a few), the last tenth of each one's text is.
-    ``cfg.needles`` weaves sentences into either side (:func:`msattn.trainer.data.retrieval.inject_needles`).
+    Held-out documents are those of ``cfg.heldout_path``, if it is set. Otherwise a hash of the names holds out a tenth of the
+    documents; if all documents hash to one side (as with a single one), the last tenth of each text is held out instead.
+    ``cfg.needles`` injects needles into both sides (:func:`msattn.trainer.data.retrieval.inject_needles`).
 
     Raises
     ------
-    UserError : a path that does not exist or holds no text file, a file that is not UTF-8 (named with the byte), damaged
-        or of another kind, a missing column, a Hub dataset that does not load.
+    UserError : a path that does not exist or has no text file, a damaged file or one of another type, text that is not UTF-8
+        (the message names the byte), a missing column, a Hub dataset that does not load.
     """
-    for document in _plain(cfg, heldout=heldout):
+    for document in _documents_of_side(cfg, heldout=heldout):
         yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
 
 
-def _plain(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
-    """The documents as they stand."""
+def _documents_of_side(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
+    """Yields the documents without needles."""
     if cfg.source == "text" and cfg.heldout_path is not None:
         key, path = ("data.heldout_path", cfg.heldout_path) if heldout else ("data.path", str(cfg.path))
-        yield from _local(key, path, cfg.column)
+        yield from _local_documents(key, path, cfg.column)
         return
     if cfg.source == "stdlib":
-        found = _library()
+        found = _stdlib_documents()
     elif cfg.source == "text":
-        found = _local("data.path", str(cfg.path), cfg.column)
+        found = _local_documents("data.path", str(cfg.path), cfg.column)
     else:
-        found = _hub(cfg)
-    yield from _side(found, heldout=heldout)
+        found = _hub_documents(cfg)
+    yield from _split(found, heldout=heldout)
 
 
-def _side(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
-    """The training or the held-out side of ``found``; both have something."""
+def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
+    """Yields the training or the held-out documents of ``found``; neither side is empty."""
     first: list[Document] = []
     for document in found:
         first.append(document)
@@ -67,8 +67,8 @@ def _side(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
             break
     else:
         for document in first:
-            cut = len(document.text) * (HELD_OUT_SHARE - 1) // HELD_OUT_SHARE
-            # Names of their own: the needles that are woven in are drawn from them.
+            cut = len(document.text) * (HELD_OUT_FRACTION - 1) // HELD_OUT_FRACTION
+            # The two parts have different names, so that different needles are injected.
             yield (
                 Document(f"{document.name}, end", document.text[cut:])
                 if heldout
@@ -79,26 +79,26 @@ def _side(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the document called ``name`` belongs to the held-out tenth: by a hash, the same everywhere."""
-    return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_SHARE == 0
+    """Returns True if the hash of ``name`` holds the document out; the same on every machine."""
+    return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_FRACTION == 0
 
 
-def _library() -> Iterator[Document]:
-    """The modules of the running interpreter's standard library, without its tests and what was installed beside it."""
+def _stdlib_documents() -> Iterator[Document]:
+    """Yields the modules of the interpreter's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}.isdisjoint(parts):
-            # Leniently: a module may declare another encoding than UTF-8.
+            # Errors are replaced: a module may declare another encoding than UTF-8.
             yield Document(".".join(parts), path.read_text(encoding="utf-8", errors="replace"))
 
 
-def _local(key: str, path: str, column: str) -> Iterator[Document]:
-    """Documents of a file, a folder (searched to the bottom) or a glob, without empty ones; a jsonl or parquet row is one."""
+def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:
+    """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row."""
     root = Path(path).expanduser()
     if root.is_dir():
-        files = sorted(file for file in root.rglob("*") if file.is_file() and _kind(file) is not None)
-    elif root.is_file():  # its name may hold what a glob would take for a pattern
+        files = sorted(file for file in root.rglob("*") if file.is_file() and _file_type(file) is not None)
+    elif root.is_file():  # checked before the glob, as a file name may contain its metacharacters
         files = [root]
     else:
         files = sorted(Path(name) for name in glob.glob(str(root), recursive=True) if Path(name).is_file())
@@ -106,42 +106,42 @@ def _local(key: str, path: str, column: str) -> Iterator[Document]:
         raise UserError(f"{key}={path}: no such file, or no {', '.join(_SUFFIXES)} (.gz, .zst) file in it")
     for file in files:
         name = str(file.relative_to(root)) if root.is_dir() else file.name
-        for document in _read(file, name, column, f"{key}={file}"):
+        for document in _read_file(file, name, column, f"{key}={file}"):
             if document.text:
                 yield document
 
 
-def _read(file: Path, name: str, column: str, where: str) -> Iterator[Document]:
-    kind = _kind(file)
-    if kind is None:
-        raise UserError(f"{where}: accepted are {', '.join(_SUFFIXES)}, also packed as .gz or .zst")
-    content = _unpacked(file, where)
-    if kind == ".txt":
-        yield Document(name, _decoded(content, where))
+def _read_file(file: Path, name: str, column: str, where: str) -> Iterator[Document]:
+    file_type = _file_type(file)
+    if file_type is None:
+        raise UserError(f"{where}: accepted are {', '.join(_SUFFIXES)}, also compressed as .gz or .zst")
+    content = _decompress(file, where)
+    if file_type == ".txt":
+        yield Document(name, _decode(content, where))
     else:
-        rows = _parquet_rows(content, column, where) if kind == ".parquet" else _json_rows(content, column, where)
+        rows = _parquet_rows(content, column, where) if file_type == ".parquet" else _json_rows(content, column, where)
         yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
 
 
-def _kind(file: Path) -> str | None:
-    """``.txt``, ``.jsonl`` or ``.parquet``, whatever it is packed in; None for other files."""
+def _file_type(file: Path) -> str | None:
+    """Returns ``.txt``, ``.jsonl`` or ``.parquet``, ignoring a compression suffix; None for other files."""
     suffixes = file.suffixes
     if suffixes and suffixes[-1] in (".gz", ".zst"):
         suffixes = suffixes[:-1]
     return suffixes[-1] if suffixes and suffixes[-1] in _SUFFIXES else None
 
 
-def _unpacked(file: Path, where: str) -> bytes:
+def _decompress(file: Path, where: str) -> bytes:
     import pyarrow
 
     try:
-        with pyarrow.input_stream(str(file), compression="detect") as stream:  # unpacks .gz and .zst
+        with pyarrow.input_stream(str(file), compression="detect") as stream:  # decompresses .gz and .zst
             return stream.read()
     except OSError as error:
         raise UserError(f"{where}: {error}") from error
 
 
-def _decoded(content: bytes, where: str) -> str:
+def _decode(content: bytes, where: str) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -150,15 +150,15 @@ def _decoded(content: bytes, where: str) -> str:
 
 
 def _json_rows(content: bytes, column: str, where: str) -> Iterator[str]:
-    # Not splitlines(): it also splits at what may stand unescaped within a JSON string, as U+2028.
-    for number, line in enumerate(_decoded(content, where).split("\n"), start=1):
+    # Not splitlines(), which also splits at characters that JSON strings may contain unescaped, such as U+2028.
+    for number, line in enumerate(_decode(content, where).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: line {number} is not JSON ({error.msg})") from error
-        yield _column(row, column, f"{where}, line {number}")
+        yield _text_of(row, column, f"{where}, line {number}")
 
 
 def _parquet_rows(content: bytes, column: str, where: str) -> Iterator[str]:
@@ -172,22 +172,22 @@ def _parquet_rows(content: bytes, column: str, where: str) -> Iterator[str]:
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{where}: {error}") from error
     if column not in names:
-        raise UserError(f"data.column={column}: {where} has no such column (there are: {', '.join(names)})")
+        raise UserError(f"data.column={column}: {where} has no such column (it has: {', '.join(names)})")
     for number, text in enumerate(texts):
-        yield _column({column: text}, column, f"{where}, row {number}")
+        yield _text_of({column: text}, column, f"{where}, row {number}")
 
 
-def _column(row: Any, column: str, where: str) -> str:
+def _text_of(row: Any, column: str, where: str) -> str:
     if not isinstance(row, dict) or column not in row:
-        names = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, no object"
-        raise UserError(f"data.column={column}: {where} has no such column (there are: {names})")
+        names = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+        raise UserError(f"data.column={column}: {where} has no such column (it has: {names})")
     if not isinstance(row[column], str):
         raise UserError(f"data.column={column}: {where} holds {row[column]!r:.40} there, not text")
     return row[column]
 
 
-def _hub(cfg: DataConfig) -> Iterator[Document]:
-    """A streamed Hub dataset, in its own order; a document's number is its name."""
+def _hub_documents(cfg: DataConfig) -> Iterator[Document]:
+    """Yields the documents of a streamed Hub dataset, in its order and named by their row number."""
     try:
         import datasets
 
@@ -197,4 +197,4 @@ def _hub(cfg: DataConfig) -> Iterator[Document]:
     except (OSError, ValueError) as error:
         raise UserError(f"data.path={cfg.path}: {error}") from error
     for number, row in enumerate(rows):
-        yield Document(f"{cfg.path}:{number}", _column(row, cfg.column, f"data.path={cfg.path}, row {number}"))
+        yield Document(f"{cfg.path}:{number}", _text_of(row, cfg.column, f"data.path={cfg.path}, row {number}"))

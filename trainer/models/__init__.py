@@ -1,7 +1,7 @@
-"""The frozen model and what is seen of it: loading, families, RoPE, the tap on each layer's attention.
+"""The frozen model: loading, supported families, RoPE, and access to the attention of each layer.
 
-Import loading, configuration and device functions from here; :mod:`~msattn.trainer.models.tap`,
-:mod:`~msattn.trainer.models.rope` and the others from their modules. Nothing here knows gates or buckets.
+Import functions for loading, configuration and devices from here; import :mod:`~msattn.trainer.models.tap`,
+:mod:`~msattn.trainer.models.rope` and the other modules directly. Nothing here depends on gates or buckets.
 """
 
 from msattn.trainer.models.devices import DTYPES, resolve_device, resolve_dtype

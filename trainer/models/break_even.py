@@ -1,21 +1,21 @@
-"""Prompt lengths from which sparse prefill is faster than dense attention."""
+"""Break-even prompt lengths of sparse prefill against dense attention."""
 
 import sys
 
 import torch
 
-# compute capability -> sparsity -> tokens from which on a forward pass with gates is faster than the fastest dense one,
-# choosing blocks included; for a model of Llama-3.1-8B's shape (`msattn eval eval=latency` finds them).
+# Compute capability -> sparsity -> prompt length in tokens from which a forward pass with gates, selection included, is
+# faster than the fastest dense one. For a model of Llama-3.1-8B's shape; `msattn eval eval=latency` measures them.
 BREAK_EVEN: dict[int, dict[float, int]] = {
     90: {0.5: 4082, 0.8: 4053, 0.9: 3963, 0.95: 3924},  # one H200, 2026-11-21
 }
 
 
 def break_even(sparsity: float, device: torch.device) -> int:
-    """Length in tokens from which on prefill through gates at ``sparsity`` is faster than dense attention.
+    """Returns the prompt length in tokens from which prefill with gates at ``sparsity`` beats dense attention.
 
-    That of the next lower sparsity which was measured; below all of them no length is long enough. 0 on a CPU and on GPUs
-    older than those measured, of which nothing is known.
+    Uses the measurement at the next lower sparsity, and ``sys.maxsize`` if there is none. Returns 0 on a CPU and on GPUs older
+    than the measured ones.
     """
     if device.type != "cuda":
         return 0

@@ -11,7 +11,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is CUDA where there is one; of several GPUs under ``torchrun``, the process's own.
+    """Returns the device; ``auto`` is CUDA if available. Under ``torchrun`` each rank gets its own GPU.
 
     Raises
     ------
@@ -20,12 +20,17 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda: PyTorch sees no CUDA GPU; device=cpu works everywhere")
+        raise UserError("device=cuda: PyTorch sees no CUDA GPU; use device=cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device(device)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on CUDA, float32 elsewhere."""
+    """Returns the dtype; ``auto`` is bfloat16 on CUDA, float32 elsewhere.
+
+    Raises
+    ------
+    UserError : an unknown ``dtype``.
+    """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""Model families that msattn serves, and what it reads from their configurations."""
+"""Supported model families, and access to their configurations."""
 
 from typing import TYPE_CHECKING
 
@@ -28,36 +28,39 @@ def head_dim(config: "PreTrainedConfig") -> int:
 
 
 def max_length(config: "PreTrainedConfig") -> int:
-    """The longest sequence, in tokens; dynamic RoPE stretches on the fly, the others have stretched the config already."""
+    """Returns the longest sequence in tokens.
+
+    Dynamic RoPE scales the context at run time; for the other types ``max_position_embeddings`` is already scaled.
+    """
     rope, positions = config.rope_parameters, int(config.max_position_embeddings)
     return int(positions * rope["factor"]) if rope["rope_type"] == "dynamic" else positions
 
 
 def check_length(config: "PreTrainedConfig", seq_len: int) -> None:
-    """Refuse a sequence longer than the model's positions.
+    """Checks that a sequence fits the model's positions.
 
     Raises
     ------
-    UserError
+    UserError : ``seq_len`` exceeds :func:`max_length`.
     """
     longest = max_length(config)
     if seq_len > longest:
         raise UserError(
             f"seq_len={seq_len}: the model has positions for {longest} tokens; "
-            "shorten it, or stretch the model with model.rope_scaling={rope_type: yarn, factor: ...}"
+            "shorten it, or extend the context with model.rope_scaling={rope_type: yarn, factor: ...}"
         )
 
 
 def check_supported(config: "PreTrainedConfig") -> None:
-    """Refuse what the tap and the kernels would get wrong.
+    """Checks that the tap and the kernels support the model.
 
     Raises
     ------
-    UserError : another family, soft-capped scores, sliding-window layers (named), another RoPE type, head counts or head sizes
-        that do not fit.
+    UserError : another family, soft-capped scores, sliding-window layers (the message names them), another RoPE type,
+        unsupported head counts or head sizes.
     """
     if getattr(config, "attn_logit_softcapping", None):
-        raise UserError(f"model: soft-capped attention scores (attn_logit_softcapping={config.attn_logit_softcapping})")
+        raise UserError(f"model: soft-capped scores (attn_logit_softcapping={config.attn_logit_softcapping}) are not supported")
     if config.model_type not in FAMILIES:
         raise UserError(f"model_type={config.model_type}: accepted are the decoders {', '.join(FAMILIES)}")
     sliding = sliding_layers(config)
@@ -71,7 +74,7 @@ def check_supported(config: "PreTrainedConfig") -> None:
         raise UserError(f"rope_type={rope['rope_type']}: accepted are {', '.join(ROPE_TYPES)}")
     factor = rope.get("factor", 1.0 if rope["rope_type"] == "default" else None)
     if not isinstance(factor, int | float) or factor < 1:
-        raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: accepted is a number of 1 or more")
+        raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: accepted are numbers of 1 or more")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"partial_rotary_factor={rope['partial_rotary_factor']}: accepted is 1 (all channels rotate)")
     heads, kv_heads, size = num_heads(config), num_kv_heads(config), head_dim(config)
@@ -82,8 +85,8 @@ def check_supported(config: "PreTrainedConfig") -> None:
 
 
 def sliding_layers(config: "PreTrainedConfig") -> list[int]:
-    """Indices of the layers that attend through a sliding window."""
+    """Returns the indices of the layers with sliding-window attention."""
     kinds = getattr(config, "layer_types", None)
-    if config.model_type == "mistral" or kinds is None:  # Mistral's code looks at sliding_window alone
+    if config.model_type == "mistral" or kinds is None:  # Mistral's model reads sliding_window alone
         return list(range(num_layers(config))) if getattr(config, "sliding_window", None) else []
     return [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]

@@ -1,4 +1,4 @@
-"""Fingerprint of a model: its shape, RoPE, and hashes of configuration, weights and tokenizer."""
+"""Fingerprint of a model: shape, RoPE parameters, and hashes of configuration, weights and tokenizer."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads, nu
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HASHED = (  # what decides the meaning of q, k and v, whatever version of transformers wrote the config
+HASHED_KEYS = (  # the keys that q, k and v depend on and that every version of transformers writes
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -22,7 +22,7 @@ HASHED = (  # what decides the meaning of q, k and v, whatever version of transf
     "attention_bias",
     "tie_word_embeddings",
 )
-SAMPLE = 4096  # values hashed of each sampled tensor
+SAMPLE_SIZE = 4096  # values of each sampled tensor that are hashed
 
 
 def fingerprint(
@@ -32,16 +32,16 @@ def fingerprint(
     id: str = "",
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """What identifies a model in a manifest.
+    """Returns the fields that identify a model in a manifest.
 
     Returns
     -------
     dict with ``id``, ``revision``, ``num_layers``, ``num_heads``, ``num_kv_heads``, ``head_dim``, ``rope``, ``config_hash``,
-    ``weights_hash`` (of a sample; the same in every dtype that the checkpoint is loaded in) and ``tokenizer_hash`` (None
-    without a tokenizer).
+    ``weights_hash`` (of sampled values, independent of the dtype in which the checkpoint is loaded) and ``tokenizer_hash``
+    (None without a tokenizer).
     """
     config = model.config
-    shape = {key: getattr(config, key, None) for key in HASHED}
+    shape = {key: getattr(config, key, None) for key in HASHED_KEYS}
     return {
         "id": id,
         "revision": revision,
@@ -64,12 +64,12 @@ def _sampled_tensors(model: "PreTrainedModel") -> list[Tensor]:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Some values, rounded so that a checkpoint loaded in another dtype gives the same bytes.
+    """Returns sampled values, rounded so that a checkpoint gives the same bytes in every dtype.
 
-    Values below fp16's normal range count as 0: that is where fp16 is coarser than bfloat16.
+    Values below fp16's normal range become 0, because there fp16 is coarser than bfloat16.
     """
     values = tensor.detach().flatten()
-    values = values[:: max(1, values.numel() // SAMPLE)].float()
+    values = values[:: max(1, values.numel() // SAMPLE_SIZE)].float()
     values = values.masked_fill(values.abs() < 1e-4, 0).bfloat16()
     return values.view(torch.int16).cpu().numpy().tobytes()
 

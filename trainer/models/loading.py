@@ -1,4 +1,4 @@
-"""Loading of language models and tokenizers."""
+"""Loading of language models and tokenizers, from checkpoints or with random weights."""
 
 import logging
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msattn.trainer.config import ModelConfig, nearest
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, ROPE_TYPES, check_supported
 from msattn.trainer.models.identity import fingerprint
@@ -24,7 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A frozen model in eval mode, its tokenizer, and what identifies them in manifests (see :func:`fingerprint`)."""
+    """A frozen model in eval mode, its tokenizer and their :func:`fingerprint`."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
@@ -32,22 +32,22 @@ class Loaded:
 
 
 def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
-    """Bring up the model that ``model.*`` describes, frozen and in eval mode.
+    """Loads the model that ``model.*`` describes, frozen and in eval mode.
 
     Parameters
     ----------
-    cfg : which model.
+    cfg : the ``model`` section of the configuration
     device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``
     dtype : ``auto``, ``float32``, ``float16`` or ``bfloat16``
-    seed : of ``model.init=random``; the same seed, device type and dtype give the same weights
+    seed : for ``model.init=random``; equal seeds, device types and dtypes give equal weights
 
     Raises
     ------
-    UserError : nothing to load under ``model.path``, an architecture that is not served, missing weights, no GPU, or one
-        without room for them.
+    UserError : ``model.path`` cannot be loaded, the architecture is not supported, weights are missing, there is no GPU or
+        its memory is too small.
     """
-    place = resolve_device(device)
-    kind = resolve_dtype(dtype, place)
+    target = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, target)
     random = cfg.init == "random"
     config = random_config(cfg) if random else _pretrained_config(cfg)
     if cfg.rope_scaling is not None:
@@ -57,16 +57,21 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {len(tokenizer)} tokens")
     try:
-        model = _random(config, place, kind, seed) if random else _pretrained(cfg, config, place, kind)
+        model = _random(config, target, torch_dtype, seed) if random else _pretrained(cfg, config, target, torch_dtype)
     except torch.OutOfMemoryError as error:
-        raise UserError(f"model={cfg.name}: the GPU's memory does not hold its weights in {kind}") from error
+        raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
     model.eval().requires_grad_(False)
     name = f"{cfg.name} (random weights, seed {seed})" if random else cfg.path
     return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=name, revision=None if random else cfg.revision))
 
 
 def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
-    """The configuration that ``model.architecture`` spells out; unknown keys are refused with the nearest named."""
+    """Returns the configuration that ``model.architecture`` describes.
+
+    Raises
+    ------
+    UserError : an unsupported ``model_type``, an unknown key (the message names the nearest one) or an invalid value.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -82,11 +87,11 @@ def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
         return AutoConfig.for_model(family, **architecture)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise UserError(f"model.architecture: {_one_line(reason)}") from error
+        raise UserError(f"model.architecture: {first_line(reason)}") from error
 
 
 def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
-    """Weights drawn where they will live, in their final dtype: an 8B model is up in seconds and needs no second copy."""
+    """Draws the weights on their device and in their final dtype, so that an 8B model takes seconds and no second copy."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -94,12 +99,12 @@ def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
         except (KeyError, ValueError, TypeError) as error:
-            raise UserError(f"model.architecture: {_one_line(error)}") from error
+            raise UserError(f"model.architecture: {first_line(error)}") from error
 
 
 @contextmanager
-def _quiet_hub() -> Iterator[None]:
-    """Without a line for each retry: what comes of them is said once, by the error."""
+def _no_retry_warnings() -> Iterator[None]:
+    """Silences huggingface_hub's warning for each retry; the final error is raised anyway."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -111,7 +116,7 @@ def _quiet_hub() -> Iterator[None]:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Without transformers' progress bar: what lies on this disk is there in seconds."""
+    """Disables transformers' progress bar, for loading and saving local files, which takes seconds."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
@@ -123,8 +128,8 @@ def no_progress_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _source(path: str) -> str | Path:
-    """A local folder, or the Hub id as it is."""
+def _folder_or_hub_id(path: str) -> str | Path:
+    """Returns the path of a local folder, or the Hub id unchanged."""
     if path == "embedded":
         return EMBEDDED
     folder = Path(path).expanduser()
@@ -139,21 +144,21 @@ def _pretrained_config(cfg: ModelConfig) -> "PreTrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    source = _source(cfg.path)
+    source = _folder_or_hub_id(cfg.path)
     if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise UserError(f"model.path={cfg.path}: the folder has no config.json, so it is no Hugging Face model")
+        raise UserError(f"model.path={cfg.path}: the folder has no config.json, so it is not a Hugging Face model")
     try:
-        with _quiet_hub():
+        with _no_retry_warnings():
             return AutoConfig.from_pretrained(source, revision=cfg.revision)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
-        raise _not_loaded(cfg.path, source, error) from error
+        raise _load_error(cfg.path, source, error) from error
 
 
 def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    source = _source(cfg.path)
+    source = _folder_or_hub_id(cfg.path)
     try:
         with no_progress_bar() if isinstance(source, Path) else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -162,32 +167,34 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _not_loaded(cfg.path, source, error) from error
+        raise _load_error(cfg.path, source, error) from error
     model, info = loaded
-    if info["missing_keys"]:  # transformers would go on with random values
-        raise UserError(f"model.path={cfg.path}: the weights lack {', '.join(sorted(info['missing_keys'])[:3])}")
+    if info["missing_keys"]:  # transformers would initialize them at random
+        raise UserError(
+            f"model.path={cfg.path}: the checkpoint has no weights for {', '.join(sorted(info['missing_keys'])[:3])}"
+        )
     return model
 
 
 def _tokenizer(cfg: ModelConfig) -> "PreTrainedTokenizerBase":
-    """The model's own; random weights without local tokenizer files take the embedded model's."""
+    """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     local = Path(cfg.path).expanduser()
     if cfg.path == "embedded" or (cfg.init == "random" and not (local / "tokenizer.json").is_file()):
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    source = _source(cfg.path)
+    source = _folder_or_hub_id(cfg.path)
     if isinstance(source, Path) and not any((source / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"model.path={cfg.path}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     try:
-        with _quiet_hub():
+        with _no_retry_warnings():
             return AutoTokenizer.from_pretrained(source, revision=cfg.revision)
     except (OSError, ValueError, KeyError) as error:
-        raise _not_loaded(cfg.path, source, error) from error
+        raise _load_error(cfg.path, source, error) from error
 
 
 def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
-    """Override the RoPE parameters in place; a stretched context raises ``max_position_embeddings`` with it."""
+    """Overrides the RoPE parameters in place and scales ``max_position_embeddings`` with them."""
     kind, factor = scaling.get("rope_type"), scaling.get("factor", 1.0)
     if kind not in ROPE_TYPES:
         raise UserError(f"model.rope_scaling.rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
@@ -199,18 +206,13 @@ def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
             config.max_position_embeddings = int(original * float(factor))
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"model.rope_scaling={scaling}: {_one_line(error)}") from error
+        raise UserError(f"model.rope_scaling={scaling}: {first_line(error)}") from error
 
 
-def _not_loaded(path: str, source: str | Path, error: Exception) -> UserError:
+def _load_error(path: str, source: str | Path, error: Exception) -> UserError:
     if isinstance(source, Path):
-        return UserError(f"model.path={path}: the files there cannot be loaded ({_one_line(error)})")
+        return UserError(f"model.path={path}: the files there cannot be loaded ({first_line(error)})")
     return UserError(
-        f"model.path={path}: no local folder, and the Hugging Face Hub did not give it ({_one_line(error)}); "
-        "model.init=random takes the architecture's shape without a download"
+        f"model.path={path}: not a local folder, and loading it from the Hugging Face Hub failed ({first_line(error)}); "
+        "model.init=random builds the architecture without a download"
     )
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(" .:") if lines else type(error).__name__

@@ -1,8 +1,8 @@
 """Rotary position embeddings as the model applies them, and their inverse.
 
-A head of size D is split in halves: channel ``d`` and ``d + D/2`` form a pair that position ``p`` turns by the angle
-``p * inv_freq[d]`` (Su et al., RoFormer, in the half-split layout of transformers). Some scalings (YaRN) also stretch cos and
-sin by a constant, so that a rotation is not quite orthogonal; :func:`unrotate` undoes exactly what :func:`rotate` did.
+Channels ``d`` and ``d + D/2`` of a head of size D form a pair that is rotated by the angle ``p * inv_freq[d]`` at position
+``p`` (Su et al., RoFormer, in the half-split layout of transformers). YaRN also scales cos and sin by a constant, so the
+rotation is not orthogonal; :func:`unrotate` inverts :func:`rotate` including this factor.
 """
 
 import copy
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def _rotate_half(x: Tensor) -> Tensor:
-    """Each pair ``(a, b)`` becomes ``(-b, a)``."""
+    """Maps each pair ``(a, b)`` to ``(-b, a)``."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys to their positions.
+    """Applies RoPE to queries or keys.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of :func:`rotate`, same shapes; the division undoes an attention factor too."""
+    """Inverts :func:`rotate`, with the same shapes; the division also removes an attention factor."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return (x * cos - _rotate_half(x) * sin) / (cos * cos + sin * sin)
 
@@ -49,20 +49,20 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def inverse_frequencies(
     config: "PreTrainedConfig", dim: int | None = None, device: torch.device | str | None = None
 ) -> tuple[Tensor, float]:
-    """The angles a position that the model's RoPE turns each pair by.
+    """Returns the angle per position by which the model's RoPE rotates each pair.
 
     Parameters
     ----------
     config : the model's configuration
     dim : int, optional
-        Head size to compute them for, from the same base and scaling; None takes the model's own.
-    device : where the result lives
+        Head size to compute the frequencies for, with the model's base and scaling; default: the model's head size.
+    device : device of the result
 
     Returns
     -------
-    inv_freq : Tensor [dim / 2] fp32, radians a token
+    inv_freq : Tensor [dim / 2] fp32, radians per token
     attention_scaling : float
-        What the model multiplies cos and sin with (1 but for YaRN).
+        Factor that the model multiplies cos and sin by (1 except for YaRN).
 
     Raises
     ------
@@ -85,7 +85,7 @@ def inverse_frequencies(
 
 
 def cos_sin(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of integer ``positions [..., T]``: each fp32 ``[..., T, 2 * len(inv_freq)]``, no attention factor."""
+    """Returns cos and sin at integer ``positions [..., T]``: fp32 ``[..., T, 2 * len(inv_freq)]``, without attention factor."""
     angles = positions.unsqueeze(-1).float() * inv_freq
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()

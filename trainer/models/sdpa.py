@@ -1,4 +1,4 @@
-"""PyTorch's dense attention by one of its fast kernels alone: what sparse attention is measured against."""
+"""Selection of the SDPA backend for the dense baseline of measurements."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ SDPA_BACKENDS = {"cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"
 
 
 class BackendUnavailable(RuntimeError):
-    """A measurement cannot be taken here; the message says why."""
+    """A baseline cannot run on this machine; the message gives the reason."""
 
 
 @contextmanager
 def use_backend(kernel: str | None) -> Iterator[None]:
-    """Meanwhile SDPA runs on ``kernel`` (a value of :data:`SDPA_BACKENDS`; None leaves the choice to PyTorch).
+    """Restricts SDPA to the backend ``kernel``, a value of :data:`SDPA_BACKENDS`; None leaves the choice to PyTorch.
 
     Raises
     ------
-    BackendUnavailable : the device's memory does not hold what ran within, or PyTorch has no such kernel for it.
+    BackendUnavailable : the block ran out of device memory, or PyTorch has no such backend for its inputs.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -33,4 +33,4 @@ def use_backend(kernel: str | None) -> Iterator[None]:
     except RuntimeError as error:
         if "No available kernel" not in str(error):
             raise
-        raise BackendUnavailable("PyTorch has no such attention here") from error
+        raise BackendUnavailable("PyTorch has no such SDPA backend for this device and these inputs") from error

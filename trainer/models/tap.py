@@ -1,9 +1,9 @@
-"""See, and replace, the attention of each layer of a running decoder.
+"""Interception of the attention of each layer of a running decoder.
 
-Within ``tap(model, attend)`` every attention layer hands its :class:`LayerInputs` to ``attend`` and goes on with what that
-returns. transformers' own extension points carry it: an attention function and a mask function registered under one name, and
-module hooks for what those are not given (queries and keys before RoPE, cos and sin, the cache). Leaving the context removes
-every hook and restores the configuration.
+Inside ``tap(model, attend)`` every attention layer passes its :class:`LayerInputs` to ``attend`` and uses the returned output.
+This is built on transformers' extension points: an attention function and a mask function registered under one name, and module
+hooks for the tensors that those do not receive (queries and keys before RoPE, cos and sin, the cache). Leaving the context
+removes all hooks and restores the configuration.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,18 +27,18 @@ DENSE = "msattn_dense"
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one attention layer works on: N current tokens, M keys (those of the cache included).
+    """Inputs of one attention layer: N current tokens and M keys, cached ones included.
 
     Attributes
     ----------
     layer : index of the layer.
     q, k, v : Tensor [B, Hq, N, D], [B, Hkv, M, D], [B, Hkv, M, D], after RoPE.
     q_nope, k_nope : Tensor [B, Hq, N, D], [B, Hkv, N, D]
-        The current tokens before RoPE; a q/k norm, where the model has one, is applied.
+        Queries and keys of the current tokens before RoPE, after the q/k norm if the model has one.
     cos, sin : Tensor [B or 1, N, D], of the current tokens.
-    scale : what scores are multiplied with.
+    scale : factor of the scores.
     kv_start : int32 Tensor [B] or None
-        Padded positions before each sequence; None without padding.
+        Number of padded positions before each sequence; None without padding.
     cache : this layer's cache object (transformers' ``CacheLayerMixin``), already updated, or None.
     """
 
@@ -64,11 +64,11 @@ class LayerInputs:
 
 
 Attend = Callable[[LayerInputs], Tensor]
-"""From a layer's inputs to its attention output ``[B, Hq, N, D]``."""
+"""Maps a layer's inputs to its attention output ``[B, Hq, N, D]``."""
 
 
 class _LayerTap:
-    """The hooks of one attention module; holds q and k before RoPE from their projection until they are attended."""
+    """Hooks of one attention module. They keep q and k before RoPE from the projections until the attention function runs."""
 
     def __init__(self, module: Any, attend: Attend) -> None:
         self.attend = attend
@@ -81,7 +81,7 @@ class _LayerTap:
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.position_embeddings, self.past_key_values = kwargs["position_embeddings"], kwargs.get("past_key_values")
-        return args, {**kwargs, IMPLEMENTATION: self}  # unknown keywords reach the attention function
+        return args, {**kwargs, IMPLEMENTATION: self}  # transformers forwards unknown keywords to the attention function
 
     def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.q_nope = output
@@ -111,7 +111,7 @@ class _LayerTap:
         return self.attend(inputs)
 
     def clear(self) -> None:
-        """Drop references, so that nothing of a layer outlives it."""
+        """Drops references, so that a layer's tensors are freed after its attention."""
         self.q_nope = self.k_nope = self.position_embeddings = self.past_key_values = None
 
     def remove(self) -> None:
@@ -128,16 +128,16 @@ def _tapped_attention(
     attention_mask: Tensor | None,
     scaling: float,
     msattn_tap: _LayerTap,
-    **unused: object,  # what transformers passes to every attention function
+    **unused: object,  # transformers passes further arguments to every attention function
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; ``attention_mask`` is what :func:`_left_padding` made."""
+    """Attention function for transformers; ``attention_mask`` is the ``kv_start`` that :func:`_mask_to_kv_start` returned."""
     if attention_mask is not None and attention_mask.ndim != 1:
         raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
     out = msattn_tap(int(module.layer_idx), query, key, value, attention_mask, scaling)  # pyright: ignore[reportArgumentType]
     return out.transpose(1, 2), None
 
 
-def _left_padding(
+def _mask_to_kv_start(
     *,
     q_length: int,
     kv_length: int,
@@ -145,29 +145,29 @@ def _left_padding(
     attention_mask: Tensor | None,
     q_offset: int | Tensor | None = None,
     kv_offset: int = 0,
-    **unused: object,  # what transformers passes to every mask function
+    **unused: object,  # transformers passes further arguments to every mask function
 ) -> Tensor | None:
-    """The mask function that transformers calls: a 2D padding mask becomes ``kv_start``, None where there is no padding."""
+    """Mask function for transformers: converts a 2D padding mask to ``kv_start``, or None without padding."""
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is not causal_mask_function:
-        raise UserError("position_ids: packed sequences are not supported; one sequence a row, padded on the left")
+        raise UserError("position_ids: packed sequences are not supported; accepted is one left-padded sequence per row")
     if isinstance(q_offset, Tensor) or kv_offset != 0 or (q_offset is not None and q_offset + q_length != kv_length):
-        raise UserError("past_key_values: accepted is a cache that grows (DynamicCache), not a static or a sliding one")
+        raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static or sliding one")
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length:
         shape = tuple(attention_mask.shape)
-        raise UserError(f"attention_mask of shape {shape}: accepted is [batch, {kv_length}], the cached tokens included")
+        raise UserError(f"attention_mask of shape {shape}: accepted is [batch, {kv_length}], cached tokens included")
     return padding_start(attention_mask)
 
 
 def padding_start(attention_mask: Tensor) -> Tensor | None:
-    """``kv_start`` of a padding mask ``[B, M]``, non-zero where there is a token: int32 [B], None where there is no padding.
+    """Returns ``kv_start`` (int32 [B]) of a padding mask ``[B, M]`` that is non-zero at tokens; None without padding.
 
     Raises
     ------
-    UserError : padding that is not on the left alone.
+    UserError : padding other than on the left.
     """
     if attention_mask.all():
         return None
@@ -185,29 +185,28 @@ def _register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _left_padding)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask_to_kv_start)
 
 
 @contextmanager
 def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
-    """Let ``attend`` compute the attention of every layer of ``model`` while the context lasts.
+    """Replaces the attention of every layer of ``model`` by ``attend`` inside the context.
 
-    Works under ``generate`` with a growing cache, with left padding, with and without gradients. Nothing of a layer is held
-    once its attention is done.
+    Supports ``generate`` with a growing cache, left padding, and gradients. A layer's tensors are released after its attention.
 
     Parameters
     ----------
     model : a Llama, Mistral, Qwen2 or Qwen3 decoder, with or without its language model head
-    attend : called once a layer and forward pass
+    attend : called once per layer and forward pass
 
     Raises
     ------
-    UserError : the model is tapped already; while running: right padding, 4D masks, packed sequences, static caches.
+    UserError : the model is already tapped; in the forward pass: right padding, 4D masks, packed sequences, static caches.
     """
     _register()
     before = model.config._attn_implementation
     if before == IMPLEMENTATION:
-        raise UserError("model: it is tapped (or attached) already; leave that context first")
+        raise UserError("model: it is already tapped (or attached); leave that context first")
     taps: list[_LayerTap] = []
     try:
         for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
@@ -221,9 +220,9 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
 
 
 def use_dense_attention(model: "PreTrainedModel") -> None:
-    """Let ``model`` attend as :func:`causal_attention` does, to sequences without padding: for training, compiled or not.
+    """Sets the attention of ``model`` to :func:`causal_attention` without padding, for training with or without compilation.
 
-    transformers' own "sdpa" writes the causal mask out under ``torch.compile``, which rules the fast kernels out.
+    Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the fast SDPA backends.
     """
     from transformers import AttentionInterface
 
@@ -238,38 +237,38 @@ def _dense_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    **unused: object,  # what transformers passes to every attention function
+    **unused: object,  # transformers passes further arguments to every attention function
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; under autocast RoPE leaves queries and keys in fp32."""
+    """Attention function for transformers. Under autocast queries and keys are fp32 after RoPE, hence the casts."""
     out = causal_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=None)
     return out.transpose(1, 2).contiguous(), None
 
 
 def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> Tensor:
-    """Forward pass without the language model head.
+    """Runs the forward pass without the language model head.
 
     Parameters
     ----------
     model : PreTrainedModel
     input_ids : LongTensor [B, N]
-    inputs : further arguments of the model's forward, such as ``attention_mask``; ``use_cache`` is off unless given
+    inputs : further arguments of the model's forward, such as ``attention_mask``; ``use_cache`` defaults to False
 
     Returns
     -------
-    Tensor [B, N, hidden] : the last hidden states. Frozen parameters keep no graph; ``torch.no_grad`` is the caller's choice.
+    Tensor [B, N, hidden] : the last hidden states. Gradients are recorded unless the caller disables them.
     """
     return model.base_model(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
 
 
 def dense_attention(x: LayerInputs) -> Tensor:
-    """:func:`causal_attention` of ``x``."""
+    """Applies :func:`causal_attention` to ``x``."""
     return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start: Tensor | None) -> Tensor:
-    """Exact causal attention through PyTorch's SDPA: ``[B, Hq, N, D]`` (arguments as in :class:`LayerInputs`).
+    """Computes causal attention with PyTorch's SDPA; arguments as in :class:`LayerInputs`, output ``[B, Hq, N, D]``.
 
-    Bottom-right aligned when there are more keys than queries. Padded queries return 0, never NaN.
+    The causal mask is bottom-right aligned if there are more keys than queries. The output of padded queries is 0.
     """
     if q.shape[2] == 1:
         return _dense_decode(q, k, v, scale, kv_start)
@@ -277,7 +276,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start:
         return _causal(q, k, v, scale)
     past = k.shape[2] - q.shape[2]
     out = torch.zeros_like(q)
-    for b, start in enumerate(kv_start.tolist()):  # a row of a padded batch is the unpadded sequence
+    for b, start in enumerate(kv_start.tolist()):  # each row runs as an unpadded sequence
         first = max(start - past, 0)
         if first < q.shape[2]:
             row = slice(b, b + 1)
@@ -286,7 +285,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if q.is_cuda and q.dtype == torch.float32:  # SDPA's only memory-bounded fp32 kernel wants as many key heads as queries
+    if q.is_cuda and q.dtype == torch.float32:  # SDPA's memory-efficient backend, needed for fp32, has no GQA
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     gqa = q.shape[1] != k.shape[1]
@@ -299,9 +298,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _dense_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_start: Tensor | None) -> Tensor:
-    """One query a head: a group's queries become the rows of its key head, which SDPA serves with a padding mask too.
+    """Computes attention of one query per head: the queries of a group become the rows of their key head.
 
-    But for 16 bits on a GPU without one: kernels there know what to do with a single query.
+    This form also supports padding masks. 16-bit tensors on a GPU without padding use SDPA's kernels for a single query.
     """
     if q.is_cuda and q.dtype != torch.float32 and kv_start is None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -1,4 +1,4 @@
-"""Seconds that named parts of a run take, measured without making the device wait."""
+"""Timing of the phases of a run without device synchronization."""
 
 import time
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ import torch
 
 
 class PhaseTimer:
-    """Adds up the time of each part: by CUDA events on a GPU, by the clock elsewhere."""
+    """Accumulates the time of each phase, with CUDA events on a GPU and the host clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._marks: dict[str, list[tuple[Any, Any]]] = {}
+        self._intervals: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Count what runs within as a part of that name."""
+    def measure(self, phase: str) -> Iterator[None]:
+        """Adds the time of the block to ``phase``."""
         begin = self._now()
         yield
-        self._marks.setdefault(part, []).append((begin, self._now()))
+        self._intervals.setdefault(phase, []).append((begin, self._now()))
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -29,12 +29,12 @@ class PhaseTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def seconds(self, part: str) -> float | None:
-        """Of all spans of ``part`` together, which waits for the device; None when there was none."""
-        marks = self._marks.get(part)
-        if marks is None:
+    def seconds(self, phase: str) -> float | None:
+        """Returns the total seconds of ``phase``, or None if it never ran. Synchronizes with the device."""
+        intervals = self._intervals.get(phase)
+        if intervals is None:
             return None
         if self.device.type != "cuda":
-            return sum(end - begin for begin, end in marks)
+            return sum(end - begin for begin, end in intervals)
         torch.cuda.synchronize(self.device)
-        return sum(begin.elapsed_time(end) for begin, end in marks) / 1e3
+        return sum(begin.elapsed_time(end) for begin, end in intervals) / 1e3

@@ -1,4 +1,4 @@
-"""The training loop and what surrounds it: checkpoints, callbacks, tracking, processes under ``torchrun``.
+"""The training loop, checkpoints, callbacks, metrics tracking, and ranks under ``torchrun``.
 
-Import :func:`~msattn.trainer.training.loop.fit` to train an ``nn.Module``. Nothing here knows what is trained.
+Import :func:`~msattn.trainer.training.loop.fit` to train an ``nn.Module``. Nothing here depends on what is trained.
 """

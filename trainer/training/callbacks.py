@@ -1,4 +1,4 @@
-"""What the training loop does between its steps: sums losses, logs, evaluates, stops what diverges, heeds signals."""
+"""The callback of the training loop: loss sums, logging, evaluation, divergence checks and signal handling."""
 
 import os
 import resource
@@ -26,11 +26,19 @@ from msattn.trainer.training.checkpoints import TrainingResult, describe_last_ch
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TrainingCallback(TrainerCallback):
-    """Sums losses on the device; logs, evaluates, stops what diverges, and marks complete checkpoints."""
+    """Sums losses on the device, logs, evaluates, stops diverging runs and marks complete checkpoints.
+
+    Parameters
+    ----------
+    evaluate : returns the metrics to log every ``train.eval_every`` steps and after the last one.
+    settings : stored in each checkpoint, see :func:`msattn.trainer.training.checkpoints.resume_settings`.
+    previous : result of the run that is resumed, zero steps for a new one.
+    stop_consensus : lets all ranks stop after the same step.
+    """
 
     def __init__(
         self,
@@ -39,38 +47,38 @@ class TrainingCallback(TrainerCallback):
         tracker: Tracker,
         evaluate: Callable[[], dict[str, float]] | None,
         settings: dict[str, Any],
-        done: TrainingResult,
-        vote: StopConsensus,
+        previous: TrainingResult,
+        stop_consensus: StopConsensus,
     ) -> None:
         self.module = module
         self.train = train
         self.tracker = tracker
         self.evaluate = evaluate if train.eval_every else None
         self.settings = settings
-        self.done = done
-        self.vote = vote
-        self.losses = done.losses
-        self.metrics = done.metrics
-        self.signal = 0  # that came here; 0: none
+        self.previous = previous
+        self.stop_consensus = stop_consensus
+        self.losses = previous.losses
+        self.metrics = previous.metrics
+        self.signal = 0  # the signal number that this process received; 0: none
         self.console = Console()
         self._started = time.perf_counter()
-        self._first_step: tuple[int, float] | None = None  # and when it ended
-        self._open_window()
+        self._first_step: tuple[int, float] | None = None  # with the time at which it ended
+        self._reset_sums()
 
-    def _open_window(self) -> None:
-        """Begin the sums between two log lines."""
+    def _reset_sums(self) -> None:
+        """Starts the sums of a new logging interval."""
         self._names: tuple[str, ...] = ()
         self._sums = self._finite_batches = self._still_finite = torch.empty(0)  # [loss and parts], on the device
         self._batches = self._tokens = 0
         self._steps = 0
-        self._window_started = time.perf_counter()
+        self._interval_started = time.perf_counter()
 
-    def summary(self, steps: int) -> TrainingResult:
-        """What the run has come to after ``steps``."""
-        return TrainingResult(steps, self.done.seconds + time.perf_counter() - self._started, self.losses, self.metrics)
+    def result(self, steps: int) -> TrainingResult:
+        """Returns the result of the run after ``steps``."""
+        return TrainingResult(steps, self.previous.seconds + time.perf_counter() - self._started, self.losses, self.metrics)
 
-    def add(self, outputs: dict[str, Any], inputs: dict[str, Any]) -> None:
-        """Take in the losses of one micro-batch without waiting for the device."""
+    def add_losses(self, outputs: dict[str, Any], inputs: dict[str, Any]) -> None:
+        """Adds the losses of one micro-batch to the sums, without a synchronization with the device."""
         losses = {"loss": outputs["loss"], **outputs.get("parts", {})}
         values = torch.stack([value.detach().float() for value in losses.values()])
         if not self._batches:
@@ -93,14 +101,14 @@ class TrainingCallback(TrainerCallback):
             control.should_log = True
         self._steps += 1
         self._first_step = self._first_step or (step, time.perf_counter())
-        stops = self.vote.agree(self.signal)
-        if stops:
+        stop_signal = self.stop_consensus.exchange(self.signal)
+        if stop_signal:
             control.should_save = control.should_training_stop = True
         if control.should_log or control.should_save:
             self._read_losses(step, args)
         if control.should_save:
             self._check_weights(step, args)
-        if self.evaluate is not None and (finished or (step % self.train.eval_every == 0 and not stops)):
+        if self.evaluate is not None and (finished or (step % self.train.eval_every == 0 and not stop_signal)):
             self._run_evaluation(step, args)
         return control
 
@@ -115,77 +123,77 @@ class TrainingCallback(TrainerCallback):
         if logs is None or "grad_norm" not in logs:
             return
         if not np.isfinite(logs["grad_norm"]):
-            self._stop(state.global_step, args, "the gradient")
-        seconds = time.perf_counter() - self._window_started
+            self._raise_diverged(state.global_step, args, "the gradient")
+        seconds = time.perf_counter() - self._interval_started
         figures = {**self.losses, "grad_norm": logs["grad_norm"], "lr": logs["learning_rate"]}
         if self._tokens:
             figures["tokens_per_s"] = self._tokens * args.world_size / seconds
         figures["steps_per_s"] = self._steps / seconds
         figures["seconds_left"] = self._seconds_left(state)
         figures["memory_gib"] = peak_memory_gib(args.device)
-        self._open_window()
+        self._reset_sums()
         if args.process_index == 0:
             self.tracker.log(figures, state.global_step)
-            self._show(state.global_step, figures)
+            self._print(state.global_step, figures)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.world_size > 1:
-            torch.distributed.barrier()  # every process has its random state in the checkpoint
+            torch.distributed.barrier()  # every rank has written its random state into the checkpoint
         if args.process_index == 0:
             checkpoint = Path(cast(str, args.output_dir)) / f"checkpoint-{state.global_step}"
             with handle_write_errors(checkpoint):
-                mark_complete(checkpoint, self.settings, self.summary(state.global_step))
+                mark_complete(checkpoint, self.settings, self.result(state.global_step))
 
     def _read_losses(self, step: int, args: TrainingArguments) -> None:
         if not self._batches:
             return
         sums, finite_batches = self._sums.clone(), self._finite_batches.clone()
-        if args.world_size > 1:  # what counts is the mean over processes, and all stop where one's loss is not finite
+        if args.world_size > 1:  # the mean over ranks; all ranks stop if one has a loss that is not finite
             torch.distributed.all_reduce(sums)
             torch.distributed.all_reduce(finite_batches, torch.distributed.ReduceOp.MIN)
         sums, finite_batches = torch.stack([sums / args.world_size, finite_batches]).tolist()
         first = min(finite_batches)
         if first < self._batches:
-            # A bad weight spreads to every part within a step: those that broke first are to blame.
-            broken = [name for name, count in zip(self._names, finite_batches, strict=True) if count == first]
-            parts = [name for name in broken if name != "loss"]
-            self._stop(step, args, f"the loss of {', '.join(parts)}" if parts else "the loss")
+            # A bad weight makes every part non-finite within a step, so only the first ones are named.
+            earliest = [name for name, count in zip(self._names, finite_batches, strict=True) if count == first]
+            parts = [name for name in earliest if name != "loss"]
+            self._raise_diverged(step, args, f"the loss of {', '.join(parts)}" if parts else "the loss")
         self.losses = {name: value / self._batches for name, value in zip(self._names, sums, strict=True)}
 
     def _check_weights(self, step: int, args: TrainingArguments) -> None:
         trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
-        # Of shared-out weights each process sees its part; their common gradient norm has spoilt all parts alike.
-        parts = [weight.to_local() if isinstance(weight, DTensor) else weight for _, weight in trained]
-        finite = torch.stack([part.detach().isfinite().all() for part in parts]).tolist()
+        # A rank sees its shard of sharded weights; clipping by the global gradient norm made every shard non-finite alike.
+        shards = [weight.to_local() if isinstance(weight, DTensor) else weight for _, weight in trained]
+        finite = torch.stack([shard.detach().isfinite().all() for shard in shards]).tolist()
         if not all(finite):
-            self._stop(step, args, f"the weight {trained[finite.index(False)][0]}")
+            self._raise_diverged(step, args, f"the weight {trained[finite.index(False)][0]}")
 
-    def _stop(self, step: int, args: TrainingArguments, what: str) -> None:
+    def _raise_diverged(self, step: int, args: TrainingArguments, what: str) -> None:
         raise TrainingDiverged(
             f"{what} is not finite, seen at step {step}; {describe_last_checkpoint(Path(cast(str, args.output_dir)))}"
         )
 
     def _seconds_left(self, state: TrainerState) -> float:
-        """At the pace since the first step, which compiles; with evaluations and checkpoints in it."""
+        """Remaining time, from the rate since the first step (which compiles), evaluations and checkpoints included."""
         first, ended = self._first_step or (0, self._started)
         if state.global_step == first:
-            first, ended = self.done.steps, self._started
-        pace = (time.perf_counter() - ended) / (state.global_step - first)
-        return pace * (state.max_steps - state.global_step)
+            first, ended = self.previous.steps, self._started
+        seconds_per_step = (time.perf_counter() - ended) / (state.global_step - first)
+        return seconds_per_step * (state.max_steps - state.global_step)
 
     def _run_evaluation(self, step: int, args: TrainingArguments) -> None:
         self.module.eval()
         started = time.perf_counter()
-        # A run that stops leaves one out, and goes on to the same bits all the same.
+        # A stopping run skips an evaluation; a forked random state keeps the resumed run bit-identical.
         with torch.random.fork_rng([args.device] if args.device.type == "cuda" else []):
             self.metrics = cast(Callable[[], dict[str, float]], self.evaluate)()
-        self._window_started += time.perf_counter() - started
+        self._interval_started += time.perf_counter() - started
         if args.process_index == 0:
             self.tracker.log(self.metrics, step)
-            self._show(step, self.metrics)
+            self._print(step, self.metrics)
 
-    def _show(self, step: int, figures: dict[str, float]) -> None:
-        """Figures but those of single layers, which the tracker has."""
+    def _print(self, step: int, figures: dict[str, float]) -> None:
+        """Prints figures, without those of single layers, which only the tracker records."""
         shown = {name: value for name, value in figures.items() if "layer" not in name}
         left = shown.pop("seconds_left", None)
         line = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
@@ -196,8 +204,8 @@ class TrainingCallback(TrainerCallback):
             print(f"step {step}/{self.train.steps}  {line}", flush=True)
 
     @contextmanager
-    def shown(self, *, first: bool) -> Iterator[None]:
-        """A progress bar on a terminal, that of the ``first`` process; plain lines elsewhere."""
+    def progress_bar(self, *, enabled: bool) -> Iterator[None]:
+        """Shows a progress bar if ``enabled`` and the output is a terminal; elsewhere figures are printed as plain lines."""
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -205,41 +213,41 @@ class TrainingCallback(TrainerCallback):
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
         )
-        bar = first and self.console.is_terminal
+        bar = enabled and self.console.is_terminal
         with Progress(*columns, console=self.console, disable=not bar) as self._progress:
-            self._task = self._progress.add_task("", total=self.train.steps, completed=self.done.steps, figures="")
+            self._task = self._progress.add_task("", total=self.train.steps, completed=self.previous.steps, figures="")
             yield
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM finishes and saves the step, in all processes the same one; the second stops at once.
+    def handle_signals(self) -> Iterator[None]:
+        """Finishes and saves the current step after the first Ctrl-C or SIGTERM. A second one stops at once.
 
-        Only the main thread may handle signals: elsewhere they keep their usual meaning.
+        All ranks stop after the same step. Outside the main thread, where Python allows no handlers, signals are unchanged.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        usual = {number: signal.getsignal(number) for number in STOPS}
+        usual = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
         def finish_step(number: int, frame: FrameType | None) -> None:
             self.signal = number
-            for each in STOPS:
+            for each in STOP_SIGNALS:
                 signal.signal(each, usual[each])
-            if self.vote.alone:  # torchrun says as much itself
+            if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
-                os.write(2, f"{name}: finishing this step, then saving\n".encode())
+                os.write(2, f"{name}: finishing and saving this step\n".encode())
 
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, finish_step)
         try:
             yield
         finally:
-            for number in STOPS:
+            for number in STOP_SIGNALS:
                 signal.signal(number, usual[number])
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory that was taken so far: of the GPU by tensors, or of the machine by this process."""
+    """Returns the peak memory of tensors on a GPU, or of this process on a CPU, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

@@ -1,4 +1,4 @@
-"""Checkpoints that count only once they are complete: found, begun from, marked."""
+"""Checkpoint bookkeeping: completion markers, resuming, removal of old checkpoints, and write errors."""
 
 import json
 import os
@@ -19,23 +19,23 @@ from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import UserError, write_error
 
 WEIGHTS = "model.safetensors"
-SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for weights that processes share
-MARKER = "complete.json"  # written last: a checkpoint without it was cut short and does not count
-MAX_CHECKPOINTS = 2  # complete checkpoints
-# What may differ between a run and its continuation without changing the result.
-_FREE_TO_CHANGE = ("log_every", "save_every", "num_workers")
+SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
+MARKER = "complete.json"  # written last: a checkpoint without it is incomplete and ignored
+MAX_CHECKPOINTS = 2  # complete ones that are kept
+# Settings that a resumed run may change, as they do not affect the result.
+_CHANGEABLE = ("log_every", "save_every", "num_workers")
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Outcome of :func:`msattn.trainer.training.loop.fit`.
+    """Result of :func:`msattn.trainer.training.loop.fit`, including the runs that it resumed.
 
     Attributes
     ----------
-    steps : optimizer steps done, over all continuations.
-    seconds : wall-clock time, over all continuations.
-    losses : means since the line before the last: ``loss`` and one entry a part.
-    metrics : of the last evaluation.
+    steps : optimizer steps.
+    seconds : wall-clock time.
+    losses : means over the last logging interval: ``loss`` and one entry per part.
+    metrics : result of the last evaluation.
     """
 
     steps: int
@@ -45,45 +45,50 @@ class TrainingResult:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the most steps in ``checkpoints``, or None."""
-    return next(reversed(_complete(checkpoints)), None)
+    """Returns the complete checkpoint with the most steps in the folder ``checkpoints``, or None."""
+    return next(reversed(_complete_checkpoints(checkpoints)), None)
 
 
 def describe_last_checkpoint(checkpoints: Path) -> str:
-    """What a run that ends early leaves behind, as the end of its last line."""
+    """Returns a clause for error messages that names the last complete checkpoint."""
     last = newest_checkpoint(checkpoints)
-    return f"the last good checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+    return f"the last complete checkpoint is {last}" if last is not None else "there is no complete checkpoint yet"
 
 
-def _complete(checkpoints: Path) -> list[Path]:
+def _complete_checkpoints(checkpoints: Path) -> list[Path]:
     found = [marker.parent for marker in checkpoints.glob(f"checkpoint-*/{MARKER}")]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def _remove(checkpoint: Path) -> None:
-    (checkpoint / MARKER).unlink(missing_ok=True)  # first: what is half removed must not count
+    (checkpoint / MARKER).unlink(missing_ok=True)  # first, so that a partly removed checkpoint is ignored
     shutil.rmtree(checkpoint)
 
 
 def flatten_settings(**parts: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"train.lr": 0.1}`` of ``train={"lr": 0.1}``: settings under the names that the command line has for them."""
+    """Flattens ``train={"lr": 0.1}`` to ``{"train.lr": 0.1}``, the names that the command line uses."""
     return {f"{part}.{key}": value for part, settings in parts.items() for key, value in settings.items()}
 
 
 def resume_settings(
-    train: TrainConfig, seed: int, optimizer: str, processes: int, job: Mapping[str, Any] | None = None
+    train: TrainConfig, seed: int, optimizer: str, world_size: int, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a continuation must share with the run it goes on with: the optimizer's run, and what its ``job`` adds."""
-    kept = {key: value for key, value in asdict(train).items() if key not in _FREE_TO_CHANGE}
-    return {**flatten_settings(train=kept), "seed": seed, "optimizer": optimizer, "processes": processes, **(job or {})}
+    """Returns the settings that a resumed run must share with the interrupted one; ``extra`` are those of the job."""
+    fixed = {key: value for key, value in asdict(train).items() if key not in _CHANGEABLE}
+    return {**flatten_settings(train=fixed), "seed": seed, "optimizer": optimizer, "processes": world_size, **(extra or {})}
 
 
 def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
-    """The checkpoint to go on from; what is of no more use is removed by the process that ``writes``.
+    """Returns the checkpoint to resume from, or None, and removes the others that are incomplete or not resumed.
+
+    Parameters
+    ----------
+    settings : must equal those that the checkpoint was written with.
+    writes : whether this process removes checkpoints.
 
     Raises
     ------
-    UserError : the run to be resumed had other settings.
+    UserError : the run to resume had other settings.
     """
     last = newest_checkpoint(checkpoints) if resume else None
     if last is not None:
@@ -103,54 +108,54 @@ def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool,
 
 @contextmanager
 def handle_write_errors(checkpoint: Path) -> Iterator[None]:
-    """A ``checkpoint`` that cannot be written ends in one line, and gives back the room that it took.
+    """Turns failed writes of ``checkpoint`` into a one-line error and removes the incomplete checkpoint.
 
     Raises
     ------
-    UserError : the disk is full, or refuses for another reason. It is the user's to mend, hence this class.
+    UserError : the disk is full, or a write fails for another reason that the user can correct.
     """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        # What processes write together fails in all of them, with the errors of those that could not.
+        # A collective save fails on every rank, with the errors of the ranks that could not write.
         cause: Any = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        # PyTorch's writer raises a bare RuntimeError that gives no reason; others, as of a broken connection, are not ours.
+        # PyTorch's writer raises a RuntimeError without a reason; other RuntimeErrors, as of a lost connection, pass.
         if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in ("iostream", "inline_container")):
             raise
-        refused = write_error(checkpoint, cause, kept=f"; {describe_last_checkpoint(checkpoint.parent)}")
+        failure = write_error(checkpoint, cause, kept=describe_last_checkpoint(checkpoint.parent))
         shutil.rmtree(checkpoint, ignore_errors=True)
-        raise refused from error
+        raise failure from error
 
 
-def mark_complete(checkpoint: Path, settings: dict[str, Any], outcome: TrainingResult) -> None:
-    """Declare that all of ``checkpoint`` is written, then remove what is older than the last :data:`MAX_CHECKPOINTS`.
+def mark_complete(checkpoint: Path, settings: dict[str, Any], result: TrainingResult) -> None:
+    """Syncs ``checkpoint`` to disk, marks it as complete and removes all but the newest :data:`MAX_CHECKPOINTS`.
 
-    The marker appears whole or not at all, and not before the disk has the rest: some full disks say so no earlier.
+    The marker is renamed into place after the sync, because some full disks report an error only then.
     """
     unfinished = checkpoint / f"{MARKER}.part"
-    unfinished.write_text(json.dumps({"settings": settings, **asdict(outcome)}))
+    unfinished.write_text(json.dumps({"settings": settings, **asdict(result)}))
     for path in checkpoint.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     os.replace(unfinished, checkpoint / MARKER)
-    for older in _complete(checkpoint.parent)[:-MAX_CHECKPOINTS]:
+    for older in _complete_checkpoints(checkpoint.parent)[:-MAX_CHECKPOINTS]:
         _remove(older)
 
 
 def read_result(checkpoint: Path) -> TrainingResult:
-    """What the run had come to at ``checkpoint``."""
+    """Returns the result that the run had reached at ``checkpoint``."""
     marker = json.loads((checkpoint / MARKER).read_text())
     del marker["settings"]
     return TrainingResult(**marker)
 
 
 def load_weights(module: nn.Module, checkpoint: Path) -> None:
-    """Read the weights of ``checkpoint`` into ``module``.
+    """Loads the weights of ``checkpoint`` into ``module``.
 
     Raises
     ------
-    UserError : they are those of another module.
+    UserError : the weights do not fit the module.
     """
     try:
         if (checkpoint / SHARDS).is_dir():

@@ -1,4 +1,4 @@
-"""Processes of a run under ``torchrun``: joining, sharing work, stopping after the same step, and exiting together."""
+"""Ranks of a run under ``torchrun``: process state, work sharding, stopping after a common step, failing together."""
 
 import json
 import logging
@@ -25,146 +25,147 @@ from msattn.trainer.errors import Fault, RankLost, Terminated, TrainingDiverged,
 if TYPE_CHECKING:
     from msattn.trainer.data.chunking import Chunks
 
-LOOK_EVERY = 1.0  # seconds between looks at the other processes
-NOTICE = 5.0  # seconds in which a broken connection shows that its other end is gone, or this process ends by itself
-LOST_RANK_MESSAGE = "another process of this run ended, so this one cannot go on; resume=true continues from what was saved"
-TIMEOUT = timedelta(days=7)  # one process may have hours more work than another; torchrun ends all when one is lost
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_calls = count()
+POLL_INTERVAL = 1.0  # seconds between checks of the other ranks' processes
+# Seconds that a rank's exit may take to become visible after its connection breaks, and that this rank has to end by itself.
+GRACE_PERIOD = 5.0
+LOST_RANK_MESSAGE = "another rank of this run ended, so this one stops; resume=true continues from the last checkpoint"
+TIMEOUT = timedelta(days=7)  # a rank may have hours more work than another; torchrun ends all ranks when one fails
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_entries = count()
 
 
 class StopConsensus:
-    """When the processes of a training run stop: all after the same step.
+    """Agreement of all ranks on the step after which training stops, although a signal may reach only one of them.
 
-    They speak through a process group of their own on the CPU, so that nobody waits for a GPU.
+    Uses a gloo process group of its own, so that no rank waits for its GPU.
 
     Parameters
     ----------
-    processes : int
-        Of the run; with 1 there is nobody to ask.
+    world_size : number of ranks; 1 needs no communication.
     """
 
-    def __init__(self, processes: int) -> None:
-        self._group = _control_group() if processes > 1 else None
-        self._cast: tuple[Any, torch.Tensor] | None = None
+    def __init__(self, world_size: int) -> None:
+        self._group = _control_group() if world_size > 1 else None
+        self._pending: tuple[Any, torch.Tensor] | None = None
 
     @property
-    def alone(self) -> bool:
-        """Whether this process is the whole run."""
+    def single_rank(self) -> bool:
+        """True when the run has one rank."""
         return self._group is None
 
-    def agree(self, number: int) -> int:
-        """The largest number that any process gave a call ago: nobody waits for one that is a little behind."""
+    def exchange(self, signal_number: int) -> int:
+        """Starts an asynchronous maximum over all ranks and returns the result of the previous call, so that no rank waits."""
         if self._group is None:
-            return number
-        before = self._result()
-        vote = torch.tensor(number)
-        self._cast = (dist.all_reduce(vote, dist.ReduceOp.MAX, group=self._group, async_op=True), vote)
-        return before
+            return signal_number
+        previous = self._take_result()
+        value = torch.tensor(signal_number)
+        self._pending = (dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True), value)
+        return previous
 
-    def settle(self, number: int) -> int:
-        """The largest number that any process gives now, or gave last; all wait for each other."""
-        return max(self.agree(number), self._result())
+    def finish(self, signal_number: int) -> int:
+        """Returns the maximum of this call and the previous one over all ranks. Blocks until every rank has called it."""
+        return max(self.exchange(signal_number), self._take_result())
 
-    def _result(self) -> int:
-        if self._cast is None:
+    def _take_result(self) -> int:
+        if self._pending is None:
             return 0
-        work, vote = self._cast
+        work, value = self._pending
         work.wait()
-        self._cast = None
-        return int(vote)
+        self._pending = None
+        return int(value)
 
 
 @cache
 def _control_group() -> Any:
-    return dist.new_group(backend="gloo")  # kept: destroying it can abort the process
+    return dist.new_group(backend="gloo")  # kept for the life of the process: destroying it can abort the interpreter
 
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """While the processes of a ``torchrun`` need each other, the loss of one ends all: to be entered by each of them.
+    """If one rank of a ``torchrun`` dies inside the block, the others exit. Enter on every rank.
 
-    A process that hangs, as in a collective on GPUs, says so from a thread and exits with 1. Lost is who ended in another way
-    than by leaving this block, or by Ctrl-C or SIGTERM, which go to all.
+    A rank counts as lost when its process ends without leaving the block normally or through Ctrl-C or SIGTERM, which reach
+    all ranks. A rank that hangs, as in a collective on GPUs, prints the message from a thread and exits with code 1.
 
     Raises
     ------
-    RankLost : a connection broke, or torchrun bids to stop, since another process was lost.
+    RankLost : a connection broke, or torchrun sent SIGTERM, because another rank was lost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
         return
-    others = _Others()
+    ranks = _LocalRanks()
     done = threading.Event()
-    threading.Thread(target=_watch, args=(others, done), daemon=True).start()
+    threading.Thread(target=_exit_when_rank_lost, args=(ranks, done), daemon=True).start()
     try:
         yield
     except (RuntimeError, Terminated) as error:
-        patience = 0.0 if isinstance(error, Terminated) else NOTICE  # a connection may break a little before its end is seen
-        usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's to those that are left would cut the last word short
-        if not isinstance(error, Fault | TrainingDiverged) and others.lost(patience):
-            raise RankLost(LOST_RANK_MESSAGE) from error  # and the thread goes on, should the end itself hang
+        # A connection may break shortly before the end of its process is visible.
+        grace_period = 0.0 if isinstance(error, Terminated) else GRACE_PERIOD
+        usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM would interrupt the error message
+        if not isinstance(error, Fault | TrainingDiverged) and ranks.any_lost(grace_period):
+            raise RankLost(LOST_RANK_MESSAGE) from error  # the thread keeps running, in case the shutdown hangs
         signal.signal(signal.SIGTERM, usual)
         done.set()
         if isinstance(error, Terminated):
-            others.leave()
+            ranks.mark_exit()
         raise
     except BaseException as error:
         done.set()
         if isinstance(error, KeyboardInterrupt):
-            others.leave()
+            ranks.mark_exit()
         raise
     done.set()
-    others.leave()
+    ranks.mark_exit()
 
 
-def _watch(others: "_Others", done: threading.Event) -> None:
-    while not done.wait(LOOK_EVERY):
-        if others.lost() and not done.wait(NOTICE):
+def _exit_when_rank_lost(ranks: "_LocalRanks", done: threading.Event) -> None:
+    while not done.wait(POLL_INTERVAL):
+        if ranks.any_lost() and not done.wait(GRACE_PERIOD):
             print_once(LOST_RANK_MESSAGE)
             os._exit(1)
 
 
-class _Others:
-    """The other processes on this machine, as torchrun's store knows them; those of other machines end with their torchrun."""
+class _LocalRanks:
+    """The other ranks on this machine, registered in torchrun's store. Ranks of other machines end with their torchrun."""
 
     def __init__(self) -> None:
         self._rank = int(os.environ["RANK"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store = PrefixStore(
-            f"msattn/together/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{next(_calls)}",
+            f"msattn/fail_together/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{next(_entries)}",
             TCPStore(address, port, is_master=False, timeout=timedelta(minutes=10)),
         )
-        me = psutil.Process()
-        self._store.set(f"process {self._rank}", json.dumps([socket.gethostname(), me.pid, me.create_time()]))
+        own = psutil.Process()
+        self._store.set(f"process {self._rank}", json.dumps([socket.gethostname(), own.pid, own.create_time()]))
         ranks = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank != self._rank]
-        named = {rank: _process(*json.loads(self._store.get(f"process {rank}"))) for rank in ranks}
-        self._processes = {rank: process for rank, process in named.items() if process is not None}
+        found = {rank: _find_process(*json.loads(self._store.get(f"process {rank}"))) for rank in ranks}
+        self._processes = {rank: process for rank, process in found.items() if process is not None}
 
-    def lost(self, patience: float = 0.0) -> bool:
-        """Whether one of them has ended without leaving first, or does so within ``patience`` seconds."""
+    def any_lost(self, grace_period: float = 0.0) -> bool:
+        """Returns True if a rank has ended without :meth:`mark_exit`, or does so within ``grace_period`` seconds."""
         pause = threading.Event()
-        for _ in range(1 + int(patience / 0.1)):
-            ended = [rank for rank, process in self._processes.items() if _ended(process)]
-            if any(not self._left(rank) for rank in ended):
+        for _ in range(1 + int(grace_period / 0.1)):
+            ended = [rank for rank, process in self._processes.items() if _has_ended(process)]
+            if any(not self._exit_marked(rank) for rank in ended):
                 return True
-            pause.wait(min(patience, 0.1))
+            pause.wait(min(grace_period, 0.1))
         return False
 
-    def leave(self) -> None:
-        """Tell the others that the end of this process is in order."""
-        with suppress(dist.DistError):  # torchrun is gone, and with it who would ask
-            self._store.set(f"left {self._rank}", "")
+    def mark_exit(self) -> None:
+        """Records that this rank ends as intended."""
+        with suppress(dist.DistError):  # torchrun has ended, and with it all ranks that could ask
+            self._store.set(f"exited {self._rank}", "")
 
-    def _left(self, rank: int) -> bool:
+    def _exit_marked(self, rank: int) -> bool:
         try:
-            return self._store.check([f"left {rank}"])
+            return self._store.check([f"exited {rank}"])
         except dist.DistError:
             return False
 
 
-def _process(host: str, pid: int, created: float) -> psutil.Process | None:
-    """That process, if it runs where this one can see it: on this machine, among the same process numbers."""
+def _find_process(host: str, pid: int, created: float) -> psutil.Process | None:
+    """Returns the process if it is visible here: on this machine and in the same PID namespace."""
     try:
         process = psutil.Process(pid)
         return process if host == socket.gethostname() and abs(process.create_time() - created) < 10 else None
@@ -172,32 +173,32 @@ def _process(host: str, pid: int, created: float) -> psutil.Process | None:
         return None
 
 
-def _ended(process: psutil.Process) -> bool:
+def _has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def join(device: torch.device) -> PartialState:
-    """This process among those of its ``torchrun``, or on its own: ``num_processes``, ``process_index``, ``wait_for_everyone``.
+def init_process_state(device: torch.device) -> PartialState:
+    """Returns accelerate's state of this rank and, under ``torchrun``, initializes the process group.
 
-    They meet over NCCL where ``device`` is a GPU, else over gloo.
+    The backend is NCCL if ``device`` is a GPU, else gloo. Without ``torchrun`` the state has one process.
     """
     return PartialState(cpu=device.type == "cpu", timeout=TIMEOUT)
 
 
 @contextmanager
-def alone(device: torch.device) -> Iterator[None]:
-    """Within it, this process trains by itself whatever the others do: its own layers, checkpoints and figures.
+def isolated_rank(device: torch.device) -> Iterator[None]:
+    """Lets this rank train on its own inside the block, with its own layers, checkpoints and metrics.
 
-    transformers and accelerate learn of the others from torchrun's variables and from accelerate's state: both are put
-    aside. What other processes than the first print is dropped, as it would mix with the first one's lines.
+    transformers and accelerate detect other ranks by torchrun's environment variables and by accelerate's state, so both are
+    removed for the block. The standard output of ranks other than 0 is dropped, as it would interleave with that of rank 0.
     """
     first = os.environ.get("RANK", "0") == "0"
-    logger = logging.getLogger("transformers.training_args")  # warns of a process group that the Trainer is not to use
+    logger = logging.getLogger("transformers.training_args")  # warns of a process group that the Trainer does not use
     level = logger.level
-    hidden = {name: os.environ.pop(name) for name in VARIABLES if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}
     AcceleratorState._reset_state(reset_partial_state=True)
     with ExitStack() as stack:
         if not first:
@@ -209,10 +210,10 @@ def alone(device: torch.device) -> Iterator[None]:
             logger.setLevel(level)
             os.environ.update(hidden)
             AcceleratorState._reset_state(reset_partial_state=True)
-            join(device)
+            init_process_state(device)
 
 
-def rank_shard(chunks: "Chunks", most: int) -> Iterator[dict[str, Tensor]]:
-    """This process's items among the first ``most`` chunks; without ``torchrun`` all of them."""
+def rank_shard(chunks: "Chunks", limit: int) -> Iterator[dict[str, Tensor]]:
+    """Yields this rank's items of the first ``limit`` chunks: every ``world_size``-th, from its rank on."""
     state = PartialState()
-    return (chunks[i] for i in range(state.process_index, min(most, len(chunks)), state.num_processes))
+    return (chunks[i] for i in range(state.process_index, min(limit, len(chunks)), state.num_processes))
