@@ -22,6 +22,7 @@ from msattn.trainer.config import (
     PerplexityConfig,
     RecallConfig,
     SelectConfig,
+    TopKConfig,
     TrackerConfig,
 )
 from msattn.trainer.errors import UserError
@@ -164,12 +165,12 @@ def test_routing_that_reads_everything_predicts_as_dense(loaded: Loaded, trained
     cfg = config(trained, text)
     cfg = replace(cfg, eval=replace(cfg.eval, needle=replace(cfg.eval.needle, question=question, needles=3)))
     samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
-    found = methods.find(cfg, models.load(cfg.model, device="cpu"), torch.device("cpu"))
-    routing = replace(found.routing[0], dense_layers=())
+    found = methods.find_methods(cfg, models.load(cfg.model, device="cpu"), torch.device("cpu"))
+    routing = replace(found.bucket_routings[0], dense_layers=())
     routing.router.artifact = None  # the routed model is another one than the artifact's
-    dense = needle.read_at_once(loaded, samples, lambda: None)
+    dense = needle.prefill_samples(loaded, samples, lambda: None)
     plan = {"all": BUCKETS, "none": 0, "all again": BUCKETS}
-    routed = needle.decode(loaded, samples, routing, plan, lambda: None)
+    routed = needle.decode_samples(loaded, samples, routing, plan, lambda: None)
     assert torch.equal(routed["all"].predicted, dense.predicted)
     assert torch.equal(routed["all again"].predicted, dense.predicted)  # the shared context was not disturbed
     assert routed["all"].selectivity == pytest.approx(1)
@@ -206,13 +207,13 @@ def test_losses_in_pieces_are_the_models_own(loaded: Loaded, monkeypatch: pytest
 
 def test_recall_beside_perplexity_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, baselines=["sink_local"])
-    found = methods.find(cfg, loaded, torch.device("cpu"))
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     (row,) = [row for row in perplexity.run(loaded, cfg, found, Progress(disable=True)) if row.setting == "sparsity 0.6"]
-    ((_, select),) = found.blocks[0].settings([0.6])
+    ((_, select),) = found.block_selections[0].settings([0.6])
     shares = []
     texts = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=3)
     for number in range(len(texts)):
-        with found.blocks[0].attach(loaded.model, select, measure_recall=True) as sparse:
+        with found.block_selections[0].attach(loaded.model, select, measure_recall=True) as sparse:
             perplexity.prefill(loaded, texts[number]["input_ids"])
             shares.append(sparse.stats()["recall"])
     assert len(set(shares)) == row.samples == 2
@@ -222,9 +223,9 @@ def test_recall_beside_perplexity_is_the_mean_over_chunks(loaded: Loaded, tmp_pa
 def test_recall_shows_every_method_the_dense_inputs(loaded: Loaded, tmp_path: Path, text: str) -> None:
     """The rows of one method do not hang on which others run beside it."""
     cfg = config(tmp_path, text)
-    found = methods.find(cfg, loaded, torch.device("cpu"))
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     rows = recall.run(loaded, cfg, found, Progress(disable=True))
-    alone = recall.run(loaded, cfg, replace(found, blocks=found.blocks[-1:]), Progress(disable=True))
+    alone = recall.run(loaded, cfg, replace(found, block_selections=found.block_selections[-1:]), Progress(disable=True))
     by_name = {(row.method, row.setting): row for row in rows}
     assert [row.score for row in alone] == [by_name[row.method, row.setting].score for row in alone]
     heads = torch.tensor(alone[-1].extra["heads"])
@@ -237,9 +238,9 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
     cfg = config(trained, text)
     cfg = replace(cfg, dense_layers=[], eval=replace(cfg.eval, recall=replace(cfg.eval.recall, num_chunks=1, independent=True)))
     loaded = models.load(cfg.model, device="cpu")
-    found = methods.find(cfg, loaded, torch.device("cpu"))
-    (routing,) = found.routing
-    rows = recall.run(loaded, cfg, replace(found, blocks=[]), Progress(disable=True))
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    (routing,) = found.bucket_routings
+    rows = recall.run(loaded, cfg, replace(found, block_selections=[]), Progress(disable=True))
     by_name = {(row.method, row.setting): row for row in rows}
     every = by_name["k-means, independent", f"{BUCKETS} probes"]
     assert every.score == pytest.approx(1, abs=1e-5)
@@ -287,25 +288,28 @@ def test_named_artifacts(trained: Path, text: str) -> None:
         (ArtifactsConfig(gate=str(folder / "gate"), kmeans=str(folder / "kmeans")), ["k-means"]),
         (ArtifactsConfig(kmeans=str(roped)), ["k-means", "k-means (named), RoPE"]),
     ):
-        found = methods.find(replace(cfg, artifacts=named), loaded, torch.device("cpu"))
-        assert [routing.name for routing in found.routing] == names
-        assert found.blocks[0].name == "gate"
+        found = methods.find_methods(replace(cfg, artifacts=named), loaded, torch.device("cpu"))
+        assert [routing.name for routing in found.bucket_routings] == names
+        assert found.block_selections[0].name == "gate"
         assert [note.split()[1] for note in found.notes] == ["qmodel"]
 
 
 def test_policies_other_than_topk_stand_once(tmp_path: Path, text: str) -> None:
     cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
-    block = methods.Blocks("oracle", replace(cfg.select, scores="oracle"))
+    block = methods.BlockSelectionMethod("oracle", replace(cfg.select, scores="oracle"))
     assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]
 
 
 def test_multiscale_stands_beside_as_many_tokens_read_whole(tmp_path: Path, text: str) -> None:
     select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
     evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
-    (multiscale, zooms), (whole, topk) = methods.Blocks("oracle", replace(select, scores="oracle")).settings([0.5])
+    (multiscale, zooms), (whole, topk) = methods.BlockSelectionMethod("oracle", replace(select, scores="oracle")).settings(
+        [0.5]
+    )
     assert (multiscale, whole) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
-    assert zooms.shares == select.shares
-    assert (topk.policy, topk.sparsity) == ("topk", pytest.approx(0.65))
+    assert zooms == replace(select, scores="oracle")
+    assert isinstance(topk, TopKConfig)
+    assert topk.sparsity == pytest.approx(0.65)
     results = json.loads((evaluate(evaluated) / "results.json").read_text())
     rows = [row for row in results["rows"] if row["method"] == "oracle"]
     assert [row["setting"] for row in rows] == [multiscale, whole]

@@ -22,7 +22,7 @@ from msattn.trainer.config import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import decoding, latency
-from msattn.trainer.evaluate.latency import Run, break_even
+from msattn.trainer.evaluate.latency import LatencyRun, break_even
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
@@ -98,12 +98,14 @@ def test_break_even() -> None:
 
 
 def test_a_row_says_how_much_faster_than_each_dense_kernel() -> None:
-    run = Run(seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, selection_s=0.2, attention_s=0.5)
-    row = latency.row("gate", "sparsity 0.9", 1024, run, {"cuDNN": 3.0, "flash": 8.0})
+    run = LatencyRun(seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, selection_s=0.2, attention_s=0.5)
+    row = latency.as_row("gate", "sparsity 0.9", 1024, run, {"cuDNN": 3.0, "flash": 8.0})
     assert (row.score, row.ratio_to_dense, row.samples) == (2.0, 2 / 3, 3)
     assert (row.extra["times_cuDNN"], row.extra["times_flash"]) == (1.5, 4.0)
     assert (row.extra["selection_share"], row.extra["attention_share"]) == (0.1, 0.25)
-    decoded = decoding.row("x", "2 probes", 9, decoding.Run(20, 60, 5.0, 0.1), {"flash": decoding.Run(10, 20, 5.0, None)}, 64)
+    decoded = decoding.as_row(
+        "x", "2 probes", 9, decoding.DecodingRun(20, 60, 5.0, 0.1), {"flash": decoding.DecodingRun(10, 20, 5.0, None)}, 64
+    )
     assert (decoded.score, decoded.ratio_to_dense, decoded.latency_s) == (20, 2, 0.05)
     assert (decoded.extra["times_flash"], decoded.extra["device_times_flash"]) == (2, 3)
 
@@ -111,7 +113,7 @@ def test_a_row_says_how_much_faster_than_each_dense_kernel() -> None:
 def test_what_cannot_run_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measure = latency.measure
 
-    def fails(model, ids, attached, seconds) -> Run:
+    def fails(model, ids, attached, seconds) -> LatencyRun:
         if ids.shape[1] == 240:
             raise torch.OutOfMemoryError
         return measure(model, ids, attached, seconds)
@@ -125,7 +127,7 @@ def test_what_cannot_run_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_absent_says_why() -> None:
-    with pytest.raises(BackendUnavailable, match="no such attention here"), use_backend(SDPA_BACKENDS["cuda"]["cuDNN"]):
+    with pytest.raises(BackendUnavailable, match="no such SDPA backend"), use_backend(SDPA_BACKENDS["cuda"]["cuDNN"]):
         raise RuntimeError("No available kernel. Aborting execution.")  # as PyTorch says it
     with pytest.raises(BackendUnavailable, match="out of memory"), use_backend(None):
         raise torch.OutOfMemoryError

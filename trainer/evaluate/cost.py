@@ -1,4 +1,4 @@
-"""What a piece of work cost: wall-clock seconds and peak memory."""
+"""Wall-clock seconds and peak memory of a block of code."""
 
 import resource
 import sys
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 @dataclass
 class Cost:
-    """``seconds`` of wall-clock time; ``peak_mb``: peak of CUDA's allocations, or of the process' resident memory, MiB."""
+    """Wall-clock ``seconds``, and ``peak_mb``: peak MiB of CUDA allocations, or of the process's resident memory on a CPU."""
 
     seconds: float = 0.0
     peak_mb: float = 0.0
@@ -23,30 +23,30 @@ class Cost:
 
 @contextmanager
 def cost(device: torch.device) -> Iterator[Cost]:
-    """Measure the block; what was queued on the device before it does not count, what it queues does."""
+    """Measures the block, with the work that it queues on the device and without work queued before."""
     measured = Cost()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        _reset_peak()
+        _reset_peak_resident()
     begin = time.perf_counter()
     yield measured
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     measured.seconds = time.perf_counter() - begin
-    measured.peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _peak()
+    measured.peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _peak_resident_mb()
 
 
-def _reset_peak() -> None:
-    if _RESET.exists():
-        _RESET.write_text("5")  # Linux: forget the high-water mark of resident memory (man 5 proc)
+def _reset_peak_resident() -> None:
+    if CLEAR_REFS.exists():
+        CLEAR_REFS.write_text("5")  # Linux: resets the peak of resident memory (man 5 proc)
 
 
-def _peak() -> float:
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
+def _peak_resident_mb() -> float:
+    if STATUS.exists():
+        for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 1024
-    unit = 2**20 if sys.platform == "darwin" else 2**10  # elsewhere: the peak of the whole process, as the system keeps it
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # elsewhere: the peak since the process started
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -8,7 +8,7 @@ Z = 1.959963985  # 97.5 % quantile of the normal distribution
 
 
 def student_t(degrees: int) -> float:
-    """97.5 % quantile of Student's t; from three degrees of freedom on, its expansion in 1 / degrees (within 1 %).
+    """Returns the 97.5 % quantile of Student's t; from three degrees of freedom by its expansion in 1 / degrees (within 1 %).
 
     Source: Abramowitz and Stegun, 26.7.5.
     """
@@ -22,7 +22,7 @@ def student_t(degrees: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Interval of the mean of independent values; None for fewer than two."""
+    """Returns the interval of the mean of independent values; None for fewer than two values."""
     if len(values) < 2:
         return None
     center, half = fmean(values), student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
@@ -30,11 +30,11 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's score interval of a proportion: inside [0, 1], and honest near both ends."""
+    """Returns Wilson's score interval of a proportion, which stays in [0, 1] and holds near 0 and 1."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"successes={successes} of trials={trials}: at least one trial, no more successes than trials")
     share = successes / trials
     center = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
-    # At 0 and at 1 the bound is exact by algebra, but not by rounding.
+    # The bounds at 0 and 1 are exact in theory, but not in floating point.
     return (0.0 if successes == 0 else center - half), (1.0 if successes == trials else center + half)

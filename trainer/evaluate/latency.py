@@ -1,7 +1,8 @@
-"""Time to the first token, dense beside sparse: what choosing blocks takes, what attention takes, where sparse breaks even.
+"""Time to the first token with dense and sparse attention, its parts, and the break-even length.
 
-Prompts are random tokens: time hangs on shapes, and on how many blocks are read. Each prompt fills a cache, as in ``generate``.
-Dense attention runs behind the same hooks, by each of PyTorch's fast kernels; the rest of the model is the same.
+Prompts are random tokens: time depends on shapes and on the number of blocks that are read. Each prompt fills a cache, as in
+``generate``. Dense attention runs behind the same hooks, with each of PyTorch's fused SDPA kernels; the rest of the model is
+the same.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig, GateConfig, SelectConfig
 from msattn.trainer.evaluate.cost import cost
-from msattn.trainer.evaluate.methods import Blocks, Methods
+from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
@@ -30,24 +31,23 @@ if TYPE_CHECKING:
 
     from msattn.trainer.models.loading import Loaded
 
-Figures = Callable[[], dict[str, Any]]  # what the passes since the context began did: sparsity, seconds of their parts
+ReadStats = Callable[[], dict[str, Any]]  # returns sparsity and seconds of each part, since the context began
+
+DENSE_PREFIX = "dense, "  # of the method's name; the name of the SDPA kernel follows
 
 
-DENSE = "dense, "  # then the kernel's name
-
-
-class Way(NamedTuple):
-    """One line of the table: a method in a setting, SDPA's ``kernel`` meanwhile, and what makes the model attend so."""
+class LatencyCase(NamedTuple):
+    """A method in a setting, the SDPA ``kernel`` that it uses, and a context manager that attaches it to the model."""
 
     method: str
     setting: str
     kernel: str | None
-    attached: Callable[[], AbstractContextManager[Figures]]
+    attached: Callable[[], AbstractContextManager[ReadStats]]
 
 
 @dataclass(frozen=True)
-class Run:
-    """Prompts of one length by one method: seconds of each, peak MiB, and the seconds a prompt spends in its parts."""
+class LatencyRun:
+    """Measurements of prompts of one length: seconds of each, peak MiB, and mean seconds in selection and attention."""
 
     seconds: list[float]
     peak_mb: float
@@ -60,72 +60,72 @@ class Run:
         return median(self.seconds)
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
-    """At each length a row for each dense kernel, and one for each block selection at each sparsity."""
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns, for each length, a row for each dense kernel and one for each block selection at each sparsity."""
     settings, model = cfg.eval.latency, loaded.model
     kernels = SDPA_BACKENDS[model.device.type]
-    trained = any(block.gate for block in methods.blocks)
-    blocks = methods.blocks if trained else [_untrained(cfg, model), *methods.blocks]
+    trained = any(block.gate for block in methods.block_selections)
+    blocks = methods.block_selections if trained else [_untrained(cfg, model), *methods.block_selections]
     plan = [(block, label, select) for block in blocks for label, select in block.settings(settings.sparsities)]
-    ways = [Way(f"{DENSE}{name}", "", kernel, partial(_dense, model)) for name, kernel in kernels.items()]
-    ways += [Way(block.name, label, None, partial(_sparse, model, block, select)) for block, label, select in plan]
-    bar = progress.add_task("latency", total=len(ways) * len(settings.lengths))
+    cases = [LatencyCase(f"{DENSE_PREFIX}{name}", "", kernel, partial(_dense, model)) for name, kernel in kernels.items()]
+    cases += [LatencyCase(block.name, label, None, partial(_sparse, model, block, select)) for block, label, select in plan]
+    bar = progress.add_task("latency", total=len(cases) * len(settings.lengths))
     rows: list[EvalRow] = []
     for length in settings.lengths:
         ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(cfg.seed))
-        done: list[tuple[Way, Run]] = []
-        for way in ways:
+        done: list[tuple[LatencyCase, LatencyRun]] = []
+        for case in cases:
             try:
-                with use_backend(way.kernel):
-                    done.append((way, measure(model, ids.to(model.device), way.attached, settings.seconds)))
+                with use_backend(case.kernel):
+                    done.append((case, measure(model, ids.to(model.device), case.attached, settings.seconds)))
             except BackendUnavailable as reason:
-                methods.notes.append(f"{way.method} at {length:,} tokens, absent: {reason}")
+                methods.notes.append(f"{case.method} at {length:,} tokens, absent: {reason}")
             progress.advance(bar)
-        dense = {way.method.removeprefix(DENSE): each.median_s for way, each in done if way.method.startswith(DENSE)}
-        rows += [row(way.method, way.setting, length, each, dense) for way, each in done]
+        dense = {
+            case.method.removeprefix(DENSE_PREFIX): each.median_s for case, each in done if case.method.startswith(DENSE_PREFIX)
+        }
+        rows += [as_row(case.method, case.setting, length, each, dense) for case, each in done]
     return _with_break_even(rows, methods.notes)
 
 
-def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> Blocks:
-    """A gate as it is before training, which takes the time of a trained one."""
+def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
+    """Returns an untrained gate, which has the cost of a trained one."""
     presets = cfg.model.presets
-    shape = GateConfig(
-        block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool, rope=presets.gate_rope
-    )
+    shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
     policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # thresholds come with training
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
-    return Blocks("gate, untrained", replace(cfg.select, policy=policy, scores="gate"), gate)
+    return BlockSelectionMethod("gate, untrained", cfg.select.with_policy(policy, scores="gate"), gate)
 
 
 @contextmanager
-def _dense(model: "PreTrainedModel") -> Iterator[Figures]:
+def _dense(model: "PreTrainedModel") -> Iterator[ReadStats]:
     timer = PhaseTimer(model.device)
 
-    def attend(x: LayerInputs) -> Tensor:
+    def timed_dense_attention(x: LayerInputs) -> Tensor:
         with timer.measure("attention"):
             return dense_attention(x)
 
-    with tap(model, attend):
+    with tap(model, timed_dense_attention):
         yield lambda: {"sparsity": None, "selection_s": None, "attention_s": timer.seconds("attention")}
 
 
 @contextmanager
-def _sparse(model: "PreTrainedModel", block: Blocks, select: SelectConfig) -> Iterator[Figures]:
+def _sparse(model: "PreTrainedModel", block: BlockSelectionMethod, select: SelectConfig) -> Iterator[ReadStats]:
     with block.attach(model, select, measure_time=True) as sparse:
         yield sparse.stats
 
 
 @torch.inference_mode()
 def first_token(model: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """The first choice after the prompt ``ids [1, N]``, its keys and values in a cache."""
+    """Returns the greedy token after the prompt ``ids [1, N]``; keys and values go to a cache."""
     generate: Any = model
     return generate(input_ids=ids, use_cache=True, logits_to_keep=1).logits.argmax(-1)
 
 
 def measure(
-    model: "PreTrainedModel", ids: Tensor, attached: Callable[[], AbstractContextManager[Figures]], seconds: float
-) -> Run:
-    """One run that finds kernels and memory unprepared, then measured ones until they took ``seconds``."""
+    model: "PreTrainedModel", ids: Tensor, attached: Callable[[], AbstractContextManager[ReadStats]], seconds: float
+) -> LatencyRun:
+    """Runs a warm-up prompt, then measures prompts until they took ``seconds``."""
     with attached():
         first_token(model, ids)
     taken: list[float] = []
@@ -138,11 +138,11 @@ def measure(
             peaks.append(spent.peak_mb)
         found = figures()
     parts = {part: (found[part] or 0.0) / len(taken) for part in ("selection_s", "attention_s")}
-    return Run(taken, max(peaks), found["sparsity"], **parts)
+    return LatencyRun(taken, max(peaks), found["sparsity"], **parts)
 
 
-def row(method: str, setting: str, length: int, done: Run, dense: dict[str, float]) -> EvalRow:
-    """A run as a row; ``dense``: seconds of each dense kernel at the same length."""
+def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict[str, float]) -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length."""
     return EvalRow(
         task="latency",
         method=method,
@@ -167,20 +167,21 @@ def row(method: str, setting: str, length: int, done: Run, dense: dict[str, floa
 
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
-    """The rows, with the length from which on their setting beats the fastest dense kernel; and a note on each setting."""
+    """Returns the rows with the break-even length of their setting, and appends a note on each setting to ``notes``."""
     found: dict[tuple[str, str], int | None] = {}
     for line in dict.fromkeys((each.method, each.setting) for each in rows if each.setting):
         ratios = {each.extra["length"]: each.ratio_to_dense for each in rows if (each.method, each.setting) == line}
         found[line] = tokens = break_even({length: ratio for length, ratio in ratios.items() if ratio})
-        said = "at no length measured" if tokens is None else f"from {tokens:,} tokens on"
-        notes.append(f"{line[0]}, {line[1]}: faster than the fastest dense attention {said}.")
+        where = "at no measured length" if tokens is None else f"from {tokens:,} tokens on"
+        notes.append(f"{line[0]}, {line[1]}: faster than the fastest dense attention {where}.")
     return [replace(each, extra=each.extra | {"break_even": found.get((each.method, each.setting))}) for each in rows]
 
 
 def break_even(ratios: dict[int, float]) -> int | None:
-    """Where the time over dense attention's falls below 1 for good, from ``{length: ratio}``; None where it does not.
+    """Returns the length from which sparse attention stays faster than dense attention, or None.
 
-    Between two lengths it lies on the straight line of both logarithms; a shorter one than was measured is not guessed.
+    ``ratios`` maps each measured length to sparse over dense time. Between two lengths the ratio is interpolated linearly in
+    the logarithms of both; there is no extrapolation below the shortest measured length.
     """
     lengths = sorted(ratios)
     slower = [i for i, length in enumerate(lengths) if ratios[length] >= 1]

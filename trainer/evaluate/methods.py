@@ -1,4 +1,4 @@
-"""What stands side by side in a result: the artifacts that exist, and the training-free baselines they must beat."""
+"""The methods that an evaluation compares: trained artifacts and training-free baselines."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,8 @@ import torch
 
 from msattn.trainer import artifacts
 from msattn.trainer.attach import attach, load
-from msattn.trainer.config import EvalRunConfig, SelectConfig
+from msattn.trainer.config import EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
+from msattn.trainer.config.select import own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
@@ -23,42 +24,43 @@ if TYPE_CHECKING:
     from msattn.trainer.seer.gate import Gate
 
 Router = KMeans | QModel
-COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # what makes each kind of artifact
+COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # kind of artifact: command that makes it
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Sparse prefill: blocks chosen by the scores that ``select`` names, read as its policy says."""
+class BlockSelectionMethod:
+    """Sparse prefill: ``select`` names the block scores and the policy that turns them into blocks to read."""
 
     name: str
     select: SelectConfig
     gate: "Gate | None" = None
 
     def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
-        """Each sparsity in turn; a policy that sets its own sparsity stands once, as it is configured.
+        """Returns ``(label, selection)`` for each setting to measure.
 
-        Multiscale reading has top-k beside it that reads as many tokens, all of them whole.
+        Policies with a sparsity are measured at each of ``sparsities``, other policies once, as configured. Multiscale is
+        compared with top-k that reads the same number of tokens.
         """
-        if self.select.policy in ("topk", "calibrated"):
+        if isinstance(self.select, SparsityConfig):
             return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
-        if self.select.policy == "multiscale":
+        if isinstance(self.select, MultiscaleConfig):
             shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
-            as_many_whole = replace(self.select, policy="topk", sparsity=1 - cost)
+            as_many_whole = self.select.with_policy("topk", sparsity=1 - cost)
             return [(f"shares {shares}", self.select), (f"sparsity {1 - cost:.4g}", as_many_whole)]
-        value = {"threshold": "threshold", "nucleus": "mass", "token_budget": "tokens"}[self.select.policy]
-        return [(f"{self.select.policy} {getattr(self.select, value):g}", self.select)]
+        (key,) = own_keys(type(self.select))
+        return [(f"{self.select.policy} {getattr(self.select, key):g}", self.select)]
 
     def attach(
         self, model: "PreTrainedModel", select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
     ) -> AbstractContextManager["Sparse"]:
-        """Attach the selection for prompts of every length: what is measured is the sparse path."""
+        """Attaches the selection to ``model`` without ``dense_below``, so that prompts of every length are read sparsely."""
         always = replace(select, dense_below=0)
         return attach(model, gate=self.gate, select=always, measure_recall=measure_recall, measure_time=measure_time)
 
 
 @dataclass(frozen=True)
-class Routing:
-    """Sparse decoding: the dense window and the buckets that ``router`` chooses, read by ``bucket_decode``."""
+class BucketRoutingMethod:
+    """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses."""
 
     name: str
     router: Router
@@ -67,7 +69,7 @@ class Routing:
     dense_layers: tuple[int, ...]
 
     def settings(self, probes: list[int]) -> list[tuple[str, int]]:
-        """How many buckets a query visits; more than there are is a UserError."""
+        """Returns ``(label, probes)`` for each number of probes; raises UserError if there are fewer buckets."""
         for count in probes:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets a key/value head")
@@ -79,29 +81,30 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Methods:
-    """All that is compared.
+class ComparedMethods:
+    """The methods that each task compares with dense attention.
 
     Attributes
     ----------
-    blocks, routing : besides dense attention, which every task runs first.
-    manifests : of the artifacts found, by kind.
-    notes : what is missing, and the command that makes it.
+    block_selections : of sparse prefill.
+    bucket_routings : of sparse decoding.
+    manifests : of the artifacts, by kind.
+    notes : for the reader, e.g. a missing artifact and the command that makes it.
     """
 
-    blocks: list[Blocks]
-    routing: list[Routing]
+    block_selections: list[BlockSelectionMethod]
+    bucket_routings: list[BucketRoutingMethod]
     manifests: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def find(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> Methods:
-    """The artifacts that are named, or that this model has under this name; and ``eval.baselines``.
+def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> ComparedMethods:
+    """Loads the artifacts of ``cfg.artifacts``, or those of this model and name, and adds ``eval.baselines``.
 
     Raises
     ------
     UserError
-        If an artifact that is named is missing, or any belongs to another model.
+        A given artifact is missing, or an artifact belongs to another model.
     """
     paths, notes = _paths(cfg)
     manifests, found = {}, {}
@@ -110,13 +113,14 @@ def find(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> Methods:
         artifacts.check_model(manifest, loaded.fingerprint)
         manifests[label] = {"path": str(path), **manifest}
         found[label] = load(path).to(device)
-    return Methods(_blocks(cfg, found.get("gate")), _routing(cfg, found), manifests, notes)
+    return ComparedMethods(_blocks(cfg, found.get("gate")), _routing(cfg, found), manifests, notes)
 
 
 def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:
-    """``{label: (kind, path)}`` of the artifacts to read, and a note for each kind that is neither named nor there.
+    """Returns ``{label: (kind, path)}`` of the artifacts to read, and a note for each missing kind.
 
-    A k-means that is named stands beside this name's own: with and without RoPE, say.
+    A k-means of ``cfg.artifacts`` is compared with the k-means of this name, e.g. with and without RoPE; gates and query
+    classifiers of ``cfg.artifacts`` replace those of this name.
     """
     paths: dict[str, tuple[str, str | Path]] = {}
     notes = []
@@ -132,19 +136,18 @@ def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[
     return paths, notes
 
 
-def _blocks(cfg: EvalRunConfig, gate: "Gate | None") -> list[Blocks]:
+def _blocks(cfg: EvalRunConfig, gate: "Gate | None") -> list[BlockSelectionMethod]:
     size = gate.cfg.block_size if gate else cfg.select.block_size  # baselines choose among the gate's own blocks
-    fixed = (
-        replace(cfg.select, policy="topk") if cfg.select.policy == "calibrated" else cfg.select
-    )  # only gates carry thresholds
-    trained = [Blocks("gate", replace(cfg.select, scores="gate"), gate)] if gate else []
+    # Only gates carry thresholds.
+    fixed = cfg.select.with_policy("topk") if cfg.select.policy == "calibrated" else cfg.select
+    trained = [BlockSelectionMethod("gate", replace(cfg.select, scores="gate"), gate)] if gate else []
     if gate and fixed != cfg.select:
-        trained.append(Blocks("gate, top-k", replace(fixed, scores="gate"), gate))
-    return trained + [Blocks(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
+        trained.append(BlockSelectionMethod("gate, top-k", replace(fixed, scores="gate"), gate))
+    return trained + [BlockSelectionMethod(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
 
 
-def _routing(cfg: EvalRunConfig, found: dict[str, Any]) -> list[Routing]:
+def _routing(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:
     window = (cfg.recent, cfg.sink, tuple(cfg.dense_layers))
     names = {"qmodel": "classifier", "kmeans": "k-means", "kmeans (named)": "k-means (named)"}
     rope = {label: ", RoPE" if getattr(router, "rope", False) else "" for label, router in found.items()}
-    return [Routing(name + rope[label], found[label], *window) for label, name in names.items() if label in found]
+    return [BucketRoutingMethod(name + rope[label], found[label], *window) for label, name in names.items() if label in found]

@@ -1,8 +1,8 @@
-"""Needles in a haystack: is a number that was said once, somewhere in the context, still found?
+"""Needle in a haystack: retrieval of a number that the context states once.
 
-Answers are scored under teacher forcing: a sample counts when every answer token is the model's first choice, which is what
-greedy decoding would have to produce. Block selections read prompt and answer in one sparse prefill. Routing reads the context
-densely and decodes the question (or not: ``question=dense``) and the answer token by token. All methods see the same samples.
+Answers are scored with teacher forcing: a sample is correct if every answer token is the model's most likely token, as greedy
+decoding would need. Block selections read prompt and answer in one sparse prefill. Routing reads the context densely, then
+decodes the question (read densely too with ``question=dense``) and the answer token by token. All methods see the same samples.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from msattn.trainer.data.retrieval import needle_prompt, question
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
-from msattn.trainer.evaluate.methods import Methods, Routing
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import logits, prefill
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.tap import run_backbone
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
 
-BATCH_TOKENS = 32768  # tokens that pass through the model at once
-HAYSTACK_TOKENS = 1_000_000  # of text, at most
+BATCH_TOKENS = 32768  # tokens of one forward pass
+HAYSTACK_TOKENS = 1_000_000  # text that the prompts are cut from, unless lengths need more
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Samples:
     ----------
     ids : LongTensor ``[n, length]``.
     answers : number of answer tokens at the end of each.
-    decoded : how many of the last tokens a routed model decodes one by one, the very last (never read) included.
-    depths : where each needle that is asked for lies, 0 at the start.
+    decoded : number of last tokens that a routed model decodes one by one, with the very last, which is never an input.
+    depths : position of the needle that is asked for, 0 at the start of the context.
     """
 
     ids: Tensor
@@ -54,29 +54,29 @@ class Samples:
 
     @property
     def longest(self) -> int:
-        """Answer tokens of the longest answer."""
+        """Number of tokens of the longest answer."""
         return max(self.answers)
 
     def batches(self) -> tuple[Tensor, ...]:
         return self.ids.split(max(1, BATCH_TOKENS // self.ids.shape[1]))
 
     def found(self, predicted: Tensor) -> list[bool]:
-        """Whether the whole answer is right, from the first choices ``[n, longest]`` for the last ``longest`` tokens."""
+        """Returns, for each sample, whether all answer tokens are right; ``predicted [n, longest]`` are the last tokens."""
         right = predicted.cpu() == self.ids[:, -self.longest :]
         return [bool(row[-answer:].all()) for row, answer in zip(right, self.answers, strict=True)]
 
 
 @dataclass(frozen=True)
-class Result:
-    """What one method in one setting did with :class:`Samples`.
+class NeedleResult:
+    """Predictions and cost of one method in one setting on :class:`Samples`.
 
     Attributes
     ----------
-    predicted : LongTensor ``[n, longest]``, the first choices for the last ``longest`` tokens.
+    predicted : LongTensor ``[n, longest]``, the most likely tokens at the last ``longest`` positions.
     seconds : of a prefill, or of a decoded token.
     peak_mb : MiB.
-    sparsity : share of visible blocks not read; None for routing.
-    selectivity : share of visible keys read.
+    sparsity : share of the visible blocks that is not read; None for routing.
+    selectivity : share of the visible keys that is read.
     """
 
     predicted: Tensor
@@ -86,37 +86,37 @@ class Result:
     selectivity: float | None
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
-    """For each length a row for dense attention, one a block selection and sparsity, one a routing and number of probes."""
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns rows for dense attention, block selections and routings, at each length and in each setting."""
     settings = cfg.eval.needle
     haystack = read_haystack(cfg, loaded.tokenizer)
     rows = []
     for length in settings.lengths:
         samples = make_samples(cfg, loaded.tokenizer, haystack, length)
-        blocks = [(method, *setting) for method in methods.blocks for setting in method.settings(settings.sparsities)]
+        blocks = [(method, *setting) for method in methods.block_selections for setting in method.settings(settings.sparsities)]
         routes = [
             (method, label, probes)
-            for number, method in enumerate(methods.routing)
+            for number, method in enumerate(methods.bucket_routings)
             for label, probes in method.settings(settings.probes)
             if probes or number == 0
         ]
         total = (1 + len(blocks) + len(routes)) * len(samples.batches())
         advance = partial(progress.advance, progress.add_task(f"needle, {length} tokens", total=total))
-        dense = as_row("dense", "", samples, read_at_once(loaded, samples, advance), None, cfg)
+        dense = as_row("dense", "", samples, prefill_samples(loaded, samples, advance), None, cfg)
         rows.append(dense)
         for method, label, select in blocks:
             with method.attach(loaded.model, select) as sparse:
-                result = read_at_once(loaded, samples, advance, sparse)
+                result = prefill_samples(loaded, samples, advance, sparse)
             rows.append(as_row(method.name, label, samples, result, dense, cfg))
-        for method in methods.routing:
+        for method in methods.bucket_routings:
             plan = {label: probes for route, label, probes in routes if route is method}
-            for label, result in decode(loaded, samples, method, plan, advance).items():
+            for label, result in decode_samples(loaded, samples, method, plan, advance).items():
                 rows.append(as_row(method.name if plan[label] else WINDOW, label, samples, result, dense, cfg))
     return rows
 
 
 def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
-    """Tokens of the text that hides the needles, documents one after another."""
+    """Returns the tokens of the text that hides the needles: its documents, concatenated."""
     where = cfg.eval.needle.haystack
     source = DataConfig(source="text", path=where, heldout_path=where) if where else cfg.data
     enough = max(HAYSTACK_TOKENS, 2 * max(cfg.eval.needle.lengths))
@@ -125,13 +125,18 @@ def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
 
 
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: int) -> Samples:
-    """``samples`` prompts at each of ``depths``, the same for the same seed; each begins as the tokenizer begins a text."""
+    """Returns ``samples`` prompts at each of ``depths``, a function of the seed; with the BOS token, if there is one.
+
+    Raises
+    ------
+    UserError : the prompt is too short for its needles, or longer than the haystack.
+    """
     settings = cfg.eval.needle
     text, opening = haystack.numpy(), tokenizer("").input_ids
 
     def crop(rng: np.random.Generator, size: int) -> np.ndarray:
         if size > len(text):
-            raise ValueError(f"the haystack holds {len(text)} tokens, {size} are needed")
+            raise ValueError(f"the haystack has {len(text)} tokens, but {size} are needed")
         start = rng.integers(len(text) - size + 1)
         return text[start : start + size]
 
@@ -148,13 +153,13 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: i
             depths.append(depth)
     ids = torch.stack(prompts)
     asked = question("|").partition("|")[0].rstrip()
-    start = last_start(ids, torch.tensor(tokenizer(f" {asked}", add_special_tokens=False).input_ids))
+    start = last_position(ids, torch.tensor(tokenizer(f" {asked}", add_special_tokens=False).input_ids))
     decoded = max(answers) + 1 if settings.question == "dense" else length - int(start.min())
     return Samples(ids, answers, decoded, depths)
 
 
-def last_start(ids: Tensor, phrase: Tensor) -> Tensor:
-    """Where ``phrase [p]`` begins for the last time in each row of ``ids [n, N]``."""
+def last_position(ids: Tensor, phrase: Tensor) -> Tensor:
+    """Returns the position of the last occurrence of ``phrase [p]`` in each row of ``ids [n, N]``."""
     begins = (ids.unfold(1, len(phrase), 1) == phrase).all(-1)
     if not begins.any(1).all():
         raise ValueError(f"phrase={phrase.tolist()}: not in every row of ids")
@@ -162,8 +167,10 @@ def last_start(ids: Tensor, phrase: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def read_at_once(loaded: "Loaded", samples: Samples, advance: Callable[[], None], sparse: "Sparse | None" = None) -> Result:
-    """One prefill of prompt and answer, the way the model is attached now."""
+def prefill_samples(
+    loaded: "Loaded", samples: Samples, advance: Callable[[], None], sparse: "Sparse | None" = None
+) -> NeedleResult:
+    """Runs one prefill over prompt and answer, with the attention that is attached to the model now."""
     predicted, seconds, peak = [], 0.0, 0.0
     for ids in samples.batches():
         with cost(loaded.model.device) as spent:
@@ -172,14 +179,14 @@ def read_at_once(loaded: "Loaded", samples: Samples, advance: Callable[[], None]
         seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
         advance()
     sparsity = sparse.stats()["sparsity"] if sparse else 0.0
-    return Result(torch.cat(predicted), seconds / len(samples.ids), peak, sparsity, 1 - sparsity)
+    return NeedleResult(torch.cat(predicted), seconds / len(samples.ids), peak, sparsity, 1 - sparsity)
 
 
 @torch.inference_mode()
-def decode(
-    loaded: "Loaded", samples: Samples, method: Routing, plan: dict[str, int], advance: Callable[[], None]
-) -> dict[str, Result]:
-    """``{setting: result}`` for each number of probes in ``plan``; the context is read once a batch and shared by them all."""
+def decode_samples(
+    loaded: "Loaded", samples: Samples, method: BucketRoutingMethod, plan: dict[str, int], advance: Callable[[], None]
+) -> dict[str, NeedleResult]:
+    """Returns ``{setting: result}`` for each number of probes in ``plan``; all share one dense prefill of the context."""
     from transformers import DynamicCache
 
     predicted: dict[str, list[Tensor]] = {label: [] for label in plan}
@@ -191,7 +198,7 @@ def decode(
         with method.attach(loaded.model, 0):
             run_backbone(loaded.model, context, past_key_values=cache, use_cache=True)
         for label, probes in plan.items():
-            with method.attach(loaded.model, probes):  # untimed: kernels compile at their first call
+            with method.attach(loaded.model, probes):  # not timed: kernels compile at their first call
                 run_backbone(loaded.model, steps[:, :1], past_key_values=cache, use_cache=True)
             cache.crop(-1)
             with method.attach(loaded.model, probes) as sparse:
@@ -204,12 +211,15 @@ def decode(
             peaks[label] = max(peaks[label], spent.peak_mb)
             advance()
     return {
-        label: Result(torch.cat(predicted[label]), seconds[label], peaks[label], None, selectivity[label]) for label in plan
+        label: NeedleResult(torch.cat(predicted[label]), seconds[label], peaks[label], None, selectivity[label])
+        for label in plan
     }
 
 
-def as_row(method: str, setting: str, samples: Samples, result: Result, dense: EvalRow | None, cfg: EvalRunConfig) -> EvalRow:
-    """A result as a row; ``dense`` is dense attention's row, None for itself."""
+def as_row(
+    method: str, setting: str, samples: Samples, result: NeedleResult, dense: EvalRow | None, cfg: EvalRunConfig
+) -> EvalRow:
+    """Returns the row of a result; ``dense`` is the row of dense attention, None for dense attention itself."""
     found = samples.found(result.predicted)
     accuracy = sum(found) / len(found)
     by_depth: dict[str, list[bool]] = {}

@@ -1,4 +1,4 @@
-"""Perplexity of held-out text: dense, through the gate, and through the baselines, at each sparsity."""
+"""Perplexity of held-out text with dense attention, gates and baselines, at each sparsity."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
-from msattn.trainer.evaluate.methods import Methods
+from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models import tap
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from msattn.trainer.data.chunking import Chunks
     from msattn.trainer.models.loading import Loaded
 
-LOGIT_ROWS = 2048  # tokens whose logits exist at once: 128k vocabulary entries in fp32 are 1 GB
+LOGIT_ROWS = 2048  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 1 GB
 
 
 @dataclass(frozen=True)
-class Run:
-    """One method in one setting: mean loss a token of each chunk (nats), seconds of each prefill, peak MiB of all."""
+class PerplexityRun:
+    """Measurements of one method: mean token loss (nats) and prefill seconds of each chunk, peak MiB over all chunks."""
 
     losses: list[float]
     seconds: list[float]
@@ -41,8 +41,8 @@ class Run:
     recall: float | None = None
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
-    """One row for dense attention and one for each block selection at each sparsity, on the same chunks."""
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns a row for dense attention and one for each block selection at each sparsity, on the same chunks."""
     settings = cfg.eval.perplexity
     chunks = data.chunks(
         cfg.data,
@@ -54,39 +54,44 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
     )
     num_bytes = sum(chunks.num_bytes(i) for i in range(len(chunks)))
     bits_per_byte = len(chunks) * (settings.length - 1) / math.log(2) / num_bytes
-    plan = [(method, label, select) for method in methods.blocks for label, select in method.settings(settings.sparsities)]
+    plan = [
+        (method, label, select) for method in methods.block_selections for label, select in method.settings(settings.sparsities)
+    ]
     advance = partial(progress.advance, progress.add_task("perplexity", total=(2 * len(plan) + 1) * len(chunks)))
-    as_row = partial(row, bits_per_byte_of_nats=bits_per_byte, length=settings.length)
-    prefill(loaded, chunks[0]["input_ids"])  # the first pass pays for what later ones find ready
+    to_row = partial(as_row, bits_per_byte_of_nats=bits_per_byte, length=settings.length)
+    prefill(loaded, chunks[0]["input_ids"])  # warm-up
     dense = measure(loaded, chunks, nullcontext(), advance)
-    rows = [as_row("dense", "", dense, dense)]
+    rows = [to_row("dense", "", dense, dense)]
     for method, label, select in plan:
-        with method.attach(loaded.model, select, measure_recall=True) as sparse:  # untimed: recall costs dense passes
+        with method.attach(loaded.model, select, measure_recall=True) as sparse:  # not timed: recall needs dense passes
             for i in range(len(chunks)):
                 prefill(loaded, chunks[i]["input_ids"])
                 advance()
             recall = sparse.stats()["recall"]
-        run = measure(loaded, chunks, method.attach(loaded.model, select), advance)
-        rows.append(as_row(method.name, label, replace(run, recall=recall), dense))
+        sparse_run = measure(loaded, chunks, method.attach(loaded.model, select), advance)
+        rows.append(to_row(method.name, label, replace(sparse_run, recall=recall), dense))
     return rows
 
 
 @torch.inference_mode()
 def prefill(loaded: "Loaded", input_ids: Tensor) -> Tensor:
-    """Last hidden states ``[B, N, hidden]`` of tokens ``[N]`` or ``[B, N]``, in one pass without a cache."""
+    """Returns the last hidden states ``[B, N, hidden]`` of tokens ``[N]`` or ``[B, N]``, in one pass without a cache."""
     ids = torch.atleast_2d(input_ids).to(loaded.model.device)
     return tap.run_backbone(loaded.model, ids)
 
 
 def logits(loaded: "Loaded", hidden: Tensor) -> Tensor:
-    """The model's head on ``hidden [..., hidden]``: ``[..., vocabulary]``."""
+    """Applies the output embeddings to ``hidden [..., hidden]``: ``[..., vocabulary]``."""
     head: Any = loaded.model.get_output_embeddings()
     return head(hidden)
 
 
 @torch.inference_mode()
 def token_losses(loaded: "Loaded", hidden: Tensor, input_ids: Tensor) -> Iterator[Tensor]:
-    """Cross-entropy (nats) of tokens 1, 2, ... of ``input_ids [N]`` from ``hidden [1, N, hidden]``, a piece at a time."""
+    """Yields the cross-entropy (nats) of tokens 1, 2, ... of ``input_ids [N]``, in pieces of ``LOGIT_ROWS`` tokens.
+
+    ``hidden [1, N, hidden]`` are the last hidden states of the same tokens.
+    """
     targets = input_ids[1:].to(hidden.device)
     for piece, target in zip(hidden[0, :-1].split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
         yield F.cross_entropy(logits(loaded, piece).float(), target, reduction="none")
@@ -94,8 +99,8 @@ def token_losses(loaded: "Loaded", hidden: Tensor, input_ids: Tensor) -> Iterato
 
 def measure(
     loaded: "Loaded", chunks: "Chunks", attached: AbstractContextManager["Sparse | None"], advance: Callable[[], None]
-) -> Run:
-    """Loss and cost of every chunk under ``attached``."""
+) -> PerplexityRun:
+    """Measures the loss and cost of every chunk inside the context ``attached``."""
     losses, seconds, peaks = [], [], []
     with attached as sparse:
         for i in range(len(chunks)):
@@ -106,11 +111,20 @@ def measure(
             peaks.append(spent.peak_mb)
             losses.append(fmean(torch.cat(list(token_losses(loaded, hidden, ids))).double().tolist()))
             advance()
-        return Run(losses, seconds, max(peaks), sparse.stats()["sparsity"] if sparse else 0.0)
+        return PerplexityRun(losses, seconds, max(peaks), sparse.stats()["sparsity"] if sparse else 0.0)
 
 
-def row(method: str, setting: str, run: Run, dense: Run, bits_per_byte_of_nats: float, length: int) -> EvalRow:
-    """A run as a row. The ratio's interval is of the paired differences: the same chunks, so most of the spread cancels."""
+def as_row(
+    method: str, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
+) -> EvalRow:
+    """Returns the row of a run.
+
+    The interval of the ratio is that of the paired differences: both runs read the same chunks, so most of the spread cancels.
+
+    Raises
+    ------
+    ArithmeticError : the loss is not finite.
+    """
     loss, spread = fmean(run.losses), mean_interval(run.losses)
     if not math.isfinite(loss):
         raise ArithmeticError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")

@@ -1,7 +1,7 @@
-"""How much of the attention mass lies in what is read, layer by layer and head by head, and how far the output moves.
+"""Recall of attention mass and error of the attention output, for each layer and head.
 
-Every method is shown the same queries, keys and values: those of the dense model, layer after layer. The mass that a query
-reads is ``exp(lse_sparse - lse_dense)``, from the statistics of the operations that serve.
+Every method reads the same queries, keys and values, those of the dense model in each layer. The mass that a query reads is
+``exp(lse_sparse - lse_dense)``, from the log-sum-exp of the operations that serve.
 """
 
 from collections import defaultdict
@@ -19,11 +19,12 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
-from msattn.trainer.evaluate.methods import Blocks, Methods, Routing
+from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
-from msattn.trainer.saap.index import top_buckets
+from msattn.trainer.saap.routing import top_buckets
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 
 if TYPE_CHECKING:
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     from msattn.kernels.types import MaxPoolAttention, SparseAttention
     from msattn.trainer.models.loading import Loaded
 
-QUERY_BATCH = 16  # decoding queries at once: bounds the gathered keys
+QUERY_BATCH = 16  # decoding queries of one call, which bounds the memory of gathered keys
 
 
-class Reading(NamedTuple):
-    """What one method in one setting read in one layer: mass ``[Hq]``, relative output error ``[Hq]``, share of keys."""
+class LayerRecall(NamedTuple):
+    """Recall of one method in one layer and chunk: mass ``[Hq]``, relative output error ``[Hq]``, share of keys read."""
 
     recall: Tensor
     error: Tensor
@@ -44,18 +45,18 @@ class Reading(NamedTuple):
 
 
 @dataclass
-class Tally:
-    """The readings of one method in one setting: ``readings[layer]`` holds one a chunk."""
+class MethodRecall:
+    """Recall of one method in one setting; ``by_layer[layer]`` holds one entry for each chunk."""
 
     routed: bool
-    readings: dict[int, list[Reading]] = field(default_factory=lambda: defaultdict(list))
+    by_layer: dict[int, list[LayerRecall]] = field(default_factory=lambda: defaultdict(list))
 
-    def row(self, method: str, setting: str) -> EvalRow:
-        """Means over layers, heads and chunks; the heads' own figures in ``extra``."""
-        layers = sorted(self.readings)
-        recall = torch.stack([torch.stack([reading.recall for reading in self.readings[layer]]) for layer in layers]).cpu()
-        error = torch.stack([torch.stack([reading.error for reading in self.readings[layer]]) for layer in layers]).cpu()
-        share = torch.stack([reading.share for layer in layers for reading in self.readings[layer]]).mean().item()
+    def as_row(self, method: str, setting: str) -> EvalRow:
+        """Returns the means over layers, heads and chunks; ``extra`` holds the values of each head."""
+        layers = sorted(self.by_layer)
+        recall = torch.stack([torch.stack([chunk.recall for chunk in self.by_layer[layer]]) for layer in layers]).cpu()
+        error = torch.stack([torch.stack([chunk.error for chunk in self.by_layer[layer]]) for layer in layers]).cpu()
+        share = torch.stack([chunk.share for layer in layers for chunk in self.by_layer[layer]]).mean().item()
         spread = mean_interval(recall.double().mean((0, 2)).tolist())
         return EvalRow(
             task="recall",
@@ -79,8 +80,8 @@ class Tally:
         )
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progress") -> list[EvalRow]:
-    """A row for each block selection at each sparsity, and for each routing (and the oracle's) with each number of probes."""
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns rows of each block selection at each sparsity, and of each routing and the oracle with each number of probes."""
     settings = cfg.eval.recall
     chunks = data.chunks(
         cfg.data,
@@ -90,53 +91,58 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: Methods, progress: "Progr
         seq_len=settings.length,
         num_chunks=settings.num_chunks,
     )
-    tallies: dict[tuple[str, str], Tally] = {}
+    recalls: dict[tuple[str, str], MethodRecall] = {}
     advance = partial(progress.advance, progress.add_task("recall", total=len(chunks) * loaded.model.config.num_hidden_layers))
 
-    def attend(x: LayerInputs) -> Tensor:
+    def measured_dense_attention(x: LayerInputs) -> Tensor:
         dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
-        for method in methods.blocks:
-            for label, reading in read_blocks(x, dense, method, settings.sparsities).items():
-                tallies.setdefault((method.name, label), Tally(False)).readings[x.layer].append(reading)
-        for number, routing in enumerate(methods.routing):
-            for (name, label), reading in read_buckets(x, dense, routing, cfg, first=number == 0).items():
-                tallies.setdefault((name, label), Tally(True)).readings[x.layer].append(reading)
+        for method in methods.block_selections:
+            for label, recall in block_recalls(x, dense, method, settings.sparsities).items():
+                recalls.setdefault((method.name, label), MethodRecall(False)).by_layer[x.layer].append(recall)
+        for number, routing in enumerate(methods.bucket_routings):
+            for (name, label), recall in bucket_recalls(x, dense, routing, cfg, first=number == 0).items():
+                recalls.setdefault((name, label), MethodRecall(True)).by_layer[x.layer].append(recall)
         advance()
         return dense.out
 
     for i in range(len(chunks)):
-        with torch.inference_mode(), tap(loaded.model, attend):
+        with torch.inference_mode(), tap(loaded.model, measured_dense_attention):
             prefill(loaded, chunks[i]["input_ids"])
-    return [tally.row(method, label) for (method, label), tally in sorted(tallies.items(), key=lambda item: item[1].routed)]
+    blocks_first = sorted(recalls.items(), key=lambda item: item[1].routed)
+    return [recall.as_row(method, label) for (method, label), recall in blocks_first]
 
 
-def compare(sparse: "SparseAttention", out: Tensor, lse: Tensor, share: Tensor) -> Reading:
-    """Sparse against dense ``out [B, H, N, D]`` and ``lse [B, H, N]``, over batch and queries."""
-    mass = (sparse.lse - lse).exp().mean((0, 2))
-    moved, size = (sparse.out.float() - out.float()).square(), out.float().square()
-    return Reading(mass.clamp(max=1), moved.sum((0, 2, 3)) / size.sum((0, 2, 3)), share)
+def compare(sparse: "SparseAttention", out: Tensor, lse: Tensor, share: Tensor) -> LayerRecall:
+    """Compares sparse attention with dense ``out [B, H, N, D]`` and ``lse [B, H, N]``, over batch and queries.
+
+    The output error is the squared difference, relative to the squared dense output.
+    """
+    difference, size = (sparse.out.float() - out.float()).square(), out.float().square()
+    return LayerRecall(attention_recall(sparse.lse, lse), difference.sum((0, 2, 3)) / size.sum((0, 2, 3)), share)
 
 
-def read_blocks(x: LayerInputs, dense: "MaxPoolAttention", method: Blocks, sparsities: list[float]) -> dict[str, Reading]:
-    """``{setting: reading}`` of one block selection; its scores are computed once for all sparsities."""
+def block_recalls(
+    x: LayerInputs, dense: "MaxPoolAttention", method: BlockSelectionMethod, sparsities: list[float]
+) -> dict[str, LayerRecall]:
+    """Returns ``{setting: recall}`` of one block selection; its scores are computed once for all sparsities."""
     selections = {label: Selection.from_config(select, method.gate) for label, select in method.settings(sparsities)}
-    scores, readings = None, {}
+    scores, recalls = None, {}
     for label, selection in selections.items():
         scores = selection.scorer(x) if scores is None else scores
         chosen, size = selection.choose(scores, x), selection.block_size
         sparse = selected_attention(x, chosen, size)
-        readings[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(chosen, selection.candidates(x)))
-    return readings
+        recalls[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(chosen, selection.candidates(x)))
+    return recalls
 
 
-def read_buckets(
-    x: LayerInputs, dense: "MaxPoolAttention", method: Routing, cfg: EvalRunConfig, first: bool
-) -> dict[tuple[str, str], Reading]:
-    """``{(method, setting): reading}`` of one router over a chunk's decoding queries.
+def bucket_recalls(
+    x: LayerInputs, dense: "MaxPoolAttention", method: BucketRoutingMethod, cfg: EvalRunConfig, first: bool
+) -> dict[tuple[str, str], LayerRecall]:
+    """Returns ``{(method, setting): recall}`` of one router over the decoding queries of a chunk.
 
-    The ``first`` router brings along what hangs on none: the best possible routing over its buckets, and the window alone.
-    The queries stand evenly over the positions whose context is longer than the dense window. A query group shares its probes;
-    with ``independent`` there are also rows in which each query head has its own, as if the group's keys were its alone.
+    The ``first`` router also gives the entries that need no router: oracle routing over its buckets, the dense window alone.
+    Queries are spaced evenly over the positions whose context is longer than the dense window. A query group shares its probes;
+    ``independent`` adds entries in which each query head has its own probes.
     """
     if x.layer in method.dense_layers or x.layer not in method.router.layers:
         return {}
@@ -150,22 +156,24 @@ def read_buckets(
         group = x.q.shape[1] // x.k.shape[1]
         k, v, own_buckets = (each.repeat_interleave(group, 1) for each in (x.k, x.v, buckets))
         views[", independent"] = (replace(x, k=k, v=v), own_buckets, method.router.head_scores(x.layer, q_nope, q))
-    readings = {}
-    for suffix, (view, held, worth) in views.items():
-        scores = {method.name: worth}
+    recalls = {}
+    for suffix, (inputs, assigned, router_scores) in views.items():
+        scores = {method.name: router_scores}
         if first:
-            scores["oracle routing"] = true_mass(view, dense.lse, method, held, positions)
-        for name, ranked in scores.items():
+            scores["oracle routing"] = bucket_attention_mass(inputs, dense.lse, method, assigned, positions)
+        for name, bucket_scores in scores.items():
             for label, probes in method.settings(cfg.eval.recall.probes):
                 if probes or (first and not suffix):
-                    visited = top_buckets(ranked, probes)
+                    visited = top_buckets(bucket_scores, probes)
                     key = (name + suffix if probes else WINDOW, label)
-                    readings[key] = decode_at(view, dense, method, held, positions, visited)
-    return readings
+                    recalls[key] = decode_queries(inputs, dense, method, assigned, positions, visited)
+    return recalls
 
 
-def true_mass(x: LayerInputs, dense_lse: Tensor, method: Routing, buckets: Tensor, positions: Tensor) -> Tensor:
-    """Attention mass in each bucket outside the dense window, summed over the query group: fp32 ``[n, Hkv, C]``."""
+def bucket_attention_mass(
+    x: LayerInputs, dense_lse: Tensor, method: BucketRoutingMethod, buckets: Tensor, positions: Tensor
+) -> Tensor:
+    """Returns the attention mass of each bucket outside the dense window, summed over the query group: fp32 ``[n, Hkv, C]``."""
     keys = torch.arange(x.num_keys, dtype=torch.int32, device=x.q.device)
     far = bucket_mass(
         x.q[:, :, positions],
@@ -182,10 +190,10 @@ def true_mass(x: LayerInputs, dense_lse: Tensor, method: Routing, buckets: Tenso
     return mass.unflatten(0, (x.k.shape[1], -1)).sum(1).transpose(0, 1)
 
 
-def decode_at(
-    x: LayerInputs, dense: "MaxPoolAttention", method: Routing, buckets: Tensor, positions: Tensor, probes: Tensor
-) -> Reading:
-    """Decode the queries at ``positions [n]``, each as if it were the newest, over the window and ``probes [n, Hkv, L]``."""
+def decode_queries(
+    x: LayerInputs, dense: "MaxPoolAttention", method: BucketRoutingMethod, buckets: Tensor, positions: Tensor, probes: Tensor
+) -> LayerRecall:
+    """Decodes the queries at ``positions [n]``, each as the newest token, over the dense window and ``probes [n, Hkv, L]``."""
     index = build_bucket_index(buckets, method.router.num_buckets)
     outs, lses, shares = [], [], []
     for position, probe in zip(positions.split(QUERY_BATCH), probes.split(QUERY_BATCH), strict=True):
@@ -208,8 +216,8 @@ def decode_at(
     return compare(stacked, dense.out[:, :, positions], dense.lse[:, :, positions], torch.cat(shares).mean())
 
 
-def share_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: Routing) -> Tensor:
-    """Share of its visible keys that each query's group reads: fp32 ``[n, Hkv]``."""
+def share_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: BucketRoutingMethod) -> Tensor:
+    """Returns the share of its visible keys that the group of each query reads: fp32 ``[n, Hkv]``."""
     batch, kv_heads, _ = probes.shape
     visited = torch.zeros(batch, kv_heads, method.router.num_buckets, dtype=torch.bool, device=probes.device)
     visited.scatter_(2, probes.long(), True)

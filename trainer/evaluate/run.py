@@ -1,4 +1,4 @@
-"""``msattn eval``: what the model's artifacts read, what it costs, and what it does to the answers."""
+"""``msattn eval``: runs the evaluation tasks and writes tables, figures and a report."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,24 +13,24 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
-    from msattn.trainer.evaluate.methods import Methods
+    from msattn.trainer.evaluate.methods import ComparedMethods
     from msattn.trainer.models.loading import Loaded
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
-    """Run the tasks of ``cfg.eval`` and write the results.
+    """Runs the tasks of ``cfg.eval`` and writes the results.
 
     Returns
     -------
     Path
-        ``outputs/<model>/<name>/eval``: tables, figures, ``report.html``. Results that stood there are kept beside it under
-        their time, or dropped with ``overwrite=true``.
+        ``outputs/<model>/<name>/eval`` with tables, figures and ``report.html``. An earlier folder is renamed to
+        ``eval-<time it was written>``, or deleted with ``overwrite=true``.
 
     Raises
     ------
     UserError
-        If an artifact is damaged or another model's, a length beyond the model's positions, more probes than buckets, or
-        results cannot be written there.
+        An artifact is damaged or belongs to another model, a length exceeds the model's positions, there are more probes than
+        buckets, or the folder is not writable.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -44,10 +44,10 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
     console = Console()
     folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
-    _check_writable(folder)
+    _check_folder_is_writable(folder)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     device = loaded.model.device
-    found = methods.find(cfg, loaded, device)
+    found = methods.find_methods(cfg, loaded, device)
     _check_sizes(cfg, loaded, found)
     parts = (perplexity, recall, needle, latency, decoding)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
@@ -57,9 +57,9 @@ def evaluate(cfg: EvalRunConfig) -> Path:
             rows += tasks[task](loaded, cfg, found, progress)
     if device.type == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
         found.notes.append(CPU_NOTE)
-    title = f"{cfg.model.name}, {cfg.name}: sparse attention measured"
+    title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, device)
-    with _published(folder, keep=not cfg.overwrite) as draft:
+    with _replace_on_success(folder, keep=not cfg.overwrite) as draft:
         figures = report.write(draft, rows, about)
     with Tracker.start(cfg.tracker, folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", config=asdict(cfg)) as tracker:
         for name, path in figures.items():
@@ -71,7 +71,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
 
 def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
-    """``task/method/setting`` -> score, for a tracker; the length is part of the setting where a task has several."""
+    """Returns ``{"task/method/setting": score}`` for a tracker, with the length after the task where it has several."""
     return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
 
 
@@ -79,8 +79,8 @@ def _length(row: EvalRow) -> str:
     return str(row.extra["length"]) if row.task in ("needle", "latency", "decoding") else ""
 
 
-def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None:
-    """Refuse, before the first task, lengths and probes that a later one would refuse."""
+def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
+    """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
     from msattn.trainer.models.families import check_length
 
     sections = cfg.eval
@@ -92,37 +92,37 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Methods") -> None
     }
     probes = {"recall": sections.recall.probes, "needle": sections.needle.probes, "decoding": [cfg.probes]}
     buckets = cfg.model.presets.num_buckets
-    if "decoding" in sections.tasks and not found.routing and cfg.probes > buckets:
+    if "decoding" in sections.tasks and not found.bucket_routings and cfg.probes > buckets:
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     for task in sections.tasks:
-        for length in lengths.get(task, []):  # decoding fills its caches without a prompt
+        for length in lengths.get(task, []):  # decoding has no prompt
             check_length(loaded.model.config, length)
-        for routing in found.routing:
+        for routing in found.bucket_routings:
             routing.settings(probes.get(task, []))
             exact = routing.recent + routing.sink
             if task == "recall" and sections.recall.length <= exact:
                 raise UserError(
-                    f"eval.recall.length={sections.recall.length}: more than recent + sink = {exact} tokens is accepted"
+                    f"eval.recall.length={sections.recall.length}: must be more than recent + sink = {exact} tokens"
                 )
 
 
-def _check_writable(folder: Path) -> None:
-    """Try, before the work, what has to succeed after it."""
+def _check_folder_is_writable(folder: Path) -> None:
+    """Raises UserError, before the first task runs, if results could not be written."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"outputs={folder}: a file stands where results go")
+        raise UserError(f"outputs={folder}: is a file; results need a folder of this name")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=".eval-"):
             pass
     except OSError as error:
-        raise UserError(f"outputs={folder.parent}: cannot be written ({error.strerror})") from error
+        raise UserError(f"outputs={folder.parent}: is not writable ({error.strerror})") from error
 
 
 @contextmanager
-def _published(folder: Path, keep: bool) -> Iterator[Path]:
-    """An empty folder to write in, which becomes ``folder`` at the end: readers see the old results or the new, never a part.
+def _replace_on_success(folder: Path, keep: bool) -> Iterator[Path]:
+    """Yields an empty folder that replaces ``folder`` if the block succeeds, so that readers never see partial results.
 
-    With ``keep`` the old ones stay beside the new under the time they were written.
+    With ``keep``, the old folder is renamed to ``<folder>-<time it was written>``; otherwise it is deleted.
     """
     with TemporaryDirectory(dir=folder.parent, prefix=".eval-") as scratch:
         draft, old = Path(scratch, "new"), Path(scratch, "old")

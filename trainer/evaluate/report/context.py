@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("msattn", "torch", "triton", "transformers", "numpy")
 CPU_NOTE = "CPU times say nothing of GPUs: here an operation runs as plain PyTorch."
-KEPT = ("path", "kind", "content_hash", "created", "seed")  # of an artifact's manifest
+MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # of an artifact's manifest
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def context(
 
     installed = {distribution.metadata["Name"] for distribution in distributions()}
     versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if name in installed}
-    artifacts = {kind: {key: manifest[key] for key in KEPT if key in manifest} for kind, manifest in manifests.items()}
+    artifacts = {kind: {key: manifest[key] for key in MANIFEST_KEYS if key in manifest} for kind, manifest in manifests.items()}
     return Context(title, _machine(device), versions, _commit(), config, artifacts, notes)
 
 

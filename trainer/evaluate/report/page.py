@@ -6,17 +6,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.evaluate.report.tables import HEADINGS, TRAINED, caption, table
+from msattn.trainer.evaluate.report.tables import HEADINGS, TRAINED_METHODS, caption, table
 from msattn.trainer.evaluate.row import EvalRow
 
-READING = (
+INTRODUCTION = (
     "Every figure was measured through the operation that would serve (on a CPU its plain reference, which reads only what is "
     "selected), never through masked dense attention. <i>Sparsity</i> is the share of the causally visible blocks that is not "
     "read; <i>keys read</i> the share of the visible keys that is; <i>recall</i> the share of the attention mass in what is "
     "read; <i>latency</i> that of a prefill, or of a decoded token where decoding is routed. Latency on a CPU says little "
     "about a GPU."
 )
-EXPLAINED = {
+CAPTIONS = {
     "perplexity": (
         "How much worse the next token is predicted when part of the context is not read. Left to right, less is read; the "
         "lower, the better. <i>Oracle</i> chooses blocks by the true attention map, which costs dense attention to know: it is "
@@ -74,13 +74,13 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path]) -
     about : the fields of :class:`~msattn.trainer.evaluate.report.context.Context`.
     figures : ``{name: PNG file}``; they are embedded.
     """
-    parts = [f"<h1>{escape(about['title'])}</h1>", _facts(about), f"<p>{READING}</p>"]
+    parts = [f"<h1>{escape(about['title'])}</h1>", _facts(about), f"<p>{INTRODUCTION}</p>"]
     parts += [f'<p class="note">{escape(note)}</p>' for note in about["notes"]]
     for task in HEADINGS:
         own = [row for row in rows if row.task == task]
         if own:
             parts.append(f"<h2>{escape(caption(own))}</h2>")
-            parts += [_figure(path, EXPLAINED[name]) for name, path in figures.items() if name.split("_")[0] == task]
+            parts += [_figure(path, CAPTIONS[name]) for name, path in figures.items() if name.split("_")[0] == task]
             parts.append(_table(own))
     settings = escape(json.dumps(about["config"], indent=2))
     parts.append(f"<details><summary>Configuration of this run</summary><pre>{settings}</pre></details>")
@@ -113,7 +113,7 @@ def _table(rows: list[EvalRow]) -> str:
     columns = table(rows)
     lines = []
     for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True):
-        trained = ' class="trained"' if row.method in TRAINED else ""
+        trained = ' class="trained"' if row.method in TRAINED_METHODS else ""
         lines.append(f"<tr{trained}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     body = "\n".join(lines)

@@ -24,14 +24,14 @@ STYLE: dict[str, dict[str, Any]] = {
     "k-means": {"color": "#CC79A7", "marker": "P"},
     WINDOW: {"color": "#8C564B", "marker": "*", "linestyle": "none", "markersize": 9},
 }
-NAMES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "quest": "Quest bounds"}
-OTHER = {"color": "#B8860B", "marker": "d"}
+METHOD_TITLES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "quest": "Quest bounds"}
+DEFAULT_STYLE = {"color": "#B8860B", "marker": "d"}
 DPI = 150
 
 
 def title(method: str) -> str:
     """How figures and tables call a method."""
-    return NAMES.get(method, method)
+    return METHOD_TITLES.get(method, method)
 
 
 def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
@@ -284,7 +284,7 @@ def _by_method(rows: Iterable[EvalRow]) -> list[tuple[str, list[EvalRow]]]:
 
 
 def _style(method: str) -> dict[str, Any]:
-    return {"linewidth": 1.3, "markersize": 5, **STYLE.get(method, OTHER)}
+    return {"linewidth": 1.3, "markersize": 5, **STYLE.get(method, DEFAULT_STYLE)}
 
 
 def _percent(ratio: float | None) -> float:

@@ -17,9 +17,15 @@ HEADINGS = {
     "latency": "Time to the first token",
     "decoding": "Tokens a second in decoding",
 }
-TRAINED = ("gate", "classifier")  # methods that stand out
-COUNTED = {"needle": "prompts a row", "latency": "prompts a row", "decoding": "tokens a row"}
-SPARE = ("peak memory", "sparsity", "bits a byte", "latency", "95 % interval")  # a narrow terminal goes without, in this order
+TRAINED_METHODS = ("gate", "classifier")  # methods that stand out
+SAMPLE_UNITS = {"needle": "prompts a row", "latency": "prompts a row", "decoding": "tokens a row"}
+OPTIONAL_COLUMNS = (
+    "peak memory",
+    "sparsity",
+    "bits a byte",
+    "latency",
+    "95 % interval",
+)  # a narrow terminal goes without, in this order
 
 
 def caption(rows: list[EvalRow]) -> str:
@@ -27,7 +33,7 @@ def caption(rows: list[EvalRow]) -> str:
     first, counts = rows[0], sorted({row.samples for row in rows})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     length = f" of {first.extra['length']:,} tokens" if first.task == "perplexity" else ""
-    return f"{HEADINGS[first.task]}: {span} {COUNTED.get(first.task, 'chunks')}{length}"
+    return f"{HEADINGS[first.task]}: {span} {SAMPLE_UNITS.get(first.task, 'chunks')}{length}"
 
 
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
@@ -132,7 +138,7 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
     from rich.table import Table
 
     columns = table(rows)
-    for name in SPARE:
+    for name in OPTIONAL_COLUMNS:
         if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
             columns.pop(name, None)
     shown = Table(title=caption(rows), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -141,6 +147,6 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
     before = None
     for row, (method, *cells) in zip(rows, zip(*columns.values(), strict=True), strict=True):
         group = (row.method, row.extra.get("length"))
-        shown.add_row("" if group == before else method, *cells, style="bold" if row.method in TRAINED else None)
+        shown.add_row("" if group == before else method, *cells, style="bold" if row.method in TRAINED_METHODS else None)
         before = group
     return shown
