@@ -1,4 +1,4 @@
-"""Artifacts on a running model: exact where everything is read, counted where not, and gone without a trace."""
+"""attach: dense results if everything is read, statistics of what is read, checks, and the restored model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from msattn.trainer.serving.cache import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2
-ALL = SelectConfig(sparsity=0.0, dense_below=0)
+EVERY_BLOCK = SelectConfig(sparsity=0.0, dense_below=0)
 
 
 @pytest.fixture
@@ -36,16 +36,16 @@ def gate_for(model: Any) -> Gate:
     return Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
 
 
-def partition(seed: int = 0) -> KMeans:
+def random_partition(seed: int = 0) -> KMeans:
     centroids = torch.randn(LAYERS, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(seed))
     return KMeans(torch.nn.functional.normalize(centroids, dim=-1), list(range(LAYERS)))
 
 
 @contextmanager
-def everything(model: Any, **options: Any) -> Iterator[Sparse]:
-    """Gate and router attached so that every key is read."""
-    settings: dict[str, Any] = {"probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": (), "qmodel": partition()}
-    with attach(model, gate=gate_for(model), select=ALL, **settings | options) as sparse:
+def attach_reading_all(model: Any, **options: Any) -> Iterator[Sparse]:
+    """Attaches a gate and a router so that every key is read."""
+    settings: dict[str, Any] = {"probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": (), "qmodel": random_partition()}
+    with attach(model, gate=gate_for(model), select=EVERY_BLOCK, **settings | options) as sparse:
         yield sparse
 
 
@@ -54,13 +54,13 @@ def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any
     return model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, **options)
 
 
-def save(folder: Path, model: Any, part: Gate | KMeans | QModel) -> Path:
-    kind = {Gate: "gate", KMeans: "kmeans", QModel: "qmodel"}[type(part)]
-    details = part.details() if isinstance(part, Gate) else {"layers": part.layers, "rope": part.rope}
+def save(folder: Path, model: Any, module: Gate | KMeans | QModel) -> Path:
+    kind = {Gate: "gate", KMeans: "kmeans", QModel: "qmodel"}[type(module)]
+    details = module.details() if isinstance(module, Gate) else {"layers": module.layers, "rope": module.rope}
     return artifacts.write(
         folder / kind,
         kind=kind,
-        tensors=part.state_dict(),
+        tensors=module.state_dict(),
         config={},
         model=fingerprint(model, id="tiny"),
         details=details,
@@ -72,11 +72,11 @@ def save(folder: Path, model: Any, part: Gate | KMeans | QModel) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_reading_everything_is_dense(family: str) -> None:
+def test_reading_every_key_gives_dense_attention(family: str) -> None:
     model = tiny_model(family)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (45, 70)])
     tokens, logits = generate(model, ids, mask), model(ids, attention_mask=mask).logits
-    with everything(model, measure_recall=True) as sparse:
+    with attach_reading_all(model, measure_recall=True) as sparse:
         torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask > 0], logits[mask > 0], rtol=1e-4, atol=1e-4)
         assert torch.equal(generate(model, ids, mask), tokens)
         stats = sparse.stats()
@@ -88,12 +88,12 @@ def test_reading_everything_is_dense(family: str) -> None:
 
 
 @torch.no_grad()
-def test_leaves_no_trace(model: Any) -> None:
+def test_leaving_the_context_restores_the_model(model: Any) -> None:
     ids = random_tokens(1, 50)
     before, config, attributes = model(ids).logits, model.config.to_dict(), sorted(vars(model.config))
-    with everything(model):
+    with attach_reading_all(model):
         model(ids)
-    with pytest.raises(UserError, match="left padding only"), everything(model):
+    with pytest.raises(UserError, match="left padding only"), attach_reading_all(model):
         model(ids, attention_mask=(ids != ids[0, -1]).long())
     assert torch.equal(model(ids).logits, before)
     assert model.config.to_dict() == config
@@ -104,10 +104,12 @@ def test_leaves_no_trace(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_left_padded_batch_equals_each_row_alone(model: Any) -> None:
+def test_a_left_padded_batch_matches_its_rows_alone(model: Any) -> None:
     rows = [random_tokens(1, n, seed=n)[0] for n in (37, 80)]
     settings: dict[str, Any] = {"probes": 2, "recent": 5, "dense_layers": (0,)}
-    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.5), qmodel=partition(), **settings) as sparse:
+    with attach(
+        model, gate=gate_for(model), select=SelectConfig(sparsity=0.5), qmodel=random_partition(), **settings
+    ) as sparse:
         ids, mask = left_padded(rows)
         options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
         together: Any = generate(model, ids, mask, **options)
@@ -118,8 +120,8 @@ def test_left_padded_batch_equals_each_row_alone(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_stats_say_what_was_read(model: Any) -> None:
-    ids = random_tokens(1, 160)  # 10 blocks: rows of 1 to 10 visible ones
+def test_stats_of_prefill_and_decoding(model: Any) -> None:
+    ids = random_tokens(1, 160)  # 10 row blocks, which see 1 to 10 blocks
     with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.6), measure_recall=True) as sparse:
         assert set(sparse.stats().values()) == {None, 0}
         generate(model, ids)
@@ -128,9 +130,9 @@ def test_stats_say_what_was_read(model: Any) -> None:
     assert stats["sparsity"] == pytest.approx(1 - kept / 55)
     assert 0.4 < stats["recall"] < 1
     assert stats["selectivity"] is None
-    assert stats["dense_fallbacks"] == 0  # decoding was not asked to be sparse
+    assert stats["dense_fallbacks"] == 0  # decoding has no router
 
-    with attach(model, qmodel=partition(), probes=0, recent=7, sink=1, dense_layers=(), measure_recall=True) as sparse:
+    with attach(model, qmodel=random_partition(), probes=0, recent=7, sink=1, dense_layers=(), measure_recall=True) as sparse:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
         stats = sparse.stats()
     assert stats["selectivity"] == pytest.approx(8 / 161)
@@ -139,7 +141,7 @@ def test_stats_say_what_was_read(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_baselines_need_no_gate(model: Any) -> None:
+def test_baselines_run_without_a_gate(model: Any) -> None:
     ids = random_tokens(2, 100)
     outs = []
     for select in (Selection(TopK(0.5), MeanPool(BLOCK)), SelectConfig(sparsity=0.5, scores="mean_pool", block_size=BLOCK)):
@@ -151,15 +153,15 @@ def test_baselines_need_no_gate(model: Any) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK])
 @torch.no_grad()
-def test_prompts_within_one_block_are_exact(model: Any, length: int) -> None:
+def test_prompts_within_one_block_are_dense(model: Any, length: int) -> None:
     ids = random_tokens(2, length)
     tokens = generate(model, ids)
-    with attach(model, gate=gate_for(model), qmodel=partition(), probes=1, recent=64):
+    with attach(model, gate=gate_for(model), qmodel=random_partition(), probes=1, recent=64):
         assert torch.equal(generate(model, ids), tokens)
 
 
 @torch.no_grad()
-def test_multiscale_reads_and_counts_fewer_tokens(model: Any) -> None:
+def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
     ids = random_tokens(1, 160)
     expected = model(ids).logits
     with attach(model, gate=gate_for(model), select=SelectConfig(policy="multiscale", shares=[1, 0, 0, 0])) as sparse:
@@ -174,13 +176,13 @@ def test_multiscale_reads_and_counts_fewer_tokens(model: Any) -> None:
 def test_chunked_prefill_is_dense_and_counted(model: Any) -> None:
     ids = random_tokens(1, 64)
     expected = model(ids).logits
-    with everything(model) as sparse:
+    with attach_reading_all(model) as sparse:
         cache = DynamicCache()
         first = model(ids[:, :32], past_key_values=cache).logits
         assert sparse.stats()["dense_fallbacks"] == 0
         rest = model(ids[:, 32:63], past_key_values=cache).logits
         assert sparse.stats()["dense_fallbacks"] == LAYERS
-        last = model(ids[:, 63:], past_key_values=cache).logits  # its keys have buckets: the chunks' too
+        last = model(ids[:, 63:], past_key_values=cache).logits  # the keys of the dense chunks have buckets as well
         assert sparse.stats()["dense_fallbacks"] == LAYERS
     torch.testing.assert_close(torch.cat((first, rest, last), dim=1), expected, rtol=1e-4, atol=1e-4)
 
@@ -189,11 +191,13 @@ def test_chunked_prefill_is_dense_and_counted(model: Any) -> None:
 def test_short_prompts_are_dense_by_choice(model: Any) -> None:
     short, long = random_tokens(2, 63), random_tokens(2, 64)
     select = SelectConfig(sparsity=0.8, dense_below=64)
-    with attach(model, gate=gate_for(model), select=select, qmodel=partition(), probes=1, recent=4, dense_layers=()) as sparse:
+    with attach(
+        model, gate=gate_for(model), select=select, qmodel=random_partition(), probes=1, recent=4, dense_layers=()
+    ) as sparse:
         logits = model(short).logits
         stats = sparse.stats()
         assert (stats["dense_by_choice"], stats["dense_fallbacks"], stats["sparsity"]) == (LAYERS, 0, None)
-        generate(model, short)  # new tokens are routed after a dense prompt too
+        generate(model, short)  # new tokens are routed after a dense prompt as well
         stats = sparse.stats()
         assert (stats["dense_by_choice"], stats["dense_fallbacks"]) == (2 * LAYERS, 0)
         assert 0 < stats["selectivity"] < 1
@@ -205,23 +209,23 @@ def test_short_prompts_are_dense_by_choice(model: Any) -> None:
     assert not torch.allclose(long_logits, model(long).logits, atol=1e-3)
 
 
-def test_from_which_length_on_prompts_are_sparse(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[float] = []
-    monkeypatch.setattr("msattn.trainer.attach.break_even", lambda sparsity, device: asked.append(sparsity) or 4096)
+def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparsities: list[float] = []
+    monkeypatch.setattr("msattn.trainer.attach.break_even", lambda sparsity, device: sparsities.append(sparsity) or 4096)
     gate = gate_for(model)
 
-    def length(**options: Any) -> int:
+    def dense_below(**options: Any) -> int:
         with attach(model, **options) as sparse:
             return sparse.dense_below
 
-    assert length(gate=gate) == 4096
-    assert length(gate=gate, select=SelectConfig(sparsity=0.5)) == 4096
-    assert asked == [0.9, 0.5]
-    assert length(gate=gate, select=SelectConfig(dense_below=17)) == 17
-    assert length(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "its sparsity is not known beforehand"
-    assert length(select=SelectConfig(scores="oracle")) == 0, "a baseline is there to be looked at"
-    assert length(select=Selection(TopK(0.5), MeanPool(BLOCK))) == 0
-    assert length(qmodel=partition(), probes=1) == 4096, "which no prompt asks for without a selection"
+    assert dense_below(gate=gate) == 4096
+    assert dense_below(gate=gate, select=SelectConfig(sparsity=0.5)) == 4096
+    assert sparsities == [0.9, 0.5]
+    assert dense_below(gate=gate, select=SelectConfig(dense_below=17)) == 17
+    assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "the sparsity of nucleus is not known in advance"
+    assert dense_below(select=SelectConfig(scores="oracle")) == 0, "break-even is measured for gates alone"
+    assert dense_below(select=Selection(TopK(0.5), MeanPool(BLOCK))) == 0
+    assert dense_below(qmodel=random_partition(), probes=1) == 4096, "unused without a selection"
     with pytest.raises(UserError, match=r"select\.dense_below=-1: auto, or 0 or more tokens"):
         SelectConfig(dense_below=-1)
     with pytest.raises(UserError, match=r"select\.dense_below=never"):
@@ -229,12 +233,12 @@ def test_from_which_length_on_prompts_are_sparse(model: Any, monkeypatch: pytest
 
 
 @torch.no_grad()
-def test_times_are_measured_when_asked_for(model: Any) -> None:
+def test_measure_time_reports_seconds(model: Any) -> None:
     ids = random_tokens(1, 64)
-    with everything(model) as sparse:
+    with attach_reading_all(model) as sparse:
         generate(model, ids)
         assert sparse.stats()["attention_s"] is None
-    with everything(model, measure_time=True) as sparse:
+    with attach_reading_all(model, measure_time=True) as sparse:
         assert sparse.stats()["selection_s"] is None
         generate(model, ids)
         stats = sparse.stats()
@@ -243,19 +247,19 @@ def test_times_are_measured_when_asked_for(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_cache_from_outside_is_served_densely_and_counted(model: Any) -> None:
+def test_a_cache_filled_outside_the_context_is_dense_and_counted(model: Any) -> None:
     ids = random_tokens(1, 40)
     cache = DynamicCache()
     model(ids[:, :39], past_key_values=cache)
-    with attach(model, qmodel=partition(), probes=0, recent=1, dense_layers=(0,)) as sparse:
+    with attach(model, qmodel=random_partition(), probes=0, recent=1, dense_layers=(0,)) as sparse:
         logits = model(ids[:, 39:], past_key_values=cache).logits
         assert sparse.stats()["dense_fallbacks"] == 1
     torch.testing.assert_close(logits, model(ids).logits[:, -1:], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def test_a_cache_goes_on_in_the_next_context(model: Any) -> None:
-    ids, router, cache = random_tokens(1, 40), partition(), DynamicCache()
+def test_a_cache_can_be_used_in_the_next_context(model: Any) -> None:
+    ids, router, cache = random_tokens(1, 40), random_partition(), DynamicCache()
     with attach(model, qmodel=router, probes=0):
         model(ids[:, :38], past_key_values=cache)
     with attach(model, qmodel=router, probes=BUCKETS, recent=1) as sparse:
@@ -265,31 +269,34 @@ def test_a_cache_goes_on_in_the_next_context(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_cache_may_come_by_position(model: Any) -> None:
+def test_a_cache_can_be_a_positional_argument(model: Any) -> None:
     ids = random_tokens(1, 30)
     by_name, by_position = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    with attach(model, qmodel=partition(), probes=BUCKETS, recent=4, dense_layers=()):
-        want = model.model(ids, past_key_values=by_name).last_hidden_state
-        got = model.model(ids, None, None, by_position).last_hidden_state
-    torch.testing.assert_close(got, want)
+    with attach(model, qmodel=random_partition(), probes=BUCKETS, recent=4, dense_layers=()):
+        expected = model.model(ids, past_key_values=by_name).last_hidden_state
+        actual = model.model(ids, None, None, by_position).last_hidden_state
+    torch.testing.assert_close(actual, expected)
     assert all(isinstance(layer, BucketLayer) for layer in by_position.layers)
 
 
 @torch.no_grad()
-def test_a_cache_of_another_partition_is_refused(model: Any) -> None:
+def test_a_cache_of_another_partition_is_rejected(model: Any) -> None:
     ids, cache = random_tokens(1, 40), DynamicCache(config=model.config)
-    with attach(model, qmodel=partition(0), probes=1, dense_layers=()):
+    with attach(model, qmodel=random_partition(0), probes=1, dense_layers=()):
         model(ids[:, :30], past_key_values=cache)
-    with attach(model, qmodel=partition(0), probes=1, dense_layers=()):  # the same centroids, loaded again
+    with attach(model, qmodel=random_partition(0), probes=1, dense_layers=()):  # the same centroids, loaded again
         model(ids[:, 30:31], past_key_values=cache)
-    with attach(model, qmodel=partition(1), probes=1, dense_layers=()), pytest.raises(UserError, match="another k-means"):
+    with (
+        attach(model, qmodel=random_partition(1), probes=1, dense_layers=()),
+        pytest.raises(UserError, match="another k-means"),
+    ):
         model(ids[:, 31:32], past_key_values=cache)
 
 
-def test_beam_search(model: Any) -> None:
+def test_beam_search_matches_dense_attention(model: Any) -> None:
     ids = random_tokens(2, 30)
     expected = generate(model, ids, num_beams=3)
-    with everything(model):
+    with attach_reading_all(model):
         assert torch.equal(generate(model, ids, num_beams=3), expected)
 
 
@@ -297,72 +304,72 @@ def test_beam_search(model: Any) -> None:
 def test_dense_layers_read_every_key(model: Any) -> None:
     ids = random_tokens(1, 60)
     tokens = generate(model, ids)
-    with attach(model, qmodel=partition(), probes=0, recent=1, dense_layers=(0, 1)) as sparse:
+    with attach(model, qmodel=random_partition(), probes=0, recent=1, dense_layers=(0, 1)) as sparse:
         assert torch.equal(generate(model, ids), tokens)
         assert sparse.stats()["selectivity"] is None
         assert sparse.stats()["dense_fallbacks"] == 0
 
 
 @torch.no_grad()
-def test_artifacts_from_disk(model: Any, tmp_path: Path) -> None:
-    parts = gate_for(model), partition(), QModel(partition(), 2, 8).eval()
-    paths = [save(tmp_path, model, part) for part in parts]
+def test_saved_artifacts_match_loaded_ones(model: Any, tmp_path: Path) -> None:
+    modules = gate_for(model), random_partition(), QModel(random_partition(), 2, 8).eval()
+    paths = [save(tmp_path, model, module) for module in modules]
     assert [type(load(path)) for path in paths] == [Gate, KMeans, QModel]
     assert type(msattn.load(str(paths[2]))) is QModel
     ids = random_tokens(1, 50)
-    for router_path, router in zip(paths[1:], parts[1:], strict=True):
+    for router_path, router in zip(paths[1:], modules[1:], strict=True):
         outs = []
-        for gate, qmodel in ((paths[0], router_path), (parts[0], router)):
+        for gate, qmodel in ((paths[0], router_path), (modules[0], router)):
             with msattn.attach(model, gate=gate, qmodel=qmodel, probes=2, recent=4):
                 outs.append(generate(model, ids, output_logits=True, return_dict_in_generate=True))
         assert torch.equal(torch.stack(outs[0].logits), torch.stack(outs[1].logits))
 
 
-def test_mismatches_are_refused(model: Any, tmp_path: Path) -> None:
-    gate, kmeans = (save(tmp_path, model, part) for part in (gate_for(model), partition()))
+def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
+    gate, kmeans = (save(tmp_path, model, module) for module in (gate_for(model), random_partition()))
 
-    def refused(message: str, on: Any = model, **options: Any) -> None:
+    def rejects(message: str, on: Any = model, **options: Any) -> None:
         with pytest.raises(UserError, match=message), attach(on, **options):
             pass
         assert on.config._attn_implementation == "sdpa"
 
-    refused("nothing to attach")
-    refused("gate artifact made for tiny: its weights_hash is", tiny_model("llama", seed=1), gate=gate)
-    refused("kmeans artifact made for tiny: its num_layers is 2", tiny_model("llama", num_hidden_layers=3), qmodel=kmeans)
-    refused("kind=kmeans: accepted is gate", gate=kmeans)
-    refused("it is a gate; accepted is a qmodel or a kmeans", qmodel=gate)
-    refused("no such folder", gate=tmp_path / "nothing")
-    refused("needs a gate artifact", select=SelectConfig())
-    refused("give one of gate and select", gate=gate, select=Selection(TopK(0.5), MeanPool(BLOCK)))
-    refused("probes=7: accepted are 0 to 6", qmodel=kmeans, probes=7)
-    refused("recent=0", qmodel=kmeans, probes=1, recent=0)
-    refused("sink=-1", qmodel=kmeans, probes=1, sink=-1)
-    refused(r"dense_layers=\(2,\): accepted are 0 to 1", qmodel=kmeans, probes=1, dense_layers=(2,))
-    refused("sliding window", tiny_model("mistral", sliding_window=8), gate=gate)
+    rejects("nothing to attach")
+    rejects("gate artifact made for tiny: its weights_hash is", tiny_model("llama", seed=1), gate=gate)
+    rejects("kmeans artifact made for tiny: its num_layers is 2", tiny_model("llama", num_hidden_layers=3), qmodel=kmeans)
+    rejects("kind=kmeans: accepted is gate", gate=kmeans)
+    rejects("this is a gate; accepted is a qmodel or a kmeans", qmodel=gate)
+    rejects("no such folder", gate=tmp_path / "nothing")
+    rejects("needs a gate artifact", select=SelectConfig())
+    rejects("give one of gate and select", gate=gate, select=Selection(TopK(0.5), MeanPool(BLOCK)))
+    rejects("probes=7: accepted are 0 to 6", qmodel=kmeans, probes=7)
+    rejects("recent=0", qmodel=kmeans, probes=1, recent=0)
+    rejects("sink=-1", qmodel=kmeans, probes=1, sink=-1)
+    rejects(r"dense_layers=\(2,\): accepted are 0 to 1", qmodel=kmeans, probes=1, dense_layers=(2,))
+    rejects("sliding window", tiny_model("mistral", sliding_window=8), gate=gate)
 
 
-def test_attaching_twice_is_refused(model: Any) -> None:
-    with everything(model), pytest.raises(UserError, match="attached"), everything(model):
+def test_attaching_twice_is_rejected(model: Any) -> None:
+    with attach_reading_all(model), pytest.raises(UserError, match="attached"), attach_reading_all(model):
         pass
 
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_reading_everything_is_dense_on_the_gpu() -> None:
+def test_reading_every_key_gives_dense_attention_on_the_gpu() -> None:
     model = tiny_model("llama", head_dim=64, hidden_size=256).cuda()
     ids, mask = (t.cuda() for t in left_padded([random_tokens(1, n, seed=n)[0] for n in (45, 200)]))
     logits = model(ids, attention_mask=mask).logits
     centroids = torch.randn(LAYERS, 2, BUCKETS, 64)
     options: dict[str, Any] = {"probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": ()}
     with attach(
-        model, gate=gate_for(model), select=ALL, qmodel=KMeans(centroids, [0, 1]), measure_recall=True, **options
+        model, gate=gate_for(model), select=EVERY_BLOCK, qmodel=KMeans(centroids, [0, 1]), measure_recall=True, **options
     ) as sparse:
         cache = DynamicCache()
-        parts = [
-            model(part, attention_mask=mask[:, :end], past_key_values=cache).logits
-            for part, end in ((ids[:, :198], 198), (ids[:, 198:199], 199), (ids[:, 199:], 200))
+        outputs = [
+            model(chunk, attention_mask=mask[:, :end], past_key_values=cache).logits
+            for chunk, end in ((ids[:, :198], 198), (ids[:, 198:199], 199), (ids[:, 199:], 200))
         ]
         stats = sparse.stats()
-    torch.testing.assert_close(torch.cat(parts, dim=1)[mask > 0], logits[mask > 0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.cat(outputs, dim=1)[mask > 0], logits[mask > 0], rtol=1e-3, atol=1e-3)
     assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"]) == (0, 1, 0)
     assert stats["recall"] == pytest.approx(1, abs=1e-4)

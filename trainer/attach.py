@@ -1,9 +1,4 @@
-"""Trained artifacts onto a running model: sparse prefill by gates, sparse decoding by routing, in one context manager.
-
-A pass over a whole prompt reads the blocks that a selection names (SeerAttention); a pass over one new token reads the dense
-window and the buckets that a router names (SAAP). What has no artifact stays dense, and leaving the context leaves the model as
-it was.
-"""
+"""The public functions ``attach``, which runs a model with sparse attention, and ``load``, which loads an artifact."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,11 +30,11 @@ LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load}
 
 
 def load(path: str | Path) -> Gate | KMeans | QModel:
-    """An artifact of any kind from its folder or Hub id, on the CPU.
+    """Loads an artifact of any kind from a folder or a Hub id, on the CPU.
 
     Raises
     ------
-    UserError : missing, damaged, or of another format version.
+    UserError : the artifact is missing, damaged or of another format version.
     """
     return LOADERS[artifacts.read_kind(path)](path)
 
@@ -58,47 +53,49 @@ def attach(
     measure_recall: bool = False,
     measure_time: bool = False,
 ) -> Iterator[Sparse]:
-    """Run ``model`` with sparse attention while the context lasts; forward passes and ``generate`` work as before.
+    """Runs ``model`` with sparse attention inside the context, in forward passes and ``generate``.
+
+    Whatever has no artifact stays dense. Leaving the context restores the model.
 
     Parameters
     ----------
-    model : a Llama, Mistral, Qwen2 or Qwen3 decoder
-    gate : path, Hub id or loaded gate; prompts then read the blocks that ``select`` chooses from its scores
-    select : how blocks are chosen, and from which length on; None takes the gate's best blocks at 90 % sparsity. Baselines need
-        no gate. A ``Selection`` serves prompts of every length sparsely
-    qmodel : path, Hub id or loaded query classifier, or k-means; new tokens then read the dense window and ``probes`` buckets
-    probes : buckets that a new token visits, for each key/value head
-    recent, sink : last and first keys that a new token always reads
-    dense_layers : layers in which new tokens read every key
-    measure_recall : also measure the attention mass read, at the price of a dense pass
-    measure_time : also measure how long choosing and attending take, on the device
+    model : a Llama, Mistral, Qwen2 or Qwen3 decoder.
+    gate : path, Hub id or loaded gate. Prompts read the blocks that ``select`` chooses from its scores.
+    select : policy of block selection. None with a gate is the top blocks at 90 % sparsity; baselines need no gate. A
+        ``Selection`` object applies to prompts of every length.
+    qmodel : path, Hub id or loaded query classifier or k-means. New tokens read the dense window and ``probes`` buckets.
+    probes : number of buckets that a new token visits, for each key/value head.
+    recent, sink : numbers of last and first keys that a new token always reads.
+    dense_layers : layers in which new tokens read every key.
+    measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
+    measure_time : also measures the time of selection and of attention on the device.
 
     Yields
     ------
-    Sparse : its ``stats()`` say what was read.
+    Sparse : its ``stats()`` return what was read.
 
     Raises
     ------
-    UserError : nothing to attach, an artifact of another model or kind, a model that is not served or is attached already,
-        a number out of range.
+    UserError : there is nothing to attach, an artifact is of another model or kind, the model is not supported or already
+        attached, or a number is out of range.
 
     Notes
     -----
-    Passes over several tokens after cached ones (chunked prefill) are dense, and count as ``dense_fallbacks`` when a selection
-    is attached. So do single tokens after a cache that was filled outside the context. Prompts shorter than
+    Passes over several tokens after cached ones (chunked prefill) are dense, and count as ``dense_fallbacks`` if a selection is
+    attached. Single tokens after a cache that was filled outside the context are dense, and count too. Prompts shorter than
     ``select.dense_below`` are dense because that is faster, and count as ``dense_by_choice``.
     """
     check_supported(model.config)
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
-    router = _router(qmodel) if isinstance(qmodel, str | Path) else qmodel
-    selection = _selection(select, gate)
+    router = _load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
+    selection = _build_selection(select, gate)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
-    _check_made_for(model, gate, router)
+    _check_same_model(model, gate, router)
     _check_numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
-    for part in (gate, router):
-        if part is not None:
-            part.to(model.device)  # pyright: ignore[reportArgumentType]
+    for module in (gate, router):
+        if module is not None:
+            module.to(model.device)  # pyright: ignore[reportArgumentType]
     sparse = Sparse(
         selection,
         router,
@@ -110,7 +107,7 @@ def attach(
         measure_recall=measure_recall,
         timer=PhaseTimer(model.device) if measure_time else None,
     )
-    with tap(model, sparse.attend):
+    with tap(model, sparse.dispatch):
         hook = model.base_model.register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True)
         try:
             yield sparse
@@ -118,15 +115,15 @@ def attach(
             hook.remove()
 
 
-def _router(path: str | Path) -> QModel | KMeans:
-    found = load(path)
-    if isinstance(found, Gate):
-        raise UserError(f"qmodel={path}: it is a gate; accepted is a qmodel or a kmeans artifact")
-    return found
+def _load_router(path: str | Path) -> QModel | KMeans:
+    artifact = load(path)
+    if isinstance(artifact, Gate):
+        raise UserError(f"qmodel={path}: this is a gate; accepted is a qmodel or a kmeans artifact")
+    return artifact
 
 
-def _check_made_for(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None) -> None:
-    """Refuse artifacts of another model; parts that were never saved have no manifest to check."""
+def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None) -> None:
+    """Raises UserError for artifacts of another model; modules that were never saved have no manifest to check."""
     manifests = [gate.manifest if gate else None, router.artifact.manifest if router and router.artifact else None]
     if any(manifests):
         identity = fingerprint(model)
@@ -134,10 +131,10 @@ def _check_made_for(model: "PreTrainedModel", gate: Gate | None, router: QModel 
             artifacts.check_model(manifest, identity)
 
 
-def _selection(select: Selection | SelectConfig | None, gate: Gate | None) -> Selection | None:
+def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None) -> Selection | None:
     if isinstance(select, Selection):
         if gate is not None:
-            raise UserError("gate: a Selection brings its own scores; give one of gate and select, or a SelectConfig")
+            raise UserError("gate: a Selection has its own scores; give one of gate and select, or a SelectConfig")
         return select
     if select is None and gate is None:
         return None
@@ -145,13 +142,13 @@ def _selection(select: Selection | SelectConfig | None, gate: Gate | None) -> Se
 
 
 def _dense_below(select: Selection | SelectConfig | None, device: torch.device) -> int:
-    """The length in tokens from which on prompts are served sparsely; see :class:`SelectConfig`."""
+    """Returns the prompt length in tokens from which attention is sparse; see :class:`SelectConfig`."""
     if isinstance(select, Selection):
         return 0
     cfg = select or SelectConfig()
     if isinstance(cfg.dense_below, int):
         return cfg.dense_below
-    if cfg.scores == "gate" and isinstance(cfg, SparsityConfig):  # what break_even was measured for
+    if cfg.scores == "gate" and isinstance(cfg, SparsityConfig):  # break-even was measured for these alone
         return break_even(cfg.sparsity, device)
     return 0
 

@@ -1,4 +1,4 @@
-"""The bucket cache: nothing lost, nothing read twice, whatever happens to it."""
+"""The bucket cache: every key is read exactly once, after any sequence of cache operations."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +13,17 @@ from transformers import DynamicCache
 
 from msattn.kernels.testing import dense_attention as masked_attention
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.saap.index import route
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode, install
+from msattn.trainer.saap.routing import route
+from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode_attention, install_bucket_layers
 from tests.factory import left_padded, random_tokens, tiny_model
 
 BUCKETS = 5
 LAYERS = 3
 
 
-class ById:
-    """A router for keys that carry a number: key i goes to bucket i % BUCKETS."""
+class ModuloRouter:
+    """Router for keys that hold a number: key i is in bucket i % BUCKETS."""
 
     num_buckets, layers = BUCKETS, [0]
 
@@ -37,15 +37,15 @@ class ById:
     head_scores = probe = scores
 
 
-def step(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> None:
-    """One forward pass with keys ``new [B, Hkv, N, 1]``."""
+def forward_pass(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> None:
+    """Updates the layer with keys ``new [B, Hkv, N, 1]`` and assigns their buckets."""
     keys, values = layer.update(new, -new)
     assert torch.equal(keys, -values)
-    layer.assign(ById(), SimpleNamespace(layer=0, k=keys, k_nope=new, kv_start=kv_start))  # type: ignore[arg-type]
+    layer.assign(ModuloRouter(), SimpleNamespace(layer=0, k=keys, k_nope=new, kv_start=kv_start))  # type: ignore[arg-type]
 
 
-def check(layer: BucketLayer, expected: Tensor, kv_start: Tensor, recent: int) -> None:
-    """The layer holds ``expected [B, Hkv, M, 1]``; lists and dense window together hold every real key."""
+def check_layer(layer: BucketLayer, expected: Tensor, kv_start: Tensor, recent: int) -> None:
+    """Asserts that the layer holds ``expected [B, Hkv, M, 1]``, and that index and dense window hold every unpadded key."""
     num_keys = expected.shape[2]
     assert layer.get_seq_length() == num_keys
     assert layer.keys is not None
@@ -55,10 +55,10 @@ def check(layer: BucketLayer, expected: Tensor, kv_start: Tensor, recent: int) -
     for b in range(len(expected)):
         real = set(range(int(kv_start[b]), num_keys))
         for h in range(expected.shape[1]):
-            lists = order[b, h, : offsets[b, h, -1]].tolist()
-            assert len(lists) == len(set(lists)), "a key is listed twice"
-            assert set(lists) == {i for i in real if i < layer.indexed}
-            assert set(lists) | window >= real, "a key is lost"
+            listed = order[b, h, : offsets[b, h, -1]].tolist()
+            assert len(listed) == len(set(listed)), "a key is listed twice"
+            assert set(listed) == {i for i in real if i < layer.indexed}
+            assert set(listed) | window >= real, "a key is lost"
             for c in range(BUCKETS):
                 members = order[b, h, offsets[b, h, c] : offsets[b, h, c + 1]].long()
                 assert (expected[b, h, members, 0] % BUCKETS == c).all()
@@ -68,9 +68,9 @@ def check(layer: BucketLayer, expected: Tensor, kv_start: Tensor, recent: int) -
         start = int(kv_start[b])
         for h in range(expected.shape[1]):
             visited = set(probes[b, h].tolist())
-            listed = {i for i in range(start, layer.indexed) if int(expected[b, h, i, 0]) % BUCKETS in visited}
+            in_buckets = {i for i in range(start, layer.indexed) if int(expected[b, h, i, 0]) % BUCKETS in visited}
             dense = {i for i in window | {start, start + 1} if start <= i < num_keys}
-            assert counts[b, h] == len(listed | dense)
+            assert counts[b, h] == len(in_buckets | dense)
 
 
 event = st.one_of(
@@ -86,29 +86,29 @@ event = st.one_of(
 @given(
     prompt=st.integers(1, 12),
     padding=st.integers(0, 4),
-    merge_every=st.integers(1, 9),
+    rebuild_every=st.integers(1, 9),
     recent=st.integers(1, 6),
     events=st.lists(event, max_size=12),
     seed=st.integers(0, 2**16),
 )
-def test_any_schedule_keeps_each_key_once(
-    prompt: int, padding: int, merge_every: int, recent: int, events: list[tuple[str, Any]], seed: int
+def test_every_key_is_kept_once_after_any_operations(
+    prompt: int, padding: int, rebuild_every: int, recent: int, events: list[tuple[str, Any]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    layer = BucketLayer(BUCKETS, merge_every)
+    layer = BucketLayer(BUCKETS, rebuild_every)
     kv_start = torch.tensor([0, min(padding, prompt - 1)], dtype=torch.int32)
 
     def draw(batch: int, count: int) -> Tensor:
         return torch.randint(0, 1000, (batch, 2, count, 1), generator=generator).float()
 
     expected = draw(2, prompt)
-    step(layer, expected, kv_start)
-    check(layer, expected, kv_start, recent)
+    forward_pass(layer, expected, kv_start)
+    check_layer(layer, expected, kv_start, recent)
     for name, value in events:
         if name == "append":
             new = draw(len(expected), value)
             expected = torch.cat([expected, new], dim=2)
-            step(layer, new, kv_start)
+            forward_pass(layer, new, kv_start)
         elif name == "crop" and value < expected.shape[2] - int(kv_start.max()):
             expected = expected[:, :, :-value]
             layer.crop(-value)
@@ -121,13 +121,13 @@ def test_any_schedule_keeps_each_key_once(
         elif name == "select":
             expected, kv_start = expected[value], kv_start[value]
             layer.batch_select_indices(torch.tensor(value))
-        check(layer, expected, kv_start, recent)
+        check_layer(layer, expected, kv_start, recent)
 
 
 @pytest.mark.parametrize("layer", [BucketLayer(BUCKETS), GrowingLayer()])
-def test_tokens_do_not_copy_the_cache(layer: GrowingLayer) -> None:
+def test_appending_does_not_copy_the_cache(layer: GrowingLayer) -> None:
     def add(new: Tensor) -> None:
-        step(layer, new, None) if isinstance(layer, BucketLayer) else layer.update(new, new)
+        forward_pass(layer, new, None) if isinstance(layer, BucketLayer) else layer.update(new, new)
 
     add(torch.zeros(1, 2, 100, 1))
     assert layer.keys is not None
@@ -140,27 +140,27 @@ def test_tokens_do_not_copy_the_cache(layer: GrowingLayer) -> None:
     assert layer.keys.flatten(2)[0, 0].tolist() == [0.0] * 100 + [1.0] * 199 + [2.0]
 
 
-def test_keys_without_buckets_are_refused() -> None:
+def test_updates_without_assign_are_rejected() -> None:
     layer = BucketLayer(BUCKETS)
     with pytest.raises(RuntimeError, match="no key has a bucket"):
         _ = layer.index
     new = torch.zeros(1, 2, 4, 1)
-    step(layer, new, None)
+    forward_pass(layer, new, None)
     layer.update(new, new)
     with pytest.raises(RuntimeError, match="4 keys have buckets, 4 are new, but layer 0 holds 12"):
-        step(layer, new, None)
-    with pytest.raises(ValueError, match="merge_every=0"):
-        BucketLayer(BUCKETS, merge_every=0)
+        forward_pass(layer, new, None)
+    with pytest.raises(ValueError, match="rebuild_every=0"):
+        BucketLayer(BUCKETS, rebuild_every=0)
 
 
-def test_reset_forgets() -> None:
+def test_reset_removes_all_tokens() -> None:
     layer = BucketLayer(BUCKETS)
-    step(layer, torch.zeros(1, 2, 4, 1), None)
+    forward_pass(layer, torch.zeros(1, 2, 4, 1), None)
     layer.reset()
     assert layer.get_seq_length() == 0
     new = torch.full((3, 2, 5, 1), 7.0)
-    step(layer, new, None)
-    check(layer, new, torch.zeros(3, dtype=torch.int32), 1)
+    forward_pass(layer, new, None)
+    check_layer(layer, new, torch.zeros(3, dtype=torch.int32), 1)
 
 
 def random_partition(seed: int = 0) -> KMeans:
@@ -169,7 +169,7 @@ def random_partition(seed: int = 0) -> KMeans:
 
 
 def read_mask(layer: BucketLayer, probes: Tensor, *, recent: int, sink: int, kv_start: Tensor | None = None) -> Tensor:
-    """Which keys :func:`decode` reads, bool ``[B, Hkv, M]``; looks at every key's bucket."""
+    """Returns the mask of the keys that :func:`decode_attention` reads, bool ``[B, Hkv, M]``, from the bucket of every key."""
     batch, kv_heads, num_keys = *layer.index.offsets.shape[:2], layer.get_seq_length()
     visited = torch.zeros(batch, kv_heads, layer.num_buckets + 1, dtype=torch.bool, device=probes.device)
     visited.scatter_(2, probes.long(), True)
@@ -183,8 +183,8 @@ def read_mask(layer: BucketLayer, probes: Tensor, *, recent: int, sink: int, kv_
     return (read | dense) & (position >= start)
 
 
-class Serving:
-    """Attention as `attach` does it: dense prompts, routed tokens."""
+class RoutedDecoding:
+    """Attention function with dense prompts and routed tokens."""
 
     def __init__(self, probes: int, recent: int, check: bool = False) -> None:
         self.router = random_partition()
@@ -200,32 +200,32 @@ class Serving:
             return dense_attention(x)
         visited = route(self.router, x, self.probes)
         self.decoded += 1
-        out, lse = decode(x, visited, recent=self.recent, sink=1)
+        out, lse = decode_attention(x, visited, recent=self.recent, sink=1)
         if self.check:
             read = read_mask(layer, visited, recent=self.recent, sink=1, kv_start=x.kv_start)
             count = layer.keys_read(visited, recent=self.recent, sink=1, kv_start=x.kv_start)
             assert torch.equal(count, read.sum(-1))
-            seen = read.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1)[:, :, None]
-            exact = masked_attention(x.q, x.k, x.v, seen, scale=x.scale)
+            mask = read.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1)[:, :, None]
+            exact = masked_attention(x.q, x.k, x.v, mask, scale=x.scale)
             torch.testing.assert_close(out.double(), exact.out, rtol=0, atol=1e-5)
             torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-5)
         return out
 
     def cache(self) -> DynamicCache:
         cache = DynamicCache()
-        install(cache, self.router, num_layers=LAYERS, merge_every=4)
+        install_bucket_layers(cache, self.router, num_layers=LAYERS, rebuild_every=4)
         return cache
 
 
-def generate(serving: Any, prompt: dict[str, Tensor], **options: Any) -> Tensor:
+def generate(attention: Any, prompt: dict[str, Tensor], **options: Any) -> Tensor:
     model = tiny_model(num_hidden_layers=LAYERS)
     arguments = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
-    if serving is None:
+    if attention is None:
         result = model.generate(**prompt, **arguments)  # pyright: ignore[reportCallIssue]
     else:
-        with tap(model, serving):
-            result = model.generate(**prompt, past_key_values=serving.cache(), **arguments)  # pyright: ignore[reportCallIssue]
-        assert serving.decoded > 0
+        with tap(model, attention):
+            result = model.generate(**prompt, past_key_values=attention.cache(), **arguments)  # pyright: ignore[reportCallIssue]
+        assert attention.decoded > 0
     if arguments.get("num_beams", 1) > 1:
         return result.sequences
     return torch.stack(result.logits)
@@ -238,33 +238,33 @@ def padded_prompt() -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def test_all_buckets_are_dense_attention() -> None:
+def test_all_buckets_give_dense_attention() -> None:
     prompt = padded_prompt()
-    torch.testing.assert_close(generate(Serving(BUCKETS, recent=1), prompt), generate(None, prompt), rtol=0, atol=2e-4)
+    torch.testing.assert_close(generate(RoutedDecoding(BUCKETS, recent=1), prompt), generate(None, prompt), rtol=0, atol=2e-4)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("probes", [0, 2])
-def test_what_is_read_is_what_is_attended(probes: int) -> None:
-    generate(Serving(probes, recent=3, check=True), padded_prompt())
+def test_decoding_attends_to_the_counted_keys(probes: int) -> None:
+    generate(RoutedDecoding(probes, recent=3, check=True), padded_prompt())
 
 
 @torch.no_grad()
-def test_beam_search() -> None:
+def test_beam_search_matches_dense_attention() -> None:
     prompt = {"input_ids": random_tokens(2, 25)}
     beams = {"num_beams": 3, "num_return_sequences": 2}
-    assert torch.equal(generate(Serving(BUCKETS, recent=1), prompt, **beams), generate(None, prompt, **beams))
-    generate(Serving(1, recent=2, check=True), prompt, **beams)
+    assert torch.equal(generate(RoutedDecoding(BUCKETS, recent=1), prompt, **beams), generate(None, prompt, **beams))
+    generate(RoutedDecoding(1, recent=2, check=True), prompt, **beams)
 
 
-def test_install() -> None:
+def test_install_replaces_the_layers_of_an_empty_cache() -> None:
     router = random_partition()
     cache = DynamicCache()
-    install(cache, router, num_layers=LAYERS, dense_layers=(0, 2))
+    install_bucket_layers(cache, router, num_layers=LAYERS, dense_layers=(0, 2))
     assert [type(layer).__name__ for layer in cache.layers] == ["GrowingLayer", "BucketLayer", "GrowingLayer"]
     cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     with pytest.raises(ValueError, match="cache holds 3 tokens"):
-        install(cache, router, num_layers=LAYERS)
+        install_bucket_layers(cache, router, num_layers=LAYERS)
     config = transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=8)
     with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
-        install(DynamicCache(config=config), router, num_layers=LAYERS)
+        install_bucket_layers(DynamicCache(config=config), router, num_layers=LAYERS)

@@ -1,4 +1,4 @@
-"""Serving an attached model: the KV cache that keeps its keys in buckets.
+"""Serving an attached model: the KV cache with key buckets, and the dispatch to sparse or dense attention.
 
-Import from the modules. :mod:`msattn.trainer.attach` stands above this folder.
+Import from the modules. They may import ``seer`` and ``saap``; :mod:`msattn.trainer.attach` imports them.
 """

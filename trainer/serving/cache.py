@@ -1,19 +1,18 @@
-"""The KV cache that keeps its keys in buckets, and one decoding step over it (SAAP, arXiv 2502.08246, section 5).
+"""A KV cache that keeps keys in buckets, and decoding attention over it (SAAP, arXiv 2502.08246, section 5).
 
-In the attention function that :func:`msattn.trainer.models.tap.tap` calls with ``x: LayerInputs``, the cache being up to date::
+Usage in an attention function for :func:`msattn.trainer.models.tap.tap`, which gets ``x: LayerInputs`` after the cache update::
 
-    layer = x.cache                                   # a BucketLayer, put there by `install`
-    layer.assign(router, x)                           # every forward pass, prompt and single tokens alike
+    layer = x.cache                                   # a BucketLayer, from `install_bucket_layers`
+    layer.assign(router, x)                           # in every forward pass, for prompts and single tokens
     if x.num_queries == 1:
         visited = route(router, x, probes)            # int32 [B, Hkv, L]
-        out = decode(x, visited, recent=recent, sink=sink).out
+        out = decode_attention(x, visited, recent=recent, sink=sink).out
         count = layer.keys_read(visited, recent=recent, sink=sink, kv_start=x.kv_start)   # [B, Hkv], for statistics
 
-A key's bucket is fixed when the key is made. The lists that the kernel reads are made anew every ``merge_every`` tokens; until
-then newer keys belong to the dense window: a key is never lost, and the kernel never counts one twice.
+The bucket of a key never changes. The bucket index that the kernel reads is rebuilt every ``rebuild_every`` tokens; until then
+newer keys belong to the dense window, so that no key is lost and none is counted twice.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,84 +28,84 @@ from msattn.trainer.saap.routing import Router
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
-ROOM = 256  # smallest number of free positions a grown buffer has
+MIN_FREE = 256  # smallest number of free positions in a grown buffer
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values, for inference: views of buffers with room to grow.
+    """Keys and values of one layer, for inference, as views of buffers with free positions.
 
-    A token costs its own bytes, not a copy of the cache.
+    Appending a token writes that token alone; DynamicLayer copies the whole cache.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.key_room: Tensor | None = None
-        self.value_room: Tensor | None = None
+        self.key_buffer: Tensor | None = None
+        self.value_buffer: Tensor | None = None
 
     def reset(self) -> None:
-        """Forgets everything."""
-        self.keys = self.values = self.key_room = self.value_room = None
+        """Removes all tokens."""
+        self.keys = self.values = self.key_buffer = self.value_buffer = None
         self.is_initialized = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends ``[B, Hkv, N, D]`` and returns all keys (after RoPE) and values ``[B, Hkv, M, D]``."""
+        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        self.keys, self.key_room = _append(self.keys, self.key_room, key_states)
-        self.values, self.value_room = _append(self.values, self.value_room, value_states)
+        self.keys, self.key_buffer = _append(self.keys, self.key_buffer, key_states)
+        self.values, self.value_buffer = _append(self.values, self.value_buffer, value_states)
         return self.keys, self.values
 
 
 class BucketLayer(GrowingLayer):
-    """One layer's keys, values and buckets, for inference.
+    """Keys, values and buckets of one layer, for inference.
 
     Parameters
     ----------
     num_buckets : int
         Buckets of each key/value head.
-    merge_every : int
-        Tokens between two makings of the lists.
+    rebuild_every : int
+        Number of tokens after which the bucket index is rebuilt.
 
     Attributes
     ----------
     buckets : Tensor or None
         int32 ``[B, Hkv, M]``, the bucket of each key; -1 for padding.
     indexed : int
-        Keys ``[0, indexed)`` are in the lists.
+        Keys ``[0, indexed)`` are in the bucket index.
     partition : KMeans or None
-        Whose buckets they are, once a model with that partition attached has used the layer.
+        The partition that the buckets belong to; None until an attached model has used the layer.
     """
 
-    def __init__(self, num_buckets: int, merge_every: int = 64) -> None:
+    def __init__(self, num_buckets: int, rebuild_every: int = 64) -> None:
         super().__init__()
-        if merge_every < 1:
-            raise ValueError(f"merge_every={merge_every}: expected a number of tokens, 1 or more")
+        if rebuild_every < 1:
+            raise ValueError(f"rebuild_every={rebuild_every}: expected a number of tokens, 1 or more")
         self.num_buckets = num_buckets
-        self.merge_every = merge_every
+        self.rebuild_every = rebuild_every
         self.partition: Any = None
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all tokens."""
         super().reset()
-        self.buckets = self.bucket_room = None
-        self.lists: BucketIndex | None = None
+        self.buckets = self.bucket_buffer = None
+        self._index: BucketIndex | None = None
         self.indexed = 0
 
     @property
     def index(self) -> BucketIndex:
-        """The lists of keys ``[0, indexed)``."""
-        if self.lists is None:
+        """The bucket index of keys ``[0, indexed)``; RuntimeError before the first call of :meth:`assign`."""
+        if self._index is None:
             raise RuntimeError("index: no key has a bucket yet; call assign(router, x) after the cache's update")
-        return self.lists
+        return self._index
 
     def assign(self, router: Router, x: "LayerInputs") -> None:
-        """Gives the keys of the pass that has just updated this layer their buckets, and renews the lists when it is time.
+        """Assigns buckets to the keys of the last :meth:`update`, and rebuilds the index if it is due.
 
-        Keys before ``x.kv_start`` (left padding) get -1. To be called once after each update.
+        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1.
 
         Raises
         ------
-        RuntimeError : keys were added without a call of ``assign``, or it is called twice.
+        RuntimeError : an update was not followed by ``assign``, or ``assign`` was called twice.
         """
         start = 0 if self.buckets is None else self.buckets.shape[2]
         num_new, num_keys = x.k_nope.shape[2], self.get_seq_length()
@@ -116,107 +115,108 @@ class BucketLayer(GrowingLayer):
         if x.kv_start is not None:
             positions = torch.arange(start, num_keys, device=new.device)
             new = new.masked_fill(positions < x.kv_start[:, None, None], -1)
-        self.buckets, self.bucket_room = _append(self.buckets, self.bucket_room, new)
-        if self.lists is None or num_new > 1 or num_keys - self.indexed >= self.merge_every:
-            self.merge()
+        self.buckets, self.bucket_buffer = _append(self.buckets, self.bucket_buffer, new)
+        if self._index is None or num_new > 1 or num_keys - self.indexed >= self.rebuild_every:
+            self.rebuild_index()
 
-    def merge(self) -> None:
-        """Puts every key that has a bucket into the lists."""
+    def rebuild_index(self) -> None:
+        """Rebuilds the bucket index from every key that has a bucket."""
         self.indexed = 0 if self.buckets is None else self.buckets.shape[2]
-        self.lists = None if self.buckets is None or self.indexed == 0 else build_bucket_index(self.buckets, self.num_buckets)
+        self._index = None if self.buckets is None or self.indexed == 0 else build_bucket_index(self.buckets, self.num_buckets)
 
     def window(self, recent: int) -> int:
-        """How many of the last keys are read exactly: ``recent``, and at least those that are not in the lists yet."""
+        """Returns the length of the dense window: ``recent``, or the number of keys that are not indexed yet if larger."""
         return max(recent, self.get_seq_length() - self.indexed)
 
     def keys_read(self, probes: Tensor, *, recent: int, sink: int, kv_start: Tensor | None = None) -> Tensor:
-        """How many keys :func:`decode` reads, int64 ``[B, Hkv]``."""
+        """Returns the number of keys that :func:`decode_attention` reads, int64 ``[B, Hkv]``."""
         assert self.buckets is not None
         window = self.window(recent)
         return keys_read(self.index, self.buckets, probes, indexed=self.indexed, recent=window, sink=sink, kv_start=kv_start)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last tokens, by the sign convention of the installed transformers."""
+        """Removes the last tokens; ``tokens_to_remove`` has the sign convention of the installed transformers."""
         super().crop(tokens_to_remove)
         num_keys = self.get_seq_length()
         if self.buckets is not None:
             self.buckets = self.buckets[:, :, :num_keys]
         if self.indexed > num_keys:
-            self.merge()
+            self.rebuild_index()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
-        super().reorder_cache(beam_idx)
-        self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
-        self._rows(lambda x: x.repeat_interleave(repeats, dim=0))
+        """Replaces each row b by row ``beam_idx[b]``."""
+        self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows ``indices``."""
-        super().batch_select_indices(indices)
-        self._rows(lambda x: x[indices, ...])
+        self._select_rows(indices)
 
-    def _rows(self, select: Callable[[Tensor], Tensor]) -> None:
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row ``repeats`` times."""
+        if self.keys is not None:
+            self._select_rows(torch.arange(len(self.keys)).repeat_interleave(repeats))
+
+    def _select_rows(self, rows: Tensor) -> None:
+        def select(x: Tensor) -> Tensor:
+            return x.index_select(0, rows.to(x.device))
+
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = select(self.keys), select(self.values)
         if self.buckets is not None:
             self.buckets = select(self.buckets)
-        if self.lists is not None:
-            self.lists = BucketIndex(*(select(part) for part in self.lists))
+        if self._index is not None:
+            self._index = BucketIndex(*map(select, self._index))
 
 
-def _append(held: Tensor | None, room: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
-    """``held`` and ``new`` one after the other along dimension 2, as a view of a buffer with free positions.
+def _append(held: Tensor | None, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Appends ``new`` to ``held`` along dimension 2; returns the result, a view of the start of a buffer, and the buffer.
 
-    ``held`` is a view of the start of ``room``, unless it was reordered since: then, or when ``room`` is full, they move to a
-    buffer an eighth larger.
+    If ``buffer`` is full, or ``held`` is no longer a view of it (after its rows were selected), ``held`` is copied to a new
+    buffer with at least an eighth of free positions.
     """
     begin = 0 if held is None else held.shape[2]
     end = begin + new.shape[2]
-    if room is None or end > room.shape[2] or (held is not None and held.data_ptr() != room.data_ptr()):
-        room = new.new_empty(*new.shape[:2], end + max(ROOM, end // 8), *new.shape[3:])
+    if buffer is None or end > buffer.shape[2] or (held is not None and held.data_ptr() != buffer.data_ptr()):
+        buffer = new.new_empty(*new.shape[:2], end + max(MIN_FREE, end // 8), *new.shape[3:])
         if held is not None:
-            room[:, :, :begin] = held
-    room[:, :, begin:end] = new
-    return room[:, :, :end], room
+            buffer[:, :, :begin] = held
+    buffer[:, :, begin:end] = new
+    return buffer[:, :, :end], buffer
 
 
-def install(
-    cache: Cache, router: Router, *, num_layers: int, dense_layers: tuple[int, ...] = (0,), merge_every: int = 64
+def install_bucket_layers(
+    cache: Cache, router: Router, *, num_layers: int, dense_layers: tuple[int, ...] = (0,), rebuild_every: int = 64
 ) -> None:
-    """Gives an empty ``DynamicCache`` a :class:`BucketLayer` for each routed layer that is not in ``dense_layers``.
+    """Replaces the layers of an empty ``DynamicCache``: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
-    The others become layers that grow in place as well.
+    Layers in ``dense_layers`` count as not routed.
 
     Raises
     ------
-    ValueError : the cache holds tokens already, or layers that keep less than the full context.
+    ValueError : the cache is not empty, or has layers that do not keep the full context.
     """
     if cache.get_seq_length():
-        raise ValueError(
-            f"cache holds {cache.get_seq_length()} tokens: expected an empty one, buckets start with the first key"
-        )
+        raise ValueError(f"cache holds {cache.get_seq_length()} tokens: expected an empty cache, as every key needs a bucket")
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
     if other:
-        raise ValueError(f"cache has layers of type {', '.join(other)}: expected DynamicLayer, the full context")
+        raise ValueError(f"cache has layers of type {', '.join(other)}: expected DynamicLayer, which keeps the full context")
     routed = set(router.layers) - set(dense_layers)
     for layer in range(num_layers):
-        fresh = BucketLayer(router.num_buckets, merge_every) if layer in routed else GrowingLayer()
+        fresh = BucketLayer(router.num_buckets, rebuild_every) if layer in routed else GrowingLayer()
         cache.layers[layer : layer + 1] = [fresh]
 
 
-def decode(x: "LayerInputs", probes: Tensor, *, recent: int, sink: int) -> SparseAttention:
-    """Attention of the newest token over the dense window and the visited buckets.
+def decode_attention(x: "LayerInputs", probes: Tensor, *, recent: int, sink: int) -> SparseAttention:
+    """Computes the attention of the newest token over the dense window and the visited buckets.
 
     Parameters
     ----------
     x : LayerInputs
-        One query a sequence; ``x.cache`` is the :class:`BucketLayer` whose ``assign`` has seen this pass.
+        One query per sequence. ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass.
     probes : Tensor
         int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.saap.routing.route`.
     recent, sink : int
-        Last and first keys that are read exactly.
+        Numbers of last and first keys that are always read.
 
     Returns
     -------

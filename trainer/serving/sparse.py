@@ -1,7 +1,7 @@
-"""Sparse attention of an attached model, chosen layer by layer and pass by pass, and statistics of what it read.
+"""Dispatch of an attached model's attention to sparse or dense kernels, and statistics of what it reads.
 
-A pass over a whole prompt reads the blocks that a selection names (SeerAttention); a pass over one new token reads the dense
-window and the buckets that a router names (SAAP). Every other pass is dense.
+A pass over a whole prompt reads the blocks of a selection (SeerAttention). A pass over one new token reads the dense window and
+the buckets of a router (SAAP). Every other pass is dense.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,15 +16,16 @@ from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import num_layers
+from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, dense_attention
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.saap.routing import Router, route
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
-from msattn.trainer.serving.cache import BucketLayer, decode, install
+from msattn.trainer.serving.cache import BucketLayer, decode_attention, install_bucket_layers
 
 
-class _Mean:
-    """A running mean of values on the device, read back only when asked for."""
+class _RunningMean:
+    """Running mean of device values, without a synchronization before :meth:`read`."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -40,7 +41,7 @@ class _Mean:
 
 
 class Sparse:
-    """How an attached model attends, and what it has read so far; made by :func:`attach`."""
+    """Sparse attention of an attached model, with statistics; created by :func:`msattn.trainer.attach.attach`."""
 
     def __init__(
         self,
@@ -58,22 +59,24 @@ class Sparse:
         self.selection, self.router, self.dense_below, self.timer = selection, router, dense_below, timer
         self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
         self.routed = frozenset() if router is None else frozenset(router.layers) - frozenset(dense_layers)
-        self._sparsity, self._selectivity, self._prefill_recall, self._decode_recall = (_Mean() for _ in range(4))
+        self._sparsity, self._selectivity, self._prefill_recall, self._decode_recall = (_RunningMean() for _ in range(4))
         self._dense_fallbacks = self._dense_by_choice = 0
 
     def stats(self) -> dict[str, Any]:
-        """What was read since the context began, averaged over layers and passes; None for what did not happen.
+        """Returns statistics since the context began, means over layers and passes; None for what did not happen.
 
         Returns
         -------
         dict
             ``sparsity``: share of the causally visible blocks that sparse prefill did not read (a block at zoom z counts as
-            1 / z of one). ``selectivity``: share of the
-            keys that sparse decoding read. ``prefill_recall``, ``decode_recall``: share of the attention mass in what was
-            read, and ``recall``, the one of them that was measured, or their mean (with ``measure_recall``).
-            ``dense_fallbacks``: layer passes that were dense although sparse attention was asked for, which cannot serve them.
-            ``dense_by_choice``: layer passes over prompts shorter than ``select.dense_below``. ``selection_s``,
-            ``attention_s``: seconds in all of choosing what to read, and of attention (with ``measure_time``).
+            1 / z of a block).
+            ``selectivity``: share of the keys that sparse decoding read.
+            ``prefill_recall``, ``decode_recall``: share of the attention mass in what was read (with ``measure_recall``).
+            ``recall``: their mean, or the one that was measured.
+            ``dense_fallbacks``: layer passes that were dense because sparse attention does not support them.
+            ``dense_by_choice``: layer passes that were dense because the prompt was shorter than ``select.dense_below``.
+            ``selection_s``, ``attention_s``: total seconds of selecting what to read, and of attention (with
+            ``measure_time``).
         """
         prefill, decoding = self._prefill_recall.read(), self._decode_recall.read()
         measured = [value for value in (prefill, decoding) if value is not None]
@@ -89,31 +92,31 @@ class Sparse:
             "attention_s": self.timer and self.timer.seconds("attention"),
         }
 
-    def _timed(self, part: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.timer is None else self.timer.measure(part)
+    def _timed(self, phase: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.timer is None else self.timer.measure(phase)
 
-    def attend(self, x: LayerInputs) -> Tensor:
-        """Attention of one layer, ``[B, Hq, N, D]``: sparse where an artifact serves this pass, else dense."""
+    def dispatch(self, x: LayerInputs) -> Tensor:
+        """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports this pass, else dense."""
         layer = x.cache if x.layer in self.routed and isinstance(x.cache, BucketLayer) else None
         if layer is not None and self.router is not None:
             with self._timed("selection"):
                 layer.assign(self.router, x)
         if x.num_queries == 1 and x.num_keys > 1:
             if layer is not None:
-                return self._decode(x, layer)
+                return self._sparse_decode(x, layer)
             self._dense_fallbacks += x.layer in self.routed
         elif self.selection is not None and x.num_queries == x.num_keys:
             if x.num_queries >= self.dense_below:
-                return self._prefill(x, self.selection)
+                return self._sparse_prefill(x, self.selection)
             self._dense_by_choice += 1
         else:
-            self._dense_fallbacks += self.selection is not None  # a gate pools keys before RoPE, which no cache holds
+            self._dense_fallbacks += self.selection is not None  # gates pool keys before RoPE, which are not cached
         with self._timed("attention"):
             if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
                 return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
             return dense_attention(x)
 
-    def _prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
+    def _sparse_prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
         size = selection.block_size
         with torch.no_grad(), self._timed("selection"):
             chosen = selection.blocks(x)
@@ -122,27 +125,27 @@ class Sparse:
             out, lse = selected_attention(x, chosen, size)
         if self.measure_recall:
             dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
-            self._prefill_recall.add(_mass_read(lse, dense.lse))
+            self._prefill_recall.add(attention_recall(lse, dense.lse))
         return out
 
-    def _decode(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
+    def _sparse_decode(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
         assert self.router is not None
         with self._timed("selection"):
             visited = route(self.router, x, self.probes)
         with self._timed("attention"):
-            out, lse = decode(x, visited, recent=self.recent, sink=self.sink)
-        read = layer.keys_read(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
+            out, lse = decode_attention(x, visited, recent=self.recent, sink=self.sink)
+        num_read = layer.keys_read(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
         padded = 0 if x.kv_start is None else x.kv_start[:, None]
-        self._selectivity.add(read / (x.num_keys - padded))
+        self._selectivity.add(num_read / (x.num_keys - padded))
         if self.measure_recall:
             dense = bucket_decode(
                 x.q, x.k, x.v, layer.index, visited, recent=x.num_keys, sink=0, scale=x.scale, kv_start=x.kv_start
             )
-            self._decode_recall.add(_mass_read(lse, dense.lse))
+            self._decode_recall.add(attention_recall(lse, dense.lse))
         return out
 
     def prepare_cache(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of the decoder: an empty cache gets layers that keep buckets."""
+        """Forward pre-hook of the decoder, which installs bucket layers in an empty cache."""
         if self.router is None:
             return args, kwargs
         from transformers import DynamicCache
@@ -154,14 +157,14 @@ class Sparse:
             cache = DynamicCache(config=config)
         if cache is not None and cache.get_seq_length() == 0 and not any(isinstance(c, BucketLayer) for c in cache.layers):
             dense = tuple(set(range(num_layers(config))) - self.routed)
-            install(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
+            install_bucket_layers(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
         if cache is not None:
-            self._claim(cache)
+            self._check_partition(cache)
         return args, {**kwargs, "past_key_values": cache}
 
-    def _claim(self, cache: Any) -> None:
-        """Refuse a cache whose buckets are another partition's: its lists would be read with the wrong centroids."""
-        partition: Any = getattr(self.router, "partition", self.router)  # a classifier routes over a k-means
+    def _check_partition(self, cache: Any) -> None:
+        """Raises UserError if the buckets of ``cache`` belong to another partition, and marks new layers with this one."""
+        partition: Any = getattr(self.router, "partition", self.router)  # a QModel has a KMeans, a KMeans routes itself
         for layer in cache.layers:
             if not isinstance(layer, BucketLayer):
                 continue
@@ -169,10 +172,3 @@ class Sparse:
                 layer.partition = partition
             elif layer.partition is not partition and not torch.equal(layer.partition.centroids, partition.centroids):
                 raise UserError("past_key_values: its buckets were made with another k-means than the one attached now")
-
-
-def _mass_read(lse: Tensor, dense_lse: Tensor) -> Tensor:
-    """Share of the attention mass in what was read, ``exp(lse - dense_lse)``: the mean over real rows."""
-    real = dense_lse > -torch.inf
-    share = (lse - dense_lse).exp().clamp(max=1).masked_fill(~real, 0)
-    return share.sum() / real.sum().clamp(min=1)
