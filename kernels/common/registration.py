@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import query_offset, statistics_dtype
+from msattn.kernels.common.checks import has_aligned_rows, query_offset, statistics_dtype
 
 Operator = Any  # the type that torch.library.custom_op returns is not public
 
@@ -63,11 +63,12 @@ def register_sparse_op(name: str, triton: Passes, torch_: Passes) -> tuple[Opera
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        saved = dout, dlse, q, k, v, out, lse, selected
         if backend == "triton":
             with torch.cuda.device_of(q):
-                return triton.backward(*saved, kv_start, block_size, causal, scale)
-        return torch_.backward(*saved, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
+                dout = _aligned_gradient(dout)
+                return triton.backward(dout, dlse, q, k, v, out, lse, selected, kv_start, block_size, causal, scale)
+        inputs = dout, dlse, q, k, v, out, lse, selected
+        return torch_.backward(*inputs, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
 
     @backward_operator.register_fake
     def _(dout, dlse, q, k, v, *others):
@@ -118,9 +119,10 @@ def register_weighted_op(name: str, triton: Passes, torch_: Passes) -> tuple[Ope
         if backend == "triton":
             with torch.cuda.device_of(q):
                 q, dout, k, v = _zero_padding(kv_start, causal, (q, dout), (k, v))
+                dout = _aligned_gradient(dout)
                 return triton.backward(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale)
-        saved = dout, dlse, q, k, v, weight, out, lse
-        return torch_.backward(*saved, causal=causal, scale=scale, kv_start=kv_start)
+        inputs = dout, dlse, q, k, v, weight, out, lse
+        return torch_.backward(*inputs, causal=causal, scale=scale, kv_start=kv_start)
 
     @backward_operator.register_fake
     def _(dout, dlse, q, k, v, weight, *others):
@@ -151,6 +153,16 @@ def _zero_rows_before(x: Tensor, first: Tensor) -> Tensor:
     """
     before = torch.arange(x.shape[2], device=x.device) < first[:, None]
     return x.clone().masked_fill_(before[:, None, :, None], 0)
+
+
+def _aligned_gradient(dout: Tensor) -> Tensor:
+    """Copies a gradient that tensor descriptors cannot read.
+
+    Autograd may pass an expanded scalar, a transposed tensor, or one that is not aligned to 16 bytes.
+    """
+    if has_aligned_rows(dout) and 0 not in dout.stride():
+        return dout
+    return dout.clone(memory_format=torch.contiguous_format)
 
 
 def _register_autograd(operator: Operator, backward_operator: Operator) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from msattn.kernels import tuned
 from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
 from msattn.kernels.common.block_lists import find_list
-from msattn.kernels.common.checks import check_layout, has_aligned_rows, query_offset
+from msattn.kernels.common.checks import check_layout, query_offset
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
@@ -72,9 +72,7 @@ def launch(
     dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernels, returns dq, dk, dv; the tiles override the tuned ones."""
-    check_layout(q=q, k=k, v=v, out=out)
-    if not has_aligned_rows(dout) or 0 in dout.stride():  # autograd may pass an expanded scalar
-        dout = dout.contiguous()
+    check_layout(dout=dout, q=q, k=k, v=v, out=out)
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]

@@ -1,4 +1,7 @@
-"""Every operation in plain PyTorch: readable, bounded in memory by chunks, and what serves on a CPU."""
+"""Reference implementation of every operation in plain PyTorch.
+
+References are readable, process inputs in chunks to bound memory, and are the backend for CPU tensors.
+"""
 
 from msattn.kernels.reference.best_blocks import best_blocks, block_softmax
 from msattn.kernels.reference.block_sparse_attention import block_sparse_attention, block_sparse_attention_backward

@@ -1,4 +1,4 @@
-"""Attention over the blocks a mask selects, gathered; and its gradient."""
+"""Block-sparse attention in PyTorch, by gathering blocks, and its gradient."""
 
 import math
 from collections.abc import Iterator
@@ -23,12 +23,14 @@ def block_sparse_attention(
     scale: float | None = None,
     kv_start: Tensor | None = None,
 ) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.block_sparse_attention.block_sparse_attention`, differentiable: gathers, attends.
+    """Reference of :func:`msattn.kernels.block_sparse_attention`.
+
+    It gathers the selected blocks and is differentiable.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, or a sequence starts outside of the keys.
+        If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)
@@ -38,7 +40,7 @@ def block_sparse_attention(
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
-    for b, h, i, j, exists, seen in _selected(q, k, block_mask, block_size, causal, kv_start):
+    for b, h, i, j, exists, seen in _selected_chunks(q, k, block_mask, block_size, causal, kv_start):
         keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
         rows_out, rows_lse = masked_attention(q[b, h, i].to(statistics), keys, values, seen, scale)
         rows = b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]
@@ -62,30 +64,33 @@ def block_sparse_attention_backward(
     scale: float,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v: ``dS = P * (dP - rowsum(dO * O) + dlse)``, with P made again from the LSE."""
+    """Returns the gradients of q, k, v.
+
+    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE.
+    """
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (x.new_zeros(x.shape, dtype=statistics) for x in (q, k, v))
-    for b, h, i, j, exists, seen in _selected(q, k, block_mask, block_size, causal, kv_start):
+    for b, h, i, j, exists, seen in _selected_chunks(q, k, block_mask, block_size, causal, kv_start):
         queries, dout_rows, out_rows = (x[b, h, i].to(statistics) for x in (q, dout, out))
         keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
         probs = (queries @ keys.mT * scale - lse[b, h, i][..., None]).masked_fill(~seen, -math.inf).exp()
-        rows = (dlse[b, h, i] - (dout_rows * out_rows).sum(-1))[..., None]
-        dscores = (probs * (dout_rows @ values.mT + rows)).masked_fill(~seen, 0) * scale
+        row_delta = ((dout_rows * out_rows).sum(-1) - dlse[b, h, i])[..., None]
+        dscores = (probs * (dout_rows @ values.mT - row_delta)).masked_fill(~seen, 0) * scale
         dq[b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]] = (dscores @ keys)[exists]
-        rows_read = ((b * k.shape[1] + h // group) * k.shape[2] + j).flatten()
-        dk.view(-1, k.shape[3]).index_add_(0, rows_read, (dscores.mT @ queries).flatten(0, 1))  # in order, on a CPU
-        dv.view(-1, k.shape[3]).index_add_(0, rows_read, (probs.mT @ dout_rows).flatten(0, 1))
+        key_rows = ((b * k.shape[1] + h // group) * k.shape[2] + j).flatten()
+        dk.view(-1, k.shape[3]).index_add_(0, key_rows, (dscores.mT @ queries).flatten(0, 1))  # deterministic on a CPU
+        dv.view(-1, k.shape[3]).index_add_(0, key_rows, (probs.mT @ dout_rows).flatten(0, 1))
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 
-def _selected(
+def _selected_chunks(
     q: Tensor, k: Tensor, block_mask: Tensor, block_size: int, causal: bool, kv_start: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """What a block mask selects, some R row blocks at a time: those with lists of like length go together.
+    """Yields the selected keys of R row blocks at a time.
 
-    Yields sequence ``b [R, 1]`` and query head ``h [R, 1]``, queries ``i [R, block]`` and keys ``j [R, S]``, which of the
-    queries exist ``[R, block]``, and which of the keys they see ``[R, block, S]``.
+    A chunk is the sequence ``b [R, 1]``, the query head ``h [R, 1]``, queries ``i [R, block]`` and keys ``j [R, S]``, a mask of
+    queries that exist ``[R, block]``, and a mask of the keys that they see ``[R, block, S]``.
     """
     within = torch.arange(block_size, device=q.device)
     mask = block_mask.expand(q.shape[0], -1, -1, -1)

@@ -1,4 +1,4 @@
-"""Attention whose scores are convolved along queries and keys, and its gradient."""
+"""Attention with convolved scores in PyTorch, and its gradient."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,10 @@ from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attenti
 
 
 class _Convolution(NamedTuple):
-    """``mixed[i, j] = sum over a, b of weight[a, b] * scores[i + a, j + b]``, head by head."""
+    """Convolution of each head.
+
+    ``mixed[i, j] = sum over a, b of weight[a, b] * scores[i + a, j + b]``
+    """
 
     before: int
     left: int
@@ -20,19 +23,19 @@ class _Convolution(NamedTuple):
     def forward(self, weight: Tensor, scores: Tensor) -> Tensor:
         size = scores.shape[2] - self.before, scores.shape[3] - self.left - self.right
         mixed = scores.new_zeros((*scores.shape[:2], *size))
-        for a, b, part in self._parts(scores):
+        for a, b, part in self._shifted_scores(scores):
             mixed = mixed.addcmul(part, weight[:, a, b, None, None])
         return mixed
 
     def backward(self, weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
         dweight, dscores = torch.zeros_like(weight), torch.zeros_like(scores)
-        for (a, b, part), (_, _, dpart) in zip(self._parts(scores), self._parts(dscores), strict=True):
+        for (a, b, part), (_, _, dpart) in zip(self._shifted_scores(scores), self._shifted_scores(dscores), strict=True):
             dweight[:, a, b] = (dmixed * part).sum((0, 2, 3))
             dpart.addcmul_(dmixed, weight[:, a, b, None, None])
         return dweight, dscores
 
-    def _parts(self, scores: Tensor) -> list[tuple[int, int, Tensor]]:
-        """What each element of the kernel is multiplied with: (a, b, a window of the scores)."""
+    def _shifted_scores(self, scores: Tensor) -> list[tuple[int, int, Tensor]]:
+        """Returns (a, b, shifted scores) for each tap of the kernel."""
         n, m = scores.shape[2] - self.before, scores.shape[3] - self.left - self.right
         taps = [(a, b) for a in range(self.before + 1) for b in range(self.left + self.right + 1)]
         return [(a, b, scores[:, :, a : a + n, b : b + m]) for a, b in taps]
@@ -52,12 +55,14 @@ def conv_attention(
     scale: float | None = None,
     kv_start: Tensor | None = None,
 ) -> Tensor:
-    """Reference of :func:`msattn.kernels.conv_attention.conv_attention`, differentiable: the scores of a few queries at a time.
+    """Reference of :func:`msattn.kernels.conv_attention`.
+
+    It holds the scores of a few queries at a time and is differentiable.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, or a sequence starts outside of the keys.
+        If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
     return conv_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)[0]
 
@@ -72,7 +77,7 @@ def conv_attention_forward(
     scale: float | None,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`conv_attention` and the LSE of the convolved scores, which its gradient starts from."""
+    """Returns the output of :func:`conv_attention` and the LSE of convolved scores."""
     check_qkv(q, k, v)
     check_conv_weight(weight, q)
     check_per_sequence("kv_start", kv_start, q)
@@ -93,5 +98,5 @@ def conv_attention_backward(
     scale: float,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight."""
+    """Returns the gradients of q, k, v and weight."""
     return mixed_attention_backward(dout, dlse, q, k, v, weight, out, lse, _convolution(weight), causal, scale, kv_start)

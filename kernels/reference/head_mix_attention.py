@@ -1,4 +1,4 @@
-"""Attention whose scores are mixed over heads, and its gradient."""
+"""Attention with scores mixed over heads in PyTorch, and its gradient."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attenti
 
 
 class _HeadMixing(NamedTuple):
-    """``mixed[h] = sum over g of weight[h, g] * scores[g]``, score by score."""
+    """Mixing over heads: ``mixed[h] = sum over g of weight[h, g] * scores[g]``."""
 
     before: int = 0
     left: int = 0
@@ -34,12 +34,14 @@ def head_mix_attention(
     scale: float | None = None,
     kv_start: Tensor | None = None,
 ) -> Tensor:
-    """Reference of :func:`msattn.kernels.head_mix_attention.head_mix_attention`, differentiable, a few queries at a time.
+    """Reference of :func:`msattn.kernels.head_mix_attention`.
+
+    It holds the scores of a few queries at a time and is differentiable.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, or a sequence starts outside of the keys.
+        If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
     return head_mix_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)[0]
 
@@ -54,7 +56,7 @@ def head_mix_attention_forward(
     scale: float | None,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`head_mix_attention` and the LSE of the mixed scores, which its gradient starts from."""
+    """Returns the output of :func:`head_mix_attention` and the LSE of mixed scores."""
     check_qkv(q, k, v)
     check_head_weight(weight, q)
     check_per_sequence("kv_start", kv_start, q)
@@ -75,5 +77,5 @@ def head_mix_attention_backward(
     scale: float,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight."""
+    """Returns the gradients of q, k, v and weight."""
     return mixed_attention_backward(dout, dlse, q, k, v, weight, out, lse, _HeadMixing(), causal, scale, kv_start)

@@ -1,4 +1,4 @@
-"""Dense attention and its block map, the scores of a few row blocks at a time."""
+"""Dense attention with a max-pooled block map in PyTorch."""
 
 import math
 
@@ -21,12 +21,14 @@ def maxpool_attention(
     scale: float | None = None,
     kv_start: Tensor | None = None,
 ) -> MaxPoolAttention:
-    """Reference of :func:`msattn.kernels.maxpool_attention.maxpool_attention`: the scores of a few row blocks at a time.
+    """Reference of :func:`msattn.kernels.maxpool_attention`.
+
+    It holds the scores of a few row blocks at a time.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, or a sequence starts outside of the keys.
+        If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
@@ -64,6 +66,6 @@ def maxpool_attention(
 
 
 def _into_blocks(x: Tensor, dim: int, size: int) -> Tensor:
-    """Cut a dimension, counted from the end, into ``(blocks, size)``; the last block is filled up with -inf."""
+    """Splits dimension ``dim < 0`` into ``(blocks, size)``, padded with -inf."""
     missing = -x.shape[dim] % size
     return torch.nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing), value=-math.inf).unflatten(dim, (-1, size))

@@ -1,4 +1,4 @@
-"""Attention whose scores are mixed with each other before the softmax, a few queries at a time; and its gradient."""
+"""Attention with linearly mixed scores in PyTorch, and its gradient."""
 
 import math
 from collections.abc import Iterator
@@ -12,34 +12,41 @@ from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
 
 
 class Mixing(Protocol):
-    """A linear map of scores ``[B, Hq, before + n, left + m + right]``, 0 where nothing is, to ``[B, Hq, n, m]``."""
+    """Linear map of scores to mixed scores.
+
+    It maps ``[B, Hq, before + n, left + m + right]`` to ``[B, Hq, n, m]``. Scores of queries and keys that do not exist are 0.
+    """
 
     @property
     def before(self) -> int:
-        """Queries before its own that a mixed score is made of."""
+        """Number of earlier queries that a mixed score depends on."""
         ...
 
     @property
     def left(self) -> int:
-        """Keys before its own."""
+        """Number of earlier keys."""
         ...
 
     @property
     def right(self) -> int:
-        """Keys after its own."""
+        """Number of later keys."""
         ...
 
     def forward(self, weight: Tensor, scores: Tensor) -> Tensor:
-        """Mixed scores."""
+        """Returns the mixed scores."""
         ...
 
     def backward(self, weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of weight and scores."""
+        """Returns the gradients of weight and scores."""
         ...
 
 
 class _Chunk(NamedTuple):
-    """A few queries and the keys they see: where they lie, their scores before (with those around) and after mixing."""
+    """Chunk of queries with the keys they see.
+
+    ``around`` are its rows and those before them that mixing needs; ``future [before + n, m]`` masks the keys after each
+    query of ``around``, whose ``scores`` are 0; ``mixed`` are the scores of ``rows`` after mixing.
+    """
 
     batch: slice
     rows: slice
@@ -60,7 +67,10 @@ def mixed_attention(
     scale: float,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``; 0 and -inf where nothing is seen. Differentiable."""
+    """Returns ``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``; differentiable.
+
+    They are 0 and -inf for rows without visible keys.
+    """
     statistics = statistics_dtype(q)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
@@ -87,7 +97,10 @@ def mixed_attention_backward(
     scale: float,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and weight: ``dA = P * (dP - rowsum(dO * O) + dlse)``, which the mixing takes back to the scores."""
+    """Returns the gradients of q, k, v and weight.
+
+    The gradient of the mixed scores is ``dA = P * (dP - rowsum(dO * O) + dlse)``.
+    """
     statistics = statistics_dtype(q)
     kernel = weight.to(statistics)
     dq, dk, dv, dweight = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v, weight))
@@ -96,10 +109,10 @@ def mixed_attention_backward(
         values = v[batch, :, None, keys].to(statistics)
         probs = (mixed - lse[batch, :, rows, None]).exp()
         dprobs = (grouped_dout @ values.mT).flatten(1, 2)
-        row_term = (dout[batch, :, rows].to(statistics) * out[batch, :, rows]).sum(-1) - dlse[batch, :, rows]
+        row_delta = (dout[batch, :, rows].to(statistics) * out[batch, :, rows]).sum(-1) - dlse[batch, :, rows]
         dv[batch, :, keys] += (probs.unflatten(1, (k.shape[1], -1)).mT @ grouped_dout).sum(2)
 
-        dkernel, dscores = mixing.backward(kernel, scores, probs * (dprobs - row_term[..., None]))
+        dkernel, dscores = mixing.backward(kernel, scores, probs * (dprobs - row_delta[..., None]))
         dweight += dkernel
         dscores = dscores[:, :, -future.shape[0] :, mixing.left : dscores.shape[3] - mixing.right]
         dscores = (dscores.masked_fill(future, 0) * scale).unflatten(1, (k.shape[1], -1))
@@ -112,7 +125,7 @@ def mixed_attention_backward(
 def _chunks(
     q: Tensor, k: Tensor, weight: Tensor, mixing: Mixing, causal: bool, scale: float, kv_start: Tensor | None
 ) -> Iterator[_Chunk]:
-    """The scores of a few queries at a time. ``future [before + n, m]``: keys after their own query, whose scores are 0."""
+    """Yields the scores of a few queries at a time, before and after mixing."""
     statistics = statistics_dtype(q)
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
         n, m = q.shape[2] - first_query, k.shape[2] - first_key

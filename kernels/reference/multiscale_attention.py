@@ -1,7 +1,8 @@
-"""Attention over blocks that are seen through means of 1, 2, 4 or 8 tokens, gathered; and its gradient.
+"""Multi-scale attention in PyTorch, by gathering means, and its gradient.
 
-K and V get their means appended: tokens ``[all | means of 2 | of 4 | of 8]``, counted from the start of a sequence. A block at
-zoom 8 gives an eighth as many tokens as it has keys, so that a list of such parts holds whatever the zooms ask for.
+Means of K and V are appended to them: ``[keys | means of 2 | of 4 | of 8]``, called tokens here, counted from the start of a
+sequence. A block at zoom 8 has an eighth as many tokens as keys. Blocks are listed in parts of an eighth of a block, so that
+lists follow the number of tokens at every zoom.
 """
 
 import math
@@ -16,19 +17,22 @@ from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_
 from msattn.kernels.reference.common import masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
-PARTS = max(ZOOMS)
+PARTS = max(ZOOMS)  # of a block
 
 
 class _Rows(NamedTuple):
-    """Some R row blocks and what they read, S tokens each; sequences and tokens are counted within a part of the batch."""
+    """R row blocks and the S tokens that each reads.
+
+    Sequences and tokens are counted within a part of the batch.
+    """
 
     b: Tensor  # [R, 1]
     h: Tensor  # query heads [R, 1]
-    i: Tensor  # queries [R, block], those that do not exist replaced by some that do
+    i: Tensor  # queries [R, block]; the last one repeated past the end
     j: Tensor  # tokens [R, S] of `_with_means`
-    exists: Tensor  # which of the queries exist, bool [R, block]
-    seen: Tensor  # which of the tokens they see, bool [R, block, S]
-    bias: Tensor  # logarithm of how many keys a token stands for [R, 1, S]
+    exists: Tensor  # mask of the queries that exist [R, block]
+    seen: Tensor  # mask of the tokens that they see [R, block, S]
+    bias: Tensor  # log of the number of keys in a token [R, 1, S]
 
 
 def multiscale_attention(
@@ -42,12 +46,15 @@ def multiscale_attention(
     scale: float | None = None,
     kv_start: Tensor | None = None,
 ) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.multiscale_attention.multiscale_attention`, differentiable: gathers, attends.
+    """Reference of :func:`msattn.kernels.multiscale_attention`.
+
+    It gathers the selected keys and means, and is differentiable.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, a zoom is none of 0, 1, 2, 4, 8, or a sequence starts outside of the keys.
+        If an argument has a wrong shape, dtype or value, if a zoom is none of 0, 1, 2, 4, 8, or if ``kv_start`` exceeds the
+        number of keys.
     """
     check_qkv(q, k, v)
     check_zoom(zoom, q, k, block_size)
@@ -62,7 +69,7 @@ def multiscale_attention(
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
         queries, keys, values = q[batch, :, first_query:], *(_with_means(x[batch, :, first_key:]) for x in (k, v))
         part_out, part_lse = out[batch, :, first_query:], lse[batch, :, first_query:]
-        for x in _selected(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
+        for x in _selected_chunks(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
             row_q, row_k, row_v = (tensor[at].to(statistics) for tensor, at in ((queries, place), (keys, read), (values, read)))
             rows_out, rows_lse = masked_attention(row_q, row_k, row_v, x.seen, scale, x.bias)
@@ -87,7 +94,10 @@ def multiscale_attention_backward(
     scale: float,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v: ``dS = P * (dP - rowsum(dO * O) + dlse)``, with P made again from the LSE."""
+    """Returns the gradients of q, k, v.
+
+    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE.
+    """
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
     zoom_of = zoom.expand(q.shape[0], -1, -1, -1)
@@ -97,31 +107,34 @@ def multiscale_attention_backward(
         keys, values = (_with_means(x[batch, :, first_key:]) for x in (k, v))
         dqueries = dq[batch, :, first_query:]
         dkeys, dvalues = (torch.zeros_like(x, dtype=statistics) for x in (keys, values))
-        for x in _selected(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
+        for x in _selected_chunks(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
             row_q, row_dout, row_out = (tensor[place].to(statistics) for tensor in (queries, douts, outs))
             row_k, row_v = (tensor[read].to(statistics) for tensor in (keys, values))
             scores = row_q @ row_k.mT * scale + x.bias - lses[place][..., None]
             probs = scores.masked_fill(~x.seen, -math.inf).exp()
-            rows = (dlses[place] - (row_dout * row_out).sum(-1))[..., None]
-            dscores = (probs * (row_dout @ row_v.mT + rows)).masked_fill(~x.seen, 0) * scale
+            row_delta = ((row_dout * row_out).sum(-1) - dlses[place])[..., None]
+            dscores = (probs * (row_dout @ row_v.mT - row_delta)).masked_fill(~x.seen, 0) * scale
             dqueries[tuple(index.expand_as(x.i)[x.exists] for index in place)] = (dscores @ row_k)[x.exists]
-            rows_read = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
-            dkeys.view(-1, k.shape[3]).index_add_(0, rows_read, (dscores.mT @ row_q).flatten(0, 1))  # in order, on a CPU
-            dvalues.view(-1, k.shape[3]).index_add_(0, rows_read, (probs.mT @ row_dout).flatten(0, 1))
+            token_rows = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
+            dkeys.view(-1, k.shape[3]).index_add_(0, token_rows, (dscores.mT @ row_q).flatten(0, 1))  # deterministic on a CPU
+            dvalues.view(-1, k.shape[3]).index_add_(0, token_rows, (probs.mT @ row_dout).flatten(0, 1))
         dk[batch, :, first_key:] = _to_tokens(dkeys, k.shape[2] - first_key)
         dv[batch, :, first_key:] = _to_tokens(dvalues, k.shape[2] - first_key)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _check_values(zoom: Tensor) -> None:
-    strange = sorted({*zoom.unique().tolist()} - {0, *ZOOMS})
-    if strange:
-        raise ValueError(f"zoom holds {', '.join(map(str, strange))}: expected 0 (skip), 1, 2, 4 or 8")
+    invalid = sorted({*zoom.unique().tolist()} - {0, *ZOOMS})
+    if invalid:
+        raise ValueError(f"zoom holds {', '.join(map(str, invalid))}: expected 0 (skip), 1, 2, 4 or 8")
 
 
 def _with_means(x: Tensor) -> Tensor:
-    """``x [B, H, m, D]`` followed by its means of 2, 4 and 8 tokens, of what exists at the end, rounded once."""
+    """Appends to ``x [B, H, m, D]`` its means of 2, 4 and 8 tokens.
+
+    The last group may be smaller. Means are rounded once.
+    """
     levels = [x]
     exact = x.to(statistics_dtype(x))
     for z in ZOOMS[1:]:
@@ -134,7 +147,10 @@ def _with_means(x: Tensor) -> Tensor:
 
 
 def _to_tokens(dx: Tensor, m: int) -> Tensor:
-    """Gradient of m tokens, given that of :func:`_with_means`: a mean passes on equal shares."""
+    """Returns the gradient of m keys from that of :func:`_with_means`.
+
+    A mean passes equal shares to its keys.
+    """
     tokens = torch.arange(m, device=dx.device)
     levels = dx.split([-(-m // z) for z in ZOOMS], 2)
     return sum(  # type: ignore[return-value]
@@ -142,8 +158,11 @@ def _to_tokens(dx: Tensor, m: int) -> Tensor:
     )
 
 
-def _selected(queries: Tensor, m: int, zoom: Tensor, block_size: int, causal: bool, delta: int) -> Iterator[_Rows]:
-    """What the zooms select for ``queries [B, Hq, n, D]`` of a part of the batch, which has m keys."""
+def _selected_chunks(queries: Tensor, m: int, zoom: Tensor, block_size: int, causal: bool, delta: int) -> Iterator[_Rows]:
+    """Yields the tokens that row blocks of ``queries [B, Hq, n, D]`` read.
+
+    ``queries`` belong to a part of the batch with m keys.
+    """
     n, device = queries.shape[2], queries.device
     first_t, first_u = (torch.arange(x, device=device) * block_size for x in zoom.shape[2:])
     exists = (first_t < n)[:, None] & (first_u < m)
@@ -156,14 +175,14 @@ def _selected(queries: Tensor, m: int, zoom: Tensor, block_size: int, causal: bo
     size = block_size // PARTS
     part = torch.arange(PARTS, device=device)
     parts_of = torch.tensor([PARTS // z if z in ZOOMS else 0 for z in range(PARTS + 1)], device=device)
-    begin_of = torch.zeros(PARTS + 1, dtype=torch.int64, device=device)  # where the tokens of a zoom begin
+    begin_of = torch.zeros(PARTS + 1, dtype=torch.int64, device=device)  # first token of each zoom
     begin_of[list(ZOOMS)] = torch.tensor([0, *(-(-m // z) for z in ZOOMS[:-1])], device=device).cumsum(0)
     selected = (part < parts_of[zoom.int()][..., None]).flatten(3)  # [B, Hq, Tr, Tc * PARTS]
     for b, h, r, on, c in row_lists(selected, block_size * size):
         z = zoom[b[:, None], h[:, None], r[:, None], c // PARTS].long()
         g = (c // PARTS * (block_size // z) + c % PARTS * size)[..., None] + torch.arange(size, device=device)
         z, on, g = z.repeat_interleave(size, 1), on.repeat_interleave(size, 1), g.flatten(1)
-        count = (m - g * z).clamp(max=z)  # of keys that the token stands for
+        count = (m - g * z).clamp(max=z)  # number of keys in the token
         t = r[:, None] * block_size + torch.arange(block_size, device=device)
         seen = (t < n)[..., None] & (on & (count > 0))[:, None]
         if causal:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
-from msattn.kernels.common.block_lists import compact_rows, compact_columns
+from msattn.kernels.common.block_lists import compact_columns, compact_rows
 from msattn.kernels.testing import (
     CASES,
     Case,
