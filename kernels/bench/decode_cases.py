@@ -84,7 +84,7 @@ class _BucketProblem(NamedTuple):
     """
 
     layers: list[Layer]
-    window: dict[str, int]
+    window: dict[str, Any]
     read: float
     name: str
 

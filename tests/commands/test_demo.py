@@ -1,4 +1,4 @@
-"""``msattn demo`` from end to end on a random model, and ``msattn generate`` with what it made."""
+"""``msattn demo`` end to end on a random model, and ``msattn generate`` with its artifacts."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
     assert msattn("generate", "name=demo", *SMALL, "--prompt", "def main():\n    return 1\n" * 40, "max_new_tokens=4") == 0
     out = capsys.readouterr().out
-    assert "tokens agree" in out
+    assert "tokens are equal" in out
     assert "selectivity" in out
 
     assert msattn("demo", *SMALL) == 0, "a second demo replaces the first"

@@ -1,4 +1,4 @@
-"""What training gates costs: memory by count of what is alive, and the command that measures a machine."""
+"""Cost of gate training: live memory of a step compared with inference, and the measuring command."""
 
 import csv
 import sys
@@ -20,8 +20,8 @@ from msattn.trainer.seer.distillation import GateDistiller
 from msattn.trainer.seer.gate import Gate
 from tests.factory import random_tokens, tiny_architecture, tiny_model
 
-# The proportions of Llama-3.1-8B in bf16 at 131,072 tokens: a map takes half of what the hidden states take, the MLP's middle
-# is 3.5 times as wide as they are, queries as wide, keys and values a quarter.
+# Proportions of Llama-3.1-8B in bf16 at 131,072 tokens: a block map has half the size of the hidden states, the MLP's inner
+# activations 3.5 times, the queries the same size, keys and values a quarter.
 TOKENS, BLOCK, LAYERS = 1024, 16, 3
 SHAPE: dict[str, Any] = {
     "hidden_size": 128,
@@ -40,29 +40,29 @@ def storages(tree: object) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of what operators have made and is still referred to."""
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of live tensors that operators have allocated."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._allocated: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in storages((args, kwargs))}  # a view of a weight is nothing new
+        inputs = {storage._cdata for storage in storages((args, kwargs))}  # a view of a weight allocates nothing
         for storage in storages(out):
-            if storage._cdata not in given:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {key: (ref, size) for key, (ref, size) in self._made.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+            if storage._cdata not in inputs:
+                self._allocated[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._allocated = {key: (ref, size) for key, (ref, size) in self._allocated.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._allocated.values()))
         return out
 
 
-def peak(call: Callable[[], object]) -> int:
-    with Alive() as alive:
+def peak_bytes(call: Callable[[], object]) -> int:
+    with LiveMemory() as memory:
         call()
-    return alive.peak
+    return memory.peak
 
 
 def infer(model, ids):
@@ -71,20 +71,21 @@ def infer(model, ids):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_step_at_128k_tokens_holds_what_inference_holds(loss):
+def test_step_at_128k_tokens_needs_the_memory_of_inference(loss):
     model, ids = tiny_model(**SHAPE), random_tokens(1, TOKENS)
     gate = Gate.build(model.config, GateConfig(block_size=BLOCK, loss=loss))
     gradients = sum(parameter.numel() * 4 for parameter in gate.parameters())
     distiller = GateDistiller(gate, model)
-    plain = peak(lambda: infer(model, ids))
-    step = peak(lambda: distiller(ids)["loss"].backward())
-    assert plain == pytest.approx(14.5 * HIDDEN_BYTES, rel=0.02)  # as on a GPU: the MLP's middle three times, and 4 more
-    assert step <= 1.02 * plain + 2 * gradients  # those that are ready, and the parameters' own
-    graph = peak(lambda: one_graph(gate, model, ids).backward())
-    assert graph > 1.02 * plain + LAYERS * MAP_BYTES  # two maps or more of each layer stay
+    inference = peak_bytes(lambda: infer(model, ids))
+    step = peak_bytes(lambda: distiller(ids)["loss"].backward())
+    # As on a GPU: the inner activations of the MLP three times, and 4 tensors more.
+    assert inference == pytest.approx(14.5 * HIDDEN_BYTES, rel=0.02)
+    assert step <= 1.02 * inference + 2 * gradients  # the computed gradients, and the .grad of the parameters
+    graph = peak_bytes(lambda: one_graph(gate, model, ids).backward())
+    assert graph > 1.02 * inference + LAYERS * MAP_BYTES  # at least two maps of each layer stay alive
 
 
-def test_one_graph_has_the_losses_and_gradients_of_a_step():
+def test_one_graph_gives_the_loss_and_gradients_of_a_step():
     model, ids = tiny_model(), random_tokens(2, 71)
     gate = Gate.build(model.config, GateConfig(block_size=BLOCK))
     losses, gradients = [], []
@@ -109,11 +110,11 @@ def small_config(outputs: Path) -> TrainGateConfig:
     )
 
 
-def test_each_way_is_a_row_beside_those_it_is_compared_with(tmp_path, monkeypatch, capsys):
-    def run_out(*_):
+def test_rows_have_ratios_to_inference_and_maxpool(tmp_path, monkeypatch, capsys):
+    def fail(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(cost, "one_graph", run_out)
+    monkeypatch.setattr(cost, "one_graph", fail)
     path = cost.cost(small_config(tmp_path))
     assert path == tmp_path / "small" / "base" / "cost" / "train_gate.csv"
     with path.open() as file:
@@ -126,25 +127,26 @@ def test_each_way_is_a_row_beside_those_it_is_compared_with(tmp_path, monkeypatc
     assert step["peak_gib"] == ""
     assert (rows["one graph"]["note"], seconds["one graph"]) == ("out of memory", 0)
     shown = capsys.readouterr().out
-    assert "CPU times say nothing of GPUs" in shown
+    assert "CPU times say nothing about GPUs" in shown
     assert "out of memory" in shown
 
 
 @pytest.mark.parametrize(
-    ("override", "says"), [("gate.loss=mze", "did you mean mse?"), ("data.seq_len=999999", "the model has positions for 4096")]
+    ("override", "message"),
+    [("gate.loss=mze", "did you mean mse?"), ("data.seq_len=999999", "the model has positions for 4096")],
 )
-def test_mistakes_are_one_line(override, says, tmp_path, monkeypatch, capsys):
+def test_user_errors_are_one_line(override, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cost", override, f"outputs='{tmp_path}'", "device=cpu"])
     with pytest.raises(SystemExit) as stopped:
         cost.main()
     error = capsys.readouterr().err
     assert stopped.value.code == 2
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_takes_the_memory_of_inference():
+def test_step_on_gpu_needs_the_memory_of_inference():
     architecture = tiny_architecture(
         vocab_size=4096,
         hidden_size=4096,
@@ -170,4 +172,4 @@ def test_a_step_on_a_gpu_takes_the_memory_of_inference():
     assert maxpool.peak_gib is not None
     assert step.memory_over_inference <= 1.1
     assert step.over_maxpool is not None
-    assert step.over_maxpool <= 1.2  # 1.05 at 128k tokens; at this length more of it is launches
+    assert step.over_maxpool <= 1.2  # 1.05 at 128k tokens; at this length launch overhead has a larger share

@@ -1,4 +1,4 @@
-"""The embedded model: its files, its tokenizer, the tasks it was trained on, its quality, and the recipe that makes it."""
+"""The embedded model: files, tokenizer, training tasks, quality and recipe."""
 
 import itertools
 import json
@@ -23,11 +23,11 @@ from msattn.trainer.data import retrieval as tasks
 from msattn.trainer.data.chunking import encode
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.embedded import recipe
-from msattn.trainer.embedded.recipe import SHIPPED, Mixture, Stage, Texts, WeightedLanguageModel, crop_of
+from msattn.trainer.embedded.recipe import EMBEDDED_MODEL, Stage, StageDataset, Texts, WeightedLanguageModel, crop_from
 from msattn.trainer.embedded.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_tokenizer, train_tokenizer
 from msattn.trainer.models.loading import Loaded, load
 
-TOKENIZER = load_tokenizer(SHIPPED)
+TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 PHRASES = tasks.PhraseEncoder(TOKENIZER)
 WEIGHT = 6.0
 SAYING = re.compile(r" The secret number of( .+?) is (\d{5})\.")
@@ -60,7 +60,7 @@ def text_of(ids: np.ndarray) -> str:
 
 
 def library(count: int) -> Iterator[Document]:
-    """Some documents that the embedded model never saw."""
+    """Returns documents that the embedded model was not trained on."""
     return itertools.islice(documents(DataConfig("stdlib"), heldout=True), count)
 
 
@@ -74,41 +74,41 @@ def shipped() -> Loaded:
     return load(ModelConfig(name="tiny", path="embedded"), device="cpu", dtype="float32")
 
 
-def test_the_shipped_files_are_small_and_whole(shipped: Loaded) -> None:
-    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 12 * 2**20
-    weights = load_file(SHIPPED / "model.safetensors")
+def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
+    assert sum(path.stat().st_size for path in EMBEDDED_MODEL.iterdir()) <= 12 * 2**20
+    weights = load_file(EMBEDDED_MODEL / "model.safetensors")
     assert all(weight.dtype == torch.float16 and weight.isfinite().all() for weight in weights.values())
-    facts = json.loads((SHIPPED / "training.json").read_text())
+    facts = json.loads((EMBEDDED_MODEL / "training.json").read_text())
     assert facts["parameters"] == shipped.model.num_parameters()
     assert facts["plan"]["architecture"]["hidden_size"] == shipped.model.config.hidden_size
     assert shipped.model.config.max_position_embeddings == max(stage["seq_len"] for stage in facts["plan"]["stages"])
     assert len(shipped.tokenizer) == shipped.model.config.vocab_size == VOCAB_SIZE
 
 
-def test_the_shipped_model_finds_passkeys_and_knows_text(shipped: Loaded, text: np.ndarray) -> None:
+def test_shipped_model_retrieves_passkeys_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
-    prompts, answer = recipe.prompts_in(text, 1024, TOKENIZER, samples=4, seed=3)[1]
+    prompts, answer = recipe.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3)[1]
     assert recipe.needle_accuracy(model, prompts, answer) == 1.0
-    # The training library's other modules cost about 1 bit a byte; a model that lost its way costs over 4.
+    # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
     assert recipe.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
 
 
 @given(st.text())
 @settings(max_examples=200, deadline=None)
-def test_the_tokenizer_gives_any_text_back(content: str) -> None:
+def test_tokenizer_round_trips_any_text(content: str) -> None:
     ids = ids_of(content)
     assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == content
     assert TOKENIZER.eos_token_id not in ids or END_OF_TEXT in content
 
 
-def test_digits_stand_alone_and_nothing_is_added_unasked() -> None:
+def test_digits_are_single_tokens_and_no_special_token_is_added() -> None:
     assert [TOKENIZER.decode([token]) for token in ids_of("x=20267")][-5:] == list("20267")
     assert not [token for token in TOKENIZER.get_vocab() if re.search(r"\d.*\d|\w\d|\d\w", token)]
     assert TOKENIZER("12")["input_ids"] == ids_of("12")
     assert TOKENIZER.bos_token_id == TOKENIZER.eos_token_id == TOKENIZER.convert_tokens_to_ids(END_OF_TEXT) == 0
 
 
-def test_a_tokenizer_is_trained_the_same_each_time() -> None:
+def test_tokenizer_training_is_deterministic() -> None:
     corpus = [document.text for document in library(3)]
     first, second = (train_tokenizer(corpus, vocab_size=400) for _ in range(2))
     assert first.get_vocab() == second.get_vocab()
@@ -118,14 +118,14 @@ def test_a_tokenizer_is_trained_the_same_each_time() -> None:
     assert not [token for token in first.get_vocab() if re.search(r"\d\d", token)]
 
 
-def runs(weights: np.ndarray) -> list[slice]:
-    """Where ``weights`` are those of answers, run by run."""
+def answer_slices(weights: np.ndarray) -> list[slice]:
+    """Returns a slice for each run of answer weights."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], (weights > 1).astype(int), [0]])))
     return [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_a_needles_tokens_are_the_whole_sentences(number: int) -> None:
+def test_tokens_of_a_needle_are_those_of_its_sentence(number: int) -> None:
     rng = np.random.default_rng(number)
     key, value = tasks.random_key(rng), tasks.random_value(rng)
     assert re.fullmatch(r"[1-9]\d{4}", value)
@@ -133,7 +133,7 @@ def test_a_needles_tokens_are_the_whole_sentences(number: int) -> None:
     for frame, sentence in (("needle", f" {tasks.needle(key, value)}"), ("pair", f" {key}: {value},")):
         ids, weights = PHRASES.fill(frame, np.array(ids_of(f" {key}")), digits, WEIGHT)
         assert ids.tolist() == ids_of(sentence)
-        (answer,) = runs(weights)
+        (answer,) = answer_slices(weights)
         assert text_of(ids[answer]) == f" {value}"
         assert set(weights[: answer.start]) | set(weights[answer.stop :]) == {0.0}
     assert tasks.needle(key, value) == f"{tasks.question(key)} {value}."
@@ -141,20 +141,20 @@ def test_a_needles_tokens_are_the_whole_sentences(number: int) -> None:
 
 @given(st.integers(0, 2**32), st.integers(192, 1100), st.sampled_from(sorted(tasks.TASKS)))
 @settings(max_examples=60, deadline=None)
-def test_every_task_fills_its_length_and_weighs_only_what_can_be_known(seed: int, length: int, task: str) -> None:
+def test_every_task_fills_its_length_and_weights_only_predictable_tokens(seed: int, length: int, task: str) -> None:
     words = np.array(ids_of(" some words that stand for text, and more of them" * 150))
-    ids, weights = tasks.TASKS[task](np.random.default_rng(seed), length, crop_of(words), PHRASES, WEIGHT)
-    again, _ = tasks.TASKS[task](np.random.default_rng(seed), length, crop_of(words), PHRASES, WEIGHT)
+    ids, weights = tasks.TASKS[task](np.random.default_rng(seed), length, crop_from(words), PHRASES, WEIGHT)
+    again, _ = tasks.TASKS[task](np.random.default_rng(seed), length, crop_from(words), PHRASES, WEIGHT)
     assert ids.shape == weights.shape == (length,)
     assert np.array_equal(ids, again)
     assert 0 <= ids.min() <= ids.max() < len(TOKENIZER)
     assert set(weights) <= {0.0, 1.0, WEIGHT}
-    answers = runs(weights)
+    answers = answer_slices(weights)
     assert bool(answers) == (task != "copies")
-    said = ids.astype("<i8").tobytes()
+    encoded = ids.astype("<i8").tobytes()
     for answer in answers if task == "pairs" else []:
         value = ids[answer].astype("<i8").tobytes()
-        assert said.find(value) // 8 < answer.start  # it stood there before
+        assert encoded.find(value) // 8 < answer.start  # it occurs before the answer
     if task == "needles":
         values: dict[str, str] = {}
         repeats = 0
@@ -166,7 +166,7 @@ def test_every_task_fills_its_length_and_weighs_only_what_can_be_known(seed: int
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
-def test_copies_repeat_a_passage_and_weigh_what_can_be_known(seed: int) -> None:
+def test_copies_repeat_a_passage_and_weight_only_predictable_tokens(seed: int) -> None:
     starts = itertools.count(step=1000)
 
     def crop(rng: np.random.Generator, length: int) -> np.ndarray:
@@ -188,10 +188,10 @@ def test_copies_repeat_a_passage_and_weigh_what_can_be_known(seed: int) -> None:
     st.integers(0, 2**32), st.integers(200, 700), st.sampled_from([1, 3, 8]), st.none() | st.sampled_from([0.0, 0.3, 0.5, 1.0])
 )
 @settings(max_examples=60, deadline=None)
-def test_needle_prompts_have_the_length_and_depth_asked_for(seed: int, length: int, count: int, depth: float | None) -> None:
+def test_needle_prompts_have_the_given_length_and_depth(seed: int, length: int, count: int, depth: float | None) -> None:
     words = np.array(ids_of(" some words, that stand; for text." * 200))
     rng = np.random.default_rng(seed)
-    ids, answer = tasks.needle_prompt(rng, length, crop_of(words), TOKENIZER, count=count, depth=depth)
+    ids, answer = tasks.needle_prompt(rng, length, crop_from(words), TOKENIZER, count=count, depth=depth)
     assert ids.shape == (length,)
     whole = text_of(ids)
     key, value = re.findall(r"The secret number of (\w+ \w+) is (\d{5})$", whole)[0]
@@ -206,28 +206,28 @@ def test_needle_prompts_have_the_length_and_depth_asked_for(seed: int, length: i
         assert first == round(depth * (total - 1))
 
 
-def test_a_prompt_too_short_for_its_needles_is_refused() -> None:
-    crop = crop_of(np.array(ids_of(" word" * 200)))
+def test_prompt_too_short_for_its_needles_is_an_error() -> None:
+    crop = crop_from(np.array(ids_of(" word" * 200)))
     with pytest.raises(ValueError, match=r"length=40: 8 needles and a question need at least 1\d\d tokens"):
         tasks.needle_prompt(np.random.default_rng(0), 40, crop, TOKENIZER, count=8)
 
 
-def test_a_mixtures_items_depend_on_their_index_alone(text: np.ndarray) -> None:
+def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
     texts = Texts([Document("book", " and so on" * 4000)], library(2), TOKENIZER)
     stage = TINY().stages[0]
-    mixtures = [Mixture(texts, PHRASES, stage, seed=(0, 0), bos=0) for _ in range(2)]
-    items = [mixtures[0][index] for index in range(40)]
+    datasets = [StageDataset(texts, PHRASES, stage, seed=(0, 0), bos=0) for _ in range(2)]
+    items = [datasets[0][index] for index in range(40)]
     for index in (31, 2):
-        again = mixtures[1][index]
+        again = datasets[1][index]
         assert all(torch.equal(items[index][name], again[name]) for name in again)
     assert all(item["input_ids"].shape == item["weights"].shape == (stage.seq_len + 1,) for item in items)
     assert 10 < sum(int(item["input_ids"][0]) == 0 for item in items) < 30
     weighted = sum(bool((item["weights"] == recipe.ANSWER_WEIGHT).any()) for item in items)
     assert 16 < weighted < 32  # 60 % are needles and pairs
-    assert len(mixtures[0]) == stage.steps * stage.batch_size
+    assert len(datasets[0]) == stage.steps * stage.batch_size
 
 
-def test_the_weighted_loss_is_the_mean_under_the_weights() -> None:
+def test_weighted_loss_is_the_weighted_mean() -> None:
     model = recipe.build_model(TINY(), TOKENIZER)
     ids = torch.randint(0, VOCAB_SIZE, (2, 9))
     weights = torch.ones(2, 9)
@@ -242,8 +242,8 @@ def test_the_weighted_loss_is_the_mean_under_the_weights() -> None:
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a book and a recipe small enough to run here."""
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes a folder with a book, and a recipe small enough for tests."""
     book = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text()
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "book.txt").write_text(book)
@@ -256,14 +256,14 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def cook(workshop: Path, out: str, *arguments: str) -> Path:
-    common = ["--text", str(workshop / "books"), "--out", str(workshop / out), "--device", "cpu", "--workers", "0"]
+def run_recipe(workspace: Path, out: str, *arguments: str) -> Path:
+    common = ["--text", str(workspace / "books"), "--out", str(workspace / out), "--device", "cpu", "--workers", "0"]
     recipe.main([*common, *arguments])
-    return workshop / out
+    return workspace / out
 
 
-def test_the_recipe_goes_on_after_a_kill_to_the_same_model(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = cook(workshop, "whole")
+def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_recipe(workspace, "whole")
     forward = WeightedLanguageModel.forward
     calls = 0
 
@@ -277,8 +277,8 @@ def test_the_recipe_goes_on_after_a_kill_to_the_same_model(workshop: Path, monke
     with monkeypatch.context() as patch:
         patch.setattr(WeightedLanguageModel, "forward", killed)
         with pytest.raises(RuntimeError, match="killed"):
-            cook(workshop, "cut")
-    cut = cook(workshop, "cut", "--resume", "--test", str(workshop / "test"), "--haystack", str(workshop / "test"))
+            run_recipe(workspace, "cut")
+    cut = run_recipe(workspace, "cut", "--resume", "--test", str(workspace / "test"), "--haystack", str(workspace / "test"))
     assert (cut / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
 
     facts = json.loads((cut / "model" / "training.json").read_text())
@@ -291,8 +291,8 @@ def test_the_recipe_goes_on_after_a_kill_to_the_same_model(workshop: Path, monke
     assert isinstance(made.tokenizer, PreTrainedTokenizerFast)
 
 
-def test_the_recipes_steps_are_one_a_stage(workshop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_needs_one_number_of_steps_per_stage(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cook(workshop, "out", "--steps", "1")
+        run_recipe(workspace, "out", "--steps", "1")
     assert stopped.value.code == 2
-    assert "--steps: 2 numbers, one a stage" in capsys.readouterr().err
+    assert "--steps: give 2 numbers, one per stage" in capsys.readouterr().err

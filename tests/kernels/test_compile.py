@@ -1,12 +1,13 @@
-"""Every kernel compiles to machine code for the GPUs we name, within their shared memory: no GPU needed.
+"""Compilation of every kernel for the supported GPUs, within their shared memory; no GPU is needed.
 
-The interpreter lets pass what a compiler refuses (short dots, ``break``, layouts that do not fit), so that each operation's
-launcher runs here, in a process without the interpreter, on CPU tensors, with a driver that compiles and launches nothing.
+Triton's interpreter accepts code that its compiler rejects (short dots, ``break``, layouts that do not fit). Each operation's
+launcher therefore runs in a process without the interpreter, on CPU tensors, with a driver that compiles kernels and does not
+launch them.
 
-A new operation adds a function to LAUNCHES; it calls the launcher with small CPU tensors of the given dtype and head size.
-Compiling takes long: of what can be asked of an operation, each head size takes a share. Heads of 80 are left out, which have
-the tiles of 128; for the older GPU fp32, too, whose tiles are the newer one's, and all but the first kernel of a convolution;
-for the newer GPU, on which the tests are run, heads of 256.
+A new operation adds a function that calls the launcher with small CPU tensors of the given dtype and head size. Compilation is
+slow, so the variants of an operation are distributed over the head sizes, and some combinations are left out: heads of 80,
+which have the tiles of 128; on sm_80 fp32, which has the tiles of sm_90, and all but the first kernel size of a convolution; on
+sm_90, where the GPU tests run, heads of 256.
 """
 
 import itertools
@@ -21,13 +22,13 @@ import torch
 
 from msattn.kernels.operations import OPERATIONS
 
-SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes a block may use, by compute capability
+SHARED_MEMORY = {80: 166_912, 90: 232_448}  # maximum bytes per block, by compute capability
 HEADS = {
     80: (("bfloat16", 128), ("bfloat16", 256)),
     90: (("float16", 128), ("float32", 64)),
 }
-PARTS = 4
-Case = TypeVar("Case")
+PARTS = 4  # processes
+Variant = TypeVar("Variant")
 SIZES = (64, 128, 256)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -39,7 +40,7 @@ def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     plain, biased = ("partial", None, 1, False, 2), ("global", score_mod.alibi(torch.ones(4)), 64, False, 40)
     capped, windowed = ("partial", score_mod.softcap(30.0), 16, True, 1), ("global", score_mod.sliding_window(7), 32, True, 1)
-    for variant, mod, num_queries, causal, splits in _share([(plain, biased), (capped, windowed)], head_size, sm):
+    for variant, mod, num_queries, causal, splits in _choose([(plain, biased), (capped, windowed)], head_size, sm):
         q, k, v = random_qkv(2, 4, 2, num_queries, 5200, head_size, dtype)
         op.launch(q, k, v, mod, starts([8, 0]) if causal else None, starts([200, 7]), variant, causal, 0.1, splits)
 
@@ -79,7 +80,7 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     q, k, v = random_qkv(2, 4, 2, 1, 200, head_size, dtype)
     offsets, order = build_bucket_index(random_buckets(2, 2, 200, 8), 8)
     few, many = (5, None, None, None), (100, starts([9, 3]), starts([8, 0]), starts([200, 7]))
-    probes, recent, kv_start, kv_len = _share([few, many], head_size, sm)
+    probes, recent, kv_start, kv_len = _choose([few, many], head_size, sm)
     chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
     op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, kv_start, kv_len)
     bucket_counts.launch(offsets, order, chosen, 150, 16, 1, kv_start)
@@ -90,7 +91,7 @@ def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.testing import random_qkv
 
     prompt, token = (200, 200, 8, False, None), (1, 3000, 5, True, 3)
-    num_queries, num_keys, num_buckets, causal, min_distance = _share([prompt, token], head_size, sm)
+    num_queries, num_keys, num_buckets, causal, min_distance = _choose([prompt, token], head_size, sm)
     q, k, _ = random_qkv(1, 4, 2, num_queries, num_keys, head_size, dtype)
     buckets = torch.zeros(1, 2, num_keys, dtype=torch.int32)
     op.launch(q, k, buckets, None, None, num_buckets, causal, 0.1, min_distance)
@@ -122,7 +123,7 @@ def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import nearest_centroid as op
 
     k, buckets = torch.zeros(1, 2, 200, head_size, dtype=dtype), torch.zeros(1, 2, 200, dtype=torch.int32)
-    num_buckets = _share([256, 10], head_size, sm)
+    num_buckets = _choose([256, 10], head_size, sm)
     op.launch(k, torch.zeros(2, num_buckets, head_size), _tile("nearest_centroid", dtype, head_size, sm))
     op.launch_sums(k, buckets, num_buckets, _tile("bucket_sums", dtype, head_size, sm))
 
@@ -132,7 +133,7 @@ def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     one, two, three = (["avg"], 64, None), (["max", "min"], 16, None), (["min", "avg", "max"], 128, torch.tensor([8, 0]))
     x = torch.zeros(2, 200, 3, head_size, dtype=dtype).transpose(1, 2)
-    op.launch(x, *_share([two, three, one], head_size, sm))
+    op.launch(x, *_choose([two, three, one], head_size, sm))
 
 
 def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -150,7 +151,7 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.testing import random_qkv, starts
 
     q, k, _ = random_qkv(2, 4, 2, 200, 200, head_size, dtype)
-    heads, hidden, kv_start = _share([(4, head_size, None), (2, 24, starts([8, 0]))], head_size, sm)
+    heads, hidden, kv_start = _choose([(4, head_size, None), (2, 24, starts([8, 0]))], head_size, sm)
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
     op.launch(q, k, *weights, torch.zeros(hidden // 2), ["avg"], ["max", "min"], 16, kv_start)
     block_counts.launch(torch.zeros(2, 4, 13, 13, dtype=torch.bool))
@@ -159,7 +160,7 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import probe_buckets as op
 
-    classifiers, num_buckets = _share([(2, 1024), (4, 10)], head_size, sm)
+    classifiers, num_buckets = _choose([(2, 1024), (4, 10)], head_size, sm)
     weight_in = torch.zeros(classifiers, head_size, 100, dtype=dtype)
     weight_out = torch.zeros(classifiers, 100, num_buckets, dtype=dtype)
     bias_in, bias_out = (torch.zeros(classifiers, 1, size, dtype=dtype) for size in (100, num_buckets))
@@ -202,21 +203,21 @@ def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int,
     op.launch_backward(torch.zeros_like(out), torch.zeros_like(lse), *inputs, out, lse, kv_start, causal, 0.1)
 
 
-def _share(cases: Sequence[Case], head_size: int, sm: int) -> Case:
-    """One of the cases, in turn; each GPU has another turn."""
-    return cases[(SIZES.index(head_size) + (sm == 80)) % len(cases)]
+def _choose(variants: Sequence[Variant], head_size: int, sm: int) -> Variant:
+    """Returns one variant, so that head sizes and GPUs cover them in rotation."""
+    return variants[(SIZES.index(head_size) + (sm == 80)) % len(variants)]
 
 
 def _block_size(head_size: int) -> int:
-    """Below, at and above what a tile holds, each with one head size: tiles follow the head, and flags go by the block."""
+    """Returns a block size below, equal to or above the rows of a tile, by head size."""
     return {64: 16, 256: 128}.get(head_size, 64)
 
 
-def _tile(operation: str, dtype: torch.dtype, head_size: int, sm: int):
+def _tile(kernel: str, dtype: torch.dtype, head_size: int, sm: int):
     from msattn.kernels import tuned
     from msattn.kernels.common.primitives import padded_head
 
-    return tuned.pick(operation, padded_head(head_size), dtype, sm)
+    return tuned.pick(kernel, padded_head(head_size), dtype, sm)
 
 
 LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {name: globals()[f"_{name}"] for name in OPERATIONS}
@@ -225,7 +226,7 @@ LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {name: globals()[
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_compiles(part: int) -> None:
-    """Some of the operations in one process, which takes long to start."""
+    """Compiles a part of the operations in one process, because a process is slow to start."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     operations = list(LAUNCHES)[part::PARTS]
     command = [sys.executable, __file__, *operations]
@@ -236,7 +237,10 @@ def test_compiles(part: int) -> None:
 
 
 class CompileOnly:
-    """A driver for GPUs that are not there: kernels compile, and no launch does anything. A GPU's number is its capability."""
+    """Triton driver that compiles for absent GPUs and launches nothing.
+
+    The device number is the compute capability.
+    """
 
     def __init__(self) -> None:
         self.operation = ""
@@ -266,14 +270,14 @@ class CompileOnly:
 
 
 def compile_operations(operations: Sequence[str]) -> None:
-    """For each GPU, each of its data types and head sizes."""
+    """Compiles the operations for each GPU, dtype and head size."""
     import triton
 
     from msattn.kernels.common import primitives
 
     driver = CompileOnly()
     triton.runtime.driver.set_active(driver)  # type: ignore[arg-type]
-    primitives.capability = lambda device: driver.sm  # before other modules have it
+    primitives.capability = lambda device: driver.sm  # before other modules import it
     for driver.operation, driver.sm in itertools.product(operations, HEADS):
         for dtype, head_size in HEADS[driver.sm]:
             print(f"{driver.operation} sm_{driver.sm}: {dtype}, heads of {head_size}")

@@ -1,4 +1,5 @@
-"""Commands that neither train nor evaluate (demo, doctor, bench, generate), and the composition of every command.
+"""Composition of every command, and those that neither train nor evaluate.
 
-``compose``, ``demo`` and ``doctor`` import nothing heavy. Only ``cli.py`` imports from here.
+These are demo, doctor, bench and generate. ``compose``, ``demo`` and ``doctor`` have no heavy imports. Only ``cli.py`` imports
+this package.
 """

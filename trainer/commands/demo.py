@@ -1,4 +1,7 @@
-"""``msattn demo``: the whole line on the embedded model, from text to report, in a few minutes on two CPU cores."""
+"""``msattn demo``: all steps from text to report on the embedded model.
+
+It takes a few minutes on two CPU cores.
+"""
 
 import time
 from collections.abc import Sequence
@@ -6,16 +9,18 @@ from pathlib import Path
 
 from msattn.trainer.commands.compose import compose, launch
 
-LINE = {
-    "train-gate": "SeerAttention gates: which key blocks does each query block need?",
-    "fit-kmeans": "k-means on the keys before RoPE: which keys belong together?",
-    "train-qmodel": "Query classifiers: which buckets of keys does each query need?",
-    "eval": "What do the artifacts read, and does the model still answer?",
+STEPS = {
+    "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block needs.",
+    "fit-kmeans": "Clusters the keys before RoPE into buckets by k-means.",
+    "train-qmodel": "Trains query classifiers, which predict the buckets that each query needs.",
+    "eval": "Measures sparsity and quality of the model with these artifacts.",
 }
 
 
 def demo(overrides: Sequence[str] = ()) -> Path:
-    """Run each command of the line under ``experiment=demo``; a rerun replaces what an earlier one wrote.
+    """Runs the commands of :data:`STEPS` with ``experiment=demo``.
+
+    The results replace those of an earlier demo.
 
     Parameters
     ----------
@@ -23,24 +28,23 @@ def demo(overrides: Sequence[str] = ()) -> Path:
 
     Returns
     -------
-    The self-contained HTML report.
+    Path
+        The self-contained HTML report.
     """
     from rich.console import Console
 
-    for command in LINE:  # an override that a later command refuses stops the line before its first
+    for command in STEPS:  # reports a wrong override of any command before the first one runs
         compose(command, ["experiment=demo", *overrides])
     console = Console()
     begin = time.perf_counter()
     folder = Path()
-    for number, (command, question) in enumerate(LINE.items(), start=1):
-        console.rule(f"[bold]{number}/{len(LINE)} msattn {command}[/bold]", align="left")
-        console.print(question)
+    for number, (command, purpose) in enumerate(STEPS.items(), start=1):
+        console.rule(f"[bold]{number}/{len(STEPS)} msattn {command}[/bold]", align="left")
+        console.print(purpose)
         start = time.perf_counter()
         (folder,) = launch(command, ["experiment=demo", *overrides])
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
     report = folder / "report.html"
     console.rule(align="left")
-    console.print(
-        f"Done in {time.perf_counter() - begin:.0f} s. The report, with its figures: [bold]{report}[/bold]", soft_wrap=True
-    )
+    console.print(f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]", soft_wrap=True)
     return report

@@ -1,4 +1,4 @@
-"""``msattn doctor``: what this machine can run, and the command that mends what is missing."""
+"""``msattn doctor``: checks this machine and prints how to fix what is missing."""
 
 import importlib.util
 import os
@@ -7,47 +7,47 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-OK, LACKS = "[green]ok[/green]", "[yellow]missing[/yellow]"
+OK, MISSING = "[green]ok[/green]", "[yellow]missing[/yellow]"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the table: ``mend`` is the command that helps, empty where nothing is missing."""
+class Check:
+    """One line of the table; ``fix`` is a command or hint, empty if not needed."""
 
-    what: str
+    name: str
     found: str
     ok: bool
-    mend: str = ""
+    fix: str = ""
 
 
-def doctor() -> list[Finding]:
-    """Print the table and return its lines."""
+def doctor() -> list[Check]:
+    """Runs the checks, prints them as a table, and returns them."""
     from rich.console import Console
     from rich.table import Table
 
-    findings = examine()
+    checks = run_checks()
     table = Table(title="msattn doctor", title_justify="left")
-    for column in ("", "found", "state", "mend it with"):
+    for column in ("", "found", "state", "fix"):
         table.add_column(column, overflow="fold")
-    for finding in findings:
-        table.add_row(finding.what, finding.found, OK if finding.ok else LACKS, finding.mend)
+    for check in checks:
+        table.add_row(check.name, check.found, OK if check.ok else MISSING, check.fix)
     Console().print(table)
-    return findings
+    return checks
 
 
-def examine() -> list[Finding]:
-    """Look at the interpreter, the libraries, the GPU and the keys of this machine."""
+def run_checks() -> list[Check]:
+    """Checks Python, the libraries, the GPU, the embedded model and the W&B key."""
     import torch
 
     cuda = torch.cuda.is_available()
-    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none: CPU only"
+    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none"
     triton = _package("triton")
     return [
-        Finding("python", platform.python_version(), True),
+        Check("python", platform.python_version(), True),
         _library(
             "torch", "pip install 'torch>=2.11'", note=f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
         ),
-        Finding("GPU", gpus, cuda, "" if cuda else "not needed: every command runs on the CPU too"),
+        Check("GPU", gpus, cuda, "" if cuda else "optional: all commands also run on a CPU"),
         _library("triton", "pip install 'triton>=3.6' (Linux)"),
         _library("transformers", "pip install 'transformers>=5.17'"),
         _library("accelerate", "pip install 'accelerate>=1.15'"),
@@ -55,12 +55,12 @@ def examine() -> list[Finding]:
         _faiss(cuda),
         _wandb(),
         _embedded_model(),
-        Finding("reference kernels", "every operation in plain PyTorch, on CPU or GPU", True),
-        Finding(
+        Check("reference kernels", "all operations in PyTorch, on CPU or GPU", True),
+        Check(
             "Triton kernels",
-            "compiled for this GPU" if cuda and triton else "not on this machine",
+            "compile for this GPU" if cuda and triton else "need an NVIDIA GPU and Triton",
             bool(cuda and triton),
-            "" if cuda and triton else "a CUDA build of torch on a machine with an NVIDIA GPU",
+            "" if cuda and triton else "install a CUDA build of torch on a machine with an NVIDIA GPU",
         ),
     ]
 
@@ -72,37 +72,36 @@ def _package(name: str) -> str | None:
         return None
 
 
-def _library(name: str, mend: str, note: str = "") -> Finding:
-    found = _package(name)
-    return Finding(
-        name, f"{found} {f'({note})' if note else ''}".strip() if found else "no", found is not None, "" if found else mend
-    )
+def _library(name: str, fix: str, note: str = "") -> Check:
+    installed = _package(name)
+    if installed is None:
+        return Check(name, "not installed", False, fix)
+    return Check(name, f"{installed} ({note})" if note else installed, True)
 
 
-def _faiss(cuda: bool) -> Finding:
-    """k-means on the CPU needs Faiss; on CUDA all heads of a layer are clustered at once, in torch."""
-    for name, where in (("faiss-gpu", "GPU"), ("faiss-cpu", "CPU")):
-        if found := _package(name):
-            return Finding("faiss", f"{found} ({where})", True)
+def _faiss(cuda: bool) -> Check:
+    """Checks Faiss, which k-means needs on a CPU; on CUDA it runs in torch."""
+    for name, build in (("faiss-gpu", "GPU"), ("faiss-cpu", "CPU")):
+        if installed := _package(name):
+            return Check("faiss", f"{installed} ({build})", True)
     if importlib.util.find_spec("faiss") is not None:
-        return Finding("faiss", "found, version unknown", True)
-    note = "no; k-means runs in torch on the GPU" if cuda else "no; fit-kmeans needs it, or kmeans.engine=batched"
-    return Finding("faiss", note, cuda, "" if cuda else "pip install 'msattn[cpu]'")
+        return Check("faiss", "installed, version unknown", True)
+    need = "k-means on the GPU does not need it" if cuda else "fit-kmeans needs it unless kmeans.engine=batched"
+    return Check("faiss", f"not installed; {need}", cuda, "" if cuda else "pip install 'msattn[cpu]'")
 
 
-def _wandb() -> Finding:
-    found = _package("wandb")
-    if found is None:
-        return Finding("wandb", "no; metrics.jsonl is always written", False, "pip install 'wandb>=0.31'")
+def _wandb() -> Check:
+    installed = _package("wandb")
+    if installed is None:
+        return Check("wandb", "not installed; metrics are still written to metrics.jsonl", False, "pip install 'wandb>=0.31'")
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text(errors="ignore"))
-    state = "key present: runs go online" if key else "no key: runs stay offline"
-    return Finding("wandb", f"{found} ({state})", key, "" if key else "wandb login")
+    mode = "API key found, runs are online" if key else "no API key, runs are offline"
+    return Check("wandb", f"{installed} ({mode})", key, "" if key else "wandb login")
 
 
-def _embedded_model() -> Finding:
+def _embedded_model() -> Check:
     folder = Path(__file__).parents[1] / "embedded" / "model"
-    here = (folder / "model.safetensors").is_file()
-    return Finding(
-        "embedded model", "model=tiny" if here else "no", here, "" if here else "pip install --force-reinstall msattn"
-    )
+    if (folder / "model.safetensors").is_file():
+        return Check("embedded model", "model=tiny", True)
+    return Check("embedded model", "its weights are missing", False, "pip install --force-reinstall msattn")

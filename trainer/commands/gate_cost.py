@@ -1,15 +1,15 @@
-"""What training gates costs on this machine, beside plain inference and beside a plain implementation.
+"""Time and memory of a gate training step on this machine, and of inference.
 
     python -m msattn.trainer.commands.gate_cost [overrides of train-gate]
 
-takes the model, chunk length and gate that ``msattn train-gate`` would take, on tokens drawn at random, and times
+uses the model, chunk length and gate of ``msattn train-gate`` with random tokens, and times
 
-    forward, <attention>   the model's forward pass without logits: the inference that training is measured against
-    forward, maxpool       the same with ``maxpool_attention`` in place of attention: the teacher's own part of a step
-    train-gate             a step as it is: forward, block maps, the gates' gradients, AdamW
-    one graph              the gates' losses of all layers kept in one autograd graph, gone back through at the end
+    forward, <attention>   inference: the forward pass of the model, without logits
+    forward, maxpool       the same with ``maxpool_attention`` as attention: the teacher's part of a step
+    train-gate             a training step: forward pass, block maps, gradients of the gates, AdamW
+    one graph              a step that keeps the losses of all layers in one autograd graph until one backward pass
 
-Rows go to ``outputs/<model.name>/<name>/cost/train_gate.csv`` as they are measured.
+Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv`` as they are measured.
 """
 
 import csv
@@ -40,22 +40,22 @@ from msattn.trainer.seer.gate import Gate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REPEATS = 3  # a step at 128k tokens takes ten seconds and more
+REPEATS = 3  # a step at 128k tokens takes over ten seconds
 GB_PER_GIB = 2**30 / 1e9
 
 
 @dataclass(frozen=True)
 class CostRow:
-    """One measurement, or why there is none (``seconds`` is None and ``note`` says it).
+    """One measurement; if it failed, ``seconds`` is None and ``note`` says why.
 
     Attributes
     ----------
-    variant : what was run on ``batch`` chunks of ``seq_len`` tokens.
+    variant : the run (see the module), on ``batch`` chunks of ``seq_len`` tokens.
     seconds : median time of one run.
-    peak_gib : device memory at its peak, weights included; None on a CPU, where PyTorch keeps no count.
-    over_inference, over_maxpool : ``seconds`` over those of the first forward pass, and of the one with the map kernel.
-    memory_over_inference : ``peak_gib`` over that of the first forward pass.
-    model, device, torch : what was run, where and with what.
+    peak_gib : peak device memory (GiB), weights included; None on a CPU.
+    over_inference, over_maxpool : ratio of ``seconds`` to the first forward pass, and to the one with ``maxpool_attention``.
+    memory_over_inference : ratio of ``peak_gib`` to the first forward pass.
+    model, device, torch : name of the model, device, and version of PyTorch.
     """
 
     variant: str
@@ -73,7 +73,7 @@ class CostRow:
 
 
 def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
-    """Rows as they are measured; those that others are compared with come first.
+    """Yields rows as they are measured; inference and maxpool come first.
 
     Raises
     ------
@@ -85,23 +85,23 @@ def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
     generator = torch.Generator(device).manual_seed(cfg.seed)
     size = (cfg.train.micro_batch_size, cfg.data.seq_len)
     ids = torch.randint(len(loaded.tokenizer), size, generator=generator, device=device)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    empty = CostRow("", *size, cfg.model.name, where)
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    empty = CostRow("", *size, cfg.model.name, device_name)
 
     inference: CostRow | None = None
     for name, kernel in SDPA_BACKENDS[device.type].items():
         row = _timed(replace(empty, variant=f"forward, {name}"), partial(_infer, teacher, ids), device, kernel)
         inference = inference or (row if row.seconds else None)
-        yield _beside(row, inference, None)
+        yield _with_ratios(row, inference, None)
     maxpool = _timed(replace(empty, variant="forward, maxpool"), partial(_infer_with_maps, teacher, ids, cfg), device)
-    yield _beside(maxpool, inference, maxpool)
+    yield _with_ratios(maxpool, inference, maxpool)
 
     gate = Gate.build(teacher.config, cfg.gate).to(device)
     optimizer = torch.optim.AdamW(gate.parameters(), lr=cfg.train.lr, fused=True)
     distiller = GateDistiller(gate, teacher)
     for name, loss in (("train-gate", lambda: distiller(ids)["loss"]), ("one graph", partial(one_graph, gate, teacher, ids))):
         row = _timed(replace(empty, variant=name), partial(_step, loss, optimizer), device)
-        yield _beside(row, inference, maxpool)
+        yield _with_ratios(row, inference, maxpool)
 
 
 def _infer(teacher: "PreTrainedModel", ids: Tensor) -> None:
@@ -110,24 +110,24 @@ def _infer(teacher: "PreTrainedModel", ids: Tensor) -> None:
 
 
 def _infer_with_maps(teacher: "PreTrainedModel", ids: Tensor, cfg: TrainGateConfig) -> None:
-    def attend(x: LayerInputs) -> Tensor:
+    def maxpool(x: LayerInputs) -> Tensor:
         return maxpool_attention(x.q, x.k, x.v, block_size=cfg.gate.block_size, scale=x.scale, kv_start=x.kv_start).out
 
-    with torch.no_grad(), tap(teacher, attend):
+    with torch.no_grad(), tap(teacher, maxpool):
         run_backbone(teacher, ids)
 
 
 def _step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
     loss().backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # as while gradients accumulate, they stay through the next forward pass
+    optimizer.zero_grad(set_to_none=False)  # gradients stay allocated during the next forward pass, as with accumulation
 
 
 def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """The loss of :class:`GateDistiller` with its graph over all layers."""
+    """Returns the loss of :class:`GateDistiller` with one graph over all layers."""
     losses = []
 
-    def attend(x: LayerInputs) -> Tensor:
+    def attention_with_loss(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
         dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
         with torch.enable_grad():
@@ -135,25 +135,26 @@ def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
             losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))
         return dense.out
 
-    with torch.no_grad(), tap(teacher, attend):
+    with torch.no_grad(), tap(teacher, attention_with_loss):
         run_backbone(teacher, ids)
     return torch.stack(losses).sum()
 
 
 def _timed(row: CostRow, call: Callable[[], None], device: torch.device, kernel: str | None = None) -> CostRow:
-    """``row`` with the time and peak memory of ``call``, dense attention by ``kernel``."""
+    """Returns ``row`` with time and peak memory of ``call``; SDPA uses ``kernel``."""
     try:
         with use_backend(kernel):
             took = time_ms(call, device.type, repeats=REPEATS, min_repeats=REPEATS)
             resident = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-            more = peak_memory_gb(call, device.type)
+            allocated_gb = peak_memory_gb(call, device.type)
     except BackendUnavailable as error:
         return replace(row, note=str(error))
-    return replace(row, seconds=took.median / 1e3, peak_gib=None if more is None else resident + more / GB_PER_GIB)
+    peak_gib = None if allocated_gb is None else resident + allocated_gb / GB_PER_GIB
+    return replace(row, seconds=took.median / 1e3, peak_gib=peak_gib)
 
 
-def _beside(row: CostRow, inference: CostRow | None, maxpool: CostRow | None) -> CostRow:
-    """``row`` with its ratios to what was measured before it."""
+def _with_ratios(row: CostRow, inference: CostRow | None, maxpool: CostRow | None) -> CostRow:
+    """Returns ``row`` with its ratios to rows measured before."""
     return replace(
         row,
         over_inference=_ratio(row.seconds, inference and inference.seconds),
@@ -167,35 +168,35 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def cost(cfg: TrainGateConfig) -> Path:
-    """Measure, print a table, and write the rows.
+    """Measures the cost, prints a table, and writes the rows to a CSV file.
 
     Returns
     -------
     Path
-        The CSV file; an earlier one is replaced.
+        The CSV file, which replaces an earlier one.
 
     Raises
     ------
-    UserError : as :func:`measure`; a folder that cannot be written.
+    UserError : as :func:`measure`, or a folder that cannot be written.
     """
     from rich.console import Console
 
     console = Console()
     path = cfg.folder / "cost" / "train_gate.csv"
     rows: list[CostRow] = []
-    with _table_file(path, cfg.outputs) as write, console.status("plain inference") as status:
+    with _row_writer(path, cfg.outputs) as write, console.status("inference") as status:
         for row in measure(cfg):
             rows.append(row)
             write(row)
             status.update(f"{row.variant}: done")
-    _show(rows, console)
-    console.print(f"Figures: [bold]{path}[/bold]", soft_wrap=True)
+    _print_table(rows, console)
+    console.print(f"Results: [bold]{path}[/bold]", soft_wrap=True)
     return path
 
 
 @contextmanager
-def _table_file(path: Path, outputs: str) -> Iterator[Callable[[CostRow], Any]]:
-    """A CSV file that holds each row as soon as it is written."""
+def _row_writer(path: Path, outputs: str) -> Iterator[Callable[[CostRow], Any]]:
+    """Opens a line-buffered CSV file and yields a function that writes a row."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w", newline="", encoding="utf-8", buffering=1)
@@ -207,7 +208,7 @@ def _table_file(path: Path, outputs: str) -> Iterator[Callable[[CostRow], Any]]:
         yield lambda row: writer.writerow(asdict(row))
 
 
-def _show(rows: list[CostRow], console: Any) -> None:
+def _print_table(rows: list[CostRow], console: Any) -> None:
     from rich import box
     from rich.table import Table
 
@@ -227,7 +228,7 @@ def _show(rows: list[CostRow], console: Any) -> None:
 
 
 def main() -> None:
-    """Measure what the command line's overrides describe."""
+    """Runs the command line."""
     try:
         cost(compose("train-gate", sys.argv[1:]))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""``msattn generate``: try the artifacts of a model on a prompt, sparse beside dense."""
+"""``msattn generate``: answers a prompt densely and with a model's artifacts."""
 
 import time
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Generation:
-    """Greedy text, and what it cost: seconds to the first token, tokens a second after it."""
+    """Greedy text, seconds to the first token, and tokens per second after it."""
 
     text: str
     tokens: list[int]
@@ -25,11 +25,11 @@ class Generation:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt, given as text or as a file.
+    """Returns the prompt, given as text or as a file.
 
     Raises
     ------
-    UserError : none or both given, a file that is missing or not UTF-8, an empty prompt.
+    UserError : none or both are given, the file is missing or not UTF-8, or the prompt is empty.
     """
     if (prompt is None) == (prompt_file is None):
         raise UserError("give one of --prompt and --prompt-file")
@@ -47,15 +47,16 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
-    """Answer ``prompt`` greedily, densely and through the artifacts; print both.
+    """Generates greedily with dense and with sparse attention, and prints both.
 
     Returns
     -------
-    ``dense`` and ``sparse``.
+    dict
+        The generations ``dense`` and ``sparse``.
 
     Raises
     ------
-    UserError : no artifact to try, one that does not fit the model, or a prompt longer than the model's positions.
+    UserError : there is no artifact, an artifact does not fit the model, or the prompt exceeds the model's positions.
     """
     from msattn.trainer import models
     from msattn.trainer.attach import attach
@@ -78,12 +79,12 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
         name: _greedy(loaded.model, loaded.tokenizer, ids, cfg.max_new_tokens, context)
         for name, context in (("dense", nullcontext()), ("sparse", serving))
     }
-    _print(results, ids.shape[1])
+    _print_results(results, ids.shape[1])
     return results
 
 
 def _artifacts(cfg: GenerateConfig) -> dict[str, str | None]:
-    """The artifacts that were named, else those that lie in the model's folder."""
+    """Returns the artifacts in the configuration, else those in the model's folder."""
     from msattn.trainer.artifacts import artifact_folder
 
     chosen: dict[str, str | None] = {}
@@ -101,7 +102,7 @@ def _greedy(model: Any, tokenizer: Any, ids: "Tensor", max_new_tokens: int, cont
     from transformers.generation.streamers import BaseStreamer
 
     class Clock(BaseStreamer):
-        """Notes when each token arrives; the prompt comes first, before any work."""
+        """Records the time of each token; the first call is for the prompt."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -124,12 +125,12 @@ def _greedy(model: Any, tokenizer: Any, ids: "Tensor", max_new_tokens: int, cont
         )
         stats = sparse.stats() if sparse is not None else {}
     tokens = output[0, ids.shape[1] :].tolist()
-    prompt_at, first, *rest = clock.times
+    start, first, *rest = clock.times
     rate = len(rest) / (rest[-1] - first) if rest else float("nan")
-    return Generation(tokenizer.decode(tokens), tokens, first - prompt_at, rate, stats)
+    return Generation(tokenizer.decode(tokens), tokens, first - start, rate, stats)
 
 
-def _print(results: dict[str, Generation], prompt_tokens: int) -> None:
+def _print_results(results: dict[str, Generation], prompt_tokens: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -141,15 +142,15 @@ def _print(results: dict[str, Generation], prompt_tokens: int) -> None:
     for column in ("", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"):
         table.add_column(column, justify="left" if not column else "right")
     for name, result in results.items():
-        read = [_figure(result.stats.get(key)) for key in ("sparsity", "selectivity")]
-        table.add_row(name, str(len(result.tokens)), _figure(result.first_token_s), _figure(result.tokens_per_s), *read)
+        read = [_format(result.stats.get(key)) for key in ("sparsity", "selectivity")]
+        table.add_row(name, str(len(result.tokens)), _format(result.first_token_s), _format(result.tokens_per_s), *read)
     console.print(table)
     dense, sparse = results["dense"].tokens, results["sparse"].tokens
-    same = next((i for i, (a, b) in enumerate(zip(dense, sparse, strict=False)) if a != b), min(len(dense), len(sparse)))
-    console.print(f"The first {same} of {len(dense)} tokens agree.")
+    equal = next((i for i, (a, b) in enumerate(zip(dense, sparse, strict=False)) if a != b), min(len(dense), len(sparse)))
+    console.print(f"The first {equal} of {len(dense)} tokens are equal.")
     if results["sparse"].stats["dense_by_choice"]:
-        console.print("The prompt was read densely, which is faster at its length; select.dense_below=0 reads it sparsely.")
+        console.print("The prompt used dense attention, which is faster at this length; select.dense_below=0 makes it sparse.")
 
 
-def _figure(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "-" if value is None or value != value else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""The small model that ships with the package, its tokenizer, and the recipe that trained both.
+"""The model that ships with the package, its tokenizer and its training recipe.
 
-Run ``python -m msattn.trainer.embedded.recipe`` to train it again.
+``python -m msattn.trainer.embedded.recipe`` trains it again.
 """

@@ -1,11 +1,11 @@
-"""How the embedded model is made, from one command:
+"""Trains the embedded model:
 
     python -m msattn.trainer.embedded.recipe --text BOOKS --out FOLDER
 
-Text and retrieval tasks in three stages of growing length: retrieval appears, suddenly, in short sequences full of tasks;
-the long stage carries it to 4096 tokens and spends its steps on text. Every stage runs through :func:`msattn.trainer.training.loop.fit`
-and is a continuation of the one before; ``--resume`` goes on after a kill, to the same model. The result is
-``FOLDER/model``; ``FOLDER/metrics.jsonl`` and ``FOLDER/model/training.json`` say how it went.
+The model is trained on text and retrieval tasks in three stages of growing length. It learns retrieval, abruptly, on short
+sequences with many tasks; the last stage extends it to 4096 tokens and is mostly text. Each stage is one call of
+:func:`msattn.trainer.training.loop.fit` that continues the previous one. After an interruption ``--resume`` continues to the
+same model. The model is written to ``FOLDER/model``, metrics to ``FOLDER/metrics.jsonl`` and ``FOLDER/model/training.json``.
 """
 
 import argparse
@@ -34,16 +34,19 @@ from msattn.trainer.models.tap import use_dense_attention
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
-SHIPPED = Path(__file__).parent / "model"
-LIBRARY_SHARE = 0.2  # of the text, by tokens; the rest is books
-DEV_SHARE = 0.02  # the end of every book is kept for the figures that are printed while training
+EMBEDDED_MODEL = Path(__file__).parent / "model"
+LIBRARY_SHARE = 0.2  # of the text crops, taken from the Python library; the others are from books
+DEV_SHARE = 0.02  # the end of every book, held out for the metrics during training
 DEV_PROMPTS = 64
 TEST_PROMPTS = 200
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of training at one length; ``shares`` of its sequences are tasks, the rest is text alone."""
+    """Training at one sequence length.
+
+    ``shares`` are the shares of sequences with each retrieval task; the other sequences are plain text.
+    """
 
     seq_len: int
     batch_size: int
@@ -55,7 +58,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides what comes out, besides the text."""
+    """All settings of the recipe except the text."""
 
     stages: tuple[Stage, ...] = (
         Stage(512, 256, 800, {"needles": 0.2, "pairs": 0.15, "copies": 0.15}, warmup_steps=300),
@@ -82,7 +85,7 @@ class Plan:
 
 
 class Texts:
-    """Tokens to train on, and the books' ends to watch.
+    """Tokens of the training text and of the held-out ends of the books.
 
     Attributes
     ----------
@@ -90,21 +93,21 @@ class Texts:
     """
 
     def __init__(self, books: Iterable[Document], library: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> None:
-        whole = list(books)
-        cut = [int(len(book.text) * (1 - DEV_SHARE)) for book in whole]
-        heads = (Document(book.name, book.text[:at]) for book, at in zip(whole, cut, strict=True))
-        tails = (Document(book.name, book.text[at:]) for book, at in zip(whole, cut, strict=True))
+        books = list(books)
+        splits = [int(len(book.text) * (1 - DEV_SHARE)) for book in books]
+        heads = (Document(book.name, book.text[:split]) for book, split in zip(books, splits, strict=True))
+        tails = (Document(book.name, book.text[split:]) for book, split in zip(books, splits, strict=True))
         self.books = encode(heads, tokenizer)
         self.dev = encode(tails, tokenizer)
         self.library = encode(iter(library), tokenizer)
 
     def crop(self, rng: np.random.Generator, length: int) -> Tokens:
-        """``length`` successive training tokens, from anywhere."""
-        return crop_of(self.library if rng.random() < LIBRARY_SHARE else self.books)(rng, length)
+        """Returns ``length`` consecutive training tokens from a random position."""
+        return crop_from(self.library if rng.random() < LIBRARY_SHARE else self.books)(rng, length)
 
 
-def crop_of(tokens: np.ndarray) -> Crop:
-    """A function that cuts so many successive tokens out of ``tokens``."""
+def crop_from(tokens: np.ndarray) -> Crop:
+    """Returns a function that draws consecutive tokens from ``tokens``."""
 
     def crop(rng: np.random.Generator, length: int) -> Tokens:
         start = int(rng.integers(len(tokens) - length + 1))
@@ -113,12 +116,15 @@ def crop_of(tokens: np.ndarray) -> Crop:
     return crop
 
 
-NeedlePrompts = tuple[Tokens, int]  # [samples, T], and how many tokens at the end of each are the answer
+NeedlePrompts = tuple[Tokens, int]  # prompts [samples, T], and the number of answer tokens at the end of each
 
 
-class Mixture(Dataset[dict[str, Tensor]]):
-    """The sequences of one stage: ``input_ids`` int32 and ``weights`` float32, [seq_len + 1]; item ``i`` depends on (seed,
-    stage, i) alone."""
+class StageDataset(Dataset[dict[str, Tensor]]):
+    """Sequences of one stage.
+
+    An item has ``input_ids`` (int32) and ``weights`` (float32), both ``[seq_len + 1]``. Item ``i`` depends on (seed, stage, i)
+    alone.
+    """
 
     def __init__(self, texts: Texts, phrases: PhraseEncoder, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:
         self.texts = texts
@@ -140,22 +146,25 @@ class Mixture(Dataset[dict[str, Tensor]]):
         else:
             ids, weights = self.texts.crop(rng, length), np.ones(length, np.float32)
         if rng.random() < 0.5:
-            ids[0] = self.bos  # the model serves with and without one
+            ids[0] = self.bos  # so that the model works with and without bos
         return {"input_ids": torch.from_numpy(ids.astype(np.int32)), "weights": torch.from_numpy(weights)}
 
 
 class WeightedLanguageModel(nn.Module):
-    """Next-token loss under the tasks' weights; forward and loss in one graph, for ``torch.compile``."""
+    """Next-token loss with token weights, as one graph for ``torch.compile``."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, weights: Tensor) -> dict[str, Any]:
-        """Mean loss (nats) of tokens 1..T of ``input_ids`` [B, T + 1] under their weights; ``parts``: the plain means over
-        text and over answers."""
+        """Returns the weighted mean loss (nats) of tokens 1 to T.
+
+        ``input_ids`` and ``weights`` are ``[B, T + 1]``. ``parts`` holds the unweighted means over text tokens and over answer
+        tokens.
+        """
         ids = input_ids.long()
-        with half_precision(ids.device):
+        with bfloat16_autocast(ids.device):
             hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden)
         losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
@@ -168,13 +177,13 @@ def _mean(values: Tensor, where: Tensor) -> Tensor:
     return (values * where).sum() / where.sum().clamp(min=1)
 
 
-def half_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 autocast on a GPU; nothing on a CPU."""
+def bfloat16_autocast(device: torch.device) -> torch.autocast:
+    """Returns bfloat16 autocast on a GPU; on a CPU it is disabled."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The untrained model, its weights drawn from ``plan.seed``."""
+    """Returns the untrained model with weights drawn from ``plan.seed``."""
     config = LlamaConfig(
         **plan.architecture,
         vocab_size=len(tokenizer),
@@ -191,12 +200,15 @@ def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausa
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, tokens: np.ndarray, seq_len: int, tokenizer: Any) -> float:
-    """Bits a UTF-8 byte of ``tokens``, cut into chunks of ``seq_len`` of which the first token is given."""
+    """Returns the bits per UTF-8 byte of ``tokens`` in chunks of ``seq_len``.
+
+    The first token of a chunk is not predicted.
+    """
     chunks = tokens[: len(tokens) // seq_len * seq_len].reshape(-1, seq_len)
     nats, device = 0.0, model.device
     for batch in _batches(chunks, seq_len):
         ids = torch.from_numpy(batch.astype(np.int64)).to(device)
-        with half_precision(device):
+        with bfloat16_autocast(device):
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         nats += F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum").item()
     texts = tokenizer.batch_decode([*chunks[:, 1:].tolist()], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -205,15 +217,18 @@ def bits_per_byte(model: LlamaForCausalLM, tokens: np.ndarray, seq_len: int, tok
 
 @torch.no_grad()
 def needle_accuracy(model: LlamaForCausalLM, prompts: np.ndarray, answer_tokens: int) -> float:
-    """Share of ``prompts`` [n, T] whose last ``answer_tokens`` are all the most likely next tokens."""
-    right, device = 0, model.device
+    """Returns the share of ``prompts [n, T]`` whose answer is predicted greedily.
+
+    All of the last ``answer_tokens`` tokens must be the most likely ones.
+    """
+    correct, device = 0, model.device
     for batch in _batches(prompts, prompts.shape[1]):
         ids = torch.from_numpy(batch).to(device)
-        with half_precision(device):
+        with bfloat16_autocast(device):
             hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, -answer_tokens:]
             guesses = model.lm_head(hidden).argmax(-1)
-        right += int((guesses == ids[:, -answer_tokens:]).all(-1).sum())
-    return right / len(prompts)
+        correct += int((guesses == ids[:, -answer_tokens:]).all(-1).sum())
+    return correct / len(prompts)
 
 
 def _batches(rows: np.ndarray, seq_len: int) -> Iterable[np.ndarray]:
@@ -221,22 +236,25 @@ def _batches(rows: np.ndarray, seq_len: int) -> Iterable[np.ndarray]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def prompts_in(tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int) -> dict[int, NeedlePrompts]:
-    """``samples`` prompts of ``length`` tokens, with one and with eight needles, in crops of ``tokens``."""
+def needle_prompts(tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int) -> dict[int, NeedlePrompts]:
+    """Returns ``samples`` prompts with one needle and with eight.
+
+    They have ``length`` tokens; the text around the needles is cropped from ``tokens``.
+    """
     prompts: dict[int, NeedlePrompts] = {}
     for count in (1, 8):
         rngs = (np.random.default_rng((seed, count, number)) for number in range(samples))
-        made = [needle_prompt(rng, length, crop_of(tokens), tokenizer, count=count) for rng in rngs]
+        made = [needle_prompt(rng, length, crop_from(tokens), tokenizer, count=count) for rng in rngs]
         prompts[count] = np.stack([ids for ids, _ in made]), made[0][1]
     return prompts
 
 
-def quality(
+def evaluate(
     model: LlamaForCausalLM, tokens: np.ndarray, seq_len: int, tokenizer: Any, prompts: dict[int, NeedlePrompts]
 ) -> dict[str, float]:
-    """Bits per byte of ``tokens`` at ``seq_len`` and the accuracy on ``prompts``."""
-    figures = {f"needles_{count}": needle_accuracy(model, *prompts[count]) for count in prompts}
-    return {"bits_per_byte": bits_per_byte(model, tokens, seq_len, tokenizer), **figures}
+    """Returns the bits per byte of ``tokens`` and the accuracy on ``prompts``."""
+    accuracy = {f"needles_{count}": needle_accuracy(model, *prompts[count]) for count in prompts}
+    return {"bits_per_byte": bits_per_byte(model, tokens, seq_len, tokenizer), **accuracy}
 
 
 def train(
@@ -250,15 +268,18 @@ def train(
     compiled: bool = False,
     resume: bool = False,
 ) -> LlamaForCausalLM:
-    """Run the stages of ``plan``; checkpoints go to ``out/stage-N``, figures to ``out/metrics.jsonl``."""
+    """Runs the stages of ``plan``.
+
+    Checkpoints are written to ``out/stage-N``, metrics to ``out/metrics.jsonl``.
+    """
     model = build_model(plan, tokenizer).to(device)  # pyright: ignore[reportArgumentType]
     module = WeightedLanguageModel(model)
     phrases = PhraseEncoder(tokenizer)
     with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
             print(f"stage {number + 1}: {stage}", flush=True)
-            prompts = prompts_in(texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1)
-            data = Mixture(texts, phrases, stage, seed=(plan.seed, number), bos=cast(int, tokenizer.bos_token_id))
+            prompts = needle_prompts(texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1)
+            data = StageDataset(texts, phrases, stage, seed=(plan.seed, number), bos=cast(int, tokenizer.bos_token_id))
             settings = TrainConfig(
                 lr=plan.lr,
                 steps=stage.steps,
@@ -283,84 +304,85 @@ def train(
                 device=device,
                 seed=plan.seed,
                 resume=resume,
-                evaluate=partial(quality, model, texts.dev, stage.seq_len, tokenizer, prompts),
+                evaluate=partial(evaluate, model, texts.dev, stage.seq_len, tokenizer, prompts),
             )
             tracker.offset += stage.steps
     return model
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
-    """Write weights in fp16 and the tokenizer into ``folder``; returns the model as it will be read back."""
+    """Writes fp16 weights and the tokenizer; returns the model as it will be loaded."""
     model.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.float()
 
 
-def held_out_figures(
+def held_out_metrics(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seq_len: int, test: str | None, haystack: str | None
 ) -> dict[str, float]:
-    """Bits per byte of the texts in ``test``, needle accuracy in those of ``haystack``: folders that were never trained on."""
-    figures: dict[str, float] = {}
+    """Returns bits per byte of ``test`` and needle accuracy in ``haystack``.
+
+    Both are folders with text that was not trained on.
+    """
+    metrics: dict[str, float] = {}
     if test is not None:
-        figures["test_bits_per_byte"] = bits_per_byte(model, encode(local(test), tokenizer), seq_len, tokenizer)
+        metrics["test_bits_per_byte"] = bits_per_byte(model, encode(local_documents(test), tokenizer), seq_len, tokenizer)
     if haystack is not None:
-        prompts = prompts_in(encode(local(haystack), tokenizer), seq_len, tokenizer, samples=TEST_PROMPTS, seed=2)
-        figures |= {f"haystack_needles_{count}": needle_accuracy(model, *prompts[count]) for count in prompts}
-    return figures
+        prompts = needle_prompts(encode(local_documents(haystack), tokenizer), seq_len, tokenizer, samples=TEST_PROMPTS, seed=2)
+        metrics |= {f"haystack_needles_{count}": needle_accuracy(model, *prompts[count]) for count in prompts}
+    return metrics
 
 
-def local(path: str) -> Iterator[Document]:
-    """All documents under ``path``."""
+def local_documents(path: str) -> Iterator[Document]:
+    """Yields all documents under ``path``."""
     return documents(DataConfig("text", path=path, heldout_path=path), heldout=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of the recipe."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m msattn.trainer.embedded.recipe", description="Train the embedded model.")
     parser.add_argument("--text", nargs="+", required=True, help="folders of books to train on")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, figures and the model")
-    parser.add_argument("--test", help="folder of texts for the final bits per byte")
-    parser.add_argument("--haystack", help="folder of texts for the final needle accuracy")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
+    parser.add_argument("--test", help="folder of held-out texts for the final bits per byte")
+    parser.add_argument("--haystack", help="folder of held-out texts for the final needle accuracy")
     parser.add_argument("--steps", nargs="+", type=int, help="optimizer steps of each stage, instead of the plan's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
+    parser.add_argument("--workers", type=int, default=14, help="data loader processes")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint")
-    asked = parser.parse_args(arguments)
+    parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint")
+    args = parser.parse_args(arguments)
 
-    plan = Plan(seed=asked.seed)
-    if asked.steps is not None:
-        if len(asked.steps) != len(plan.stages):
-            parser.error(f"--steps: {len(plan.stages)} numbers, one a stage")
-        plan = replace(plan, stages=tuple(replace(s, steps=n) for s, n in zip(plan.stages, asked.steps, strict=True)))
+    plan = Plan(seed=args.seed)
+    if args.steps is not None:
+        if len(args.steps) != len(plan.stages):
+            parser.error(f"--steps: give {len(plan.stages)} numbers, one per stage")
+        plan = replace(plan, stages=tuple(replace(s, steps=n) for s, n in zip(plan.stages, args.steps, strict=True)))
     started = time.time()
-    # The code-* files repeat modules of the library, those too that are held out.
-    books = [book for folder in asked.text for book in local(folder) if not book.name.startswith("code-")]
+    # The code-* files contain modules of the library, including held-out ones.
+    books = [book for folder in args.text for book in local_documents(folder) if not book.name.startswith("code-")]
     library = list(documents(DataConfig("stdlib"), heldout=False))
-    if (SHIPPED / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(SHIPPED)
+    if (EMBEDDED_MODEL / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(EMBEDDED_MODEL)
     else:
         tokenizer = train_tokenizer(document.text for document in [*books, *library])
     texts = Texts(books, library, tokenizer)
-    print(f"{len(texts.books)} tokens of books, {len(texts.library)} of the library, {len(texts.dev)} to watch", flush=True)
+    print(f"{len(texts.books)} tokens of books, {len(texts.library)} of the library, {len(texts.dev)} held out", flush=True)
 
-    device = torch.device(asked.device)
-    compiled = device.type == "cuda" and not asked.no_compile
-    model = train(
-        plan, texts, tokenizer, asked.out, device=device, workers=asked.workers, compiled=compiled, resume=asked.resume
-    )
-    facts = {
+    device = torch.device(args.device)
+    compiled = device.type == "cuda" and not args.no_compile
+    model = train(plan, texts, tokenizer, args.out, device=device, workers=args.workers, compiled=compiled, resume=args.resume)
+    record = {
         "plan": asdict(plan),
         "parameters": model.num_parameters(),
         "tokens": sum(stage.steps * stage.batch_size * stage.seq_len for stage in plan.stages),
         "minutes": round((time.time() - started) / 60, 1),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    model = save(model, tokenizer, asked.out / "model")
-    facts["figures"] = held_out_figures(model, tokenizer, plan.stages[-1].seq_len, asked.test, asked.haystack)
-    (asked.out / "model" / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(json.dumps(facts["figures"], indent=2), flush=True)
+    model = save(model, tokenizer, args.out / "model")
+    record["figures"] = held_out_metrics(model, tokenizer, plan.stages[-1].seq_len, args.test, args.haystack)
+    (args.out / "model" / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record["figures"], indent=2), flush=True)
 
 
 if __name__ == "__main__":

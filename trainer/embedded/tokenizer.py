@@ -1,4 +1,7 @@
-"""The embedded model's tokenizer: byte-level BPE that never joins digits, so that a number is read out digit by digit."""
+"""The tokenizer of the embedded model: byte-level BPE with one token per digit.
+
+The model then reads and writes numbers digit by digit.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,12 +10,15 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
-# Words take their leading space along; digits stand alone; runs of line ends and of spaces are pieces of their own.
+# A word includes its leading space, each digit is a piece, and so is each run of newlines or of spaces.
 _PIECES = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[\r\n]+|\s+(?!\S)|\s+"""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """Train on ``texts``; token 0 is ``<|endoftext|>``, which serves as bos and eos and is never added unasked."""
+    """Trains the tokenizer on ``texts``.
+
+    Token 0 is ``<|endoftext|>``, which is both bos and eos; encoding does not add it.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -36,5 +42,5 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTr
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
-    """The tokenizer whose files are in ``folder``."""
+    """Loads the tokenizer from the files in ``folder``."""
     return PreTrainedTokenizerFast.from_pretrained(str(folder))
