@@ -14,7 +14,7 @@ from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.data.retrieval import ANSWER_WEIGHT
-from msattn.trainer.embedded.recipe import SHIPPED
+from msattn.trainer.embedded.recipe import EMBEDDED_MODEL
 from msattn.trainer.embedded.tokenizer import load_tokenizer
 from msattn.trainer.finetune import trainer as tuner
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations, language_loss
@@ -175,7 +175,7 @@ def test_dense_training_compiles_to_one_graph() -> None:
 
 
 def test_tasks_are_new_every_time_and_weigh_their_answers() -> None:
-    tokenizer = load_tokenizer(SHIPPED)
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
     text = np.random.default_rng(0).integers(len(tokenizer), size=(3, 256), dtype=np.int32)
     items = RetrievalMixture(Chunks(text, tokenizer), tokenizer, share=0.5, length=40, seed=1)
     drawn = [items[i] for i in range(40)]
