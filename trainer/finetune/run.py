@@ -1,7 +1,6 @@
-"""``finetune``: a whole model learns longer text, and is written as a Hugging Face folder, its gates beside it.
+"""``msattn finetune``: trains a whole model on long text and writes it as a Hugging Face folder, with its gates beside it.
 
-Training holds 16 bytes a parameter: with ``train.fsdp`` the processes share them out, and gather a layer's weights when it
-runs.
+Training takes 16 bytes per parameter. With ``train.fsdp`` the ranks shard them, and gather the weights of a layer when it runs.
 """
 
 import copy
@@ -24,8 +23,9 @@ from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
-from msattn.trainer.seer.distillation import health
+from msattn.trainer.seer.distillation import gate_recall
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.train_gate import without_layers, write_gate
 from msattn.trainer.training.checkpoints import TrainingResult, flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit, release_memory
@@ -34,11 +34,11 @@ from msattn.trainer.training.tracker import Tracker
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FACTS = "training.json"  # how the model was made; a folder without it is not ours to replace
+FACTS = "training.json"  # origin of the model; a folder without this file was written by others and is never replaced
 HELDOUT_CHUNKS = 4
-BYTES_A_PARAMETER = 16  # float32: the weight, its gradient, and AdamW's two moments
-BUCKET_BYTES = 4  # a parameter: the second copy of its gradient that DDP sends to the other processes
-FASTEST_FIRST = [  # of the backends of dense attention; PyTorch's own order has cuDNN last
+BYTES_PER_PARAMETER = 16  # float32: weight, gradient, and two moments of AdamW
+DDP_BYTES_PER_PARAMETER = 4  # DDP's communication buckets hold a copy of the gradients
+SDPA_PRIORITY = [  # fastest first; PyTorch's own order has cuDNN last
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -46,15 +46,8 @@ FASTEST_FIRST = [  # of the backends of dense attention; PyTorch's own order has
 ]
 
 
-@torch.no_grad()
-def heldout_loss(tuner: FineTuner, chunks: data.Chunks) -> dict[str, float]:
-    """Mean next-token loss (nats) of held-out text, read as in training. All processes run it: shared weights need that."""
-    losses = [tuner(chunks[i]["input_ids"][None].to(tuner.model.device))["parts"]["language"] for i in range(len(chunks))]
-    return {"heldout/loss": torch.stack(losses).mean().item()}
-
-
 def finetune(cfg: FinetuneConfig) -> Path:
-    """Train a whole model and write it as a Hugging Face folder, its gates beside it: the job behind ``msattn finetune``.
+    """Trains a whole model and writes it as a Hugging Face folder, its gates beside it; the job of ``msattn finetune``.
 
     Returns
     -------
@@ -65,19 +58,52 @@ def finetune(cfg: FinetuneConfig) -> Path:
     Raises
     ------
     UserError
-        Before any work: a folder that stands there, gates that are missing or another model's, chunks longer than the
-        positions, a model too large for the memory there is, ``train.fsdp`` without several GPUs. Later: memory that ran out.
+        Before training: the folder exists, gates are missing or made for another model, chunks are longer than the model's
+        positions, the model is too large for the memory, or ``train.fsdp`` has less than two GPUs. Later: out of memory.
     TrainingDiverged
-        When a loss is not finite; the last good checkpoint stays.
+        A loss is not finite. The last good checkpoint is kept.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "model")
-    _check_places(cfg, folder)
-    gate = _gate(cfg) if cfg.sparse else None
+    _check_folders(cfg, folder)
+    gate = _load_gate(cfg) if cfg.sparse else None
+    loaded = _load_model(cfg, gate)
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed)
+    heldout = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HELDOUT_CHUNKS)
+    dtype = models.resolve_dtype(cfg.dtype, loaded.model.device)
+    tuner = FineTuner(loaded.model.requires_grad_(True), gate, cfg.select, gate_weight=cfg.gate_weight, dtype=dtype)
+    if cfg.train.activation_checkpointing:
+        checkpoint_activations(loaded.model)
+    work, config = folder.parent / "runs" / "finetune", asdict(cfg)
+    with Tracker.start(cfg.tracker, folder=work, run_name=f"{cfg.model.name}-{cfg.name}", config=config) as tracker:
+        with tuner.attached(), sdpa_kernel(SDPA_PRIORITY, set_priority=True):
+            items, settings = _training_items(cfg, chunks, loaded.tokenizer), _settings(cfg, loaded, chunks, gate)
+            result = _fit(cfg, tuner, items, heldout, work, tracker, settings)
+        metrics = without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
+        tracker.summary(metrics)
+        facts = {"from": loaded.fingerprint, "config": config, "data": chunks.fingerprint, "metrics": metrics}
+        _write_model(tuner.model, loaded.tokenizer, dtype, folder, facts)
+        if gate is not None:
+            _write_trained_gate(cfg, gate, folder, chunks, heldout)
+        tracker.artifact(folder)
+        if gate is not None:
+            tracker.artifact(folder.with_name("gate"))
+    if PartialState().is_main_process:
+        artifacts.print_summary(folder, metrics)
+    return folder
+
+
+def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
+    """Loads the model with fp32 weights, checks that it can be trained here, and moves ``gate`` to its device.
+
+    Raises
+    ------
+    UserError : too few GPUs or too little memory, positions shorter than the chunks, or gates made for another model.
+    """
     device = models.resolve_device(cfg.device)
-    _check_sharing(cfg, device)
-    # Random weights are drawn in the dtype that train-gate saw them in; those of a checkpoint are read as they are.
-    drawn = cfg.dtype if cfg.model.init == "random" else "float32"
-    loaded = models.load(cfg.model, device=cfg.device, dtype=drawn, seed=cfg.seed)
+    _check_fsdp(cfg, device)
+    # Random weights are drawn in the dtype of msattn train-gate, so that they are the same; checkpoints are read in fp32.
+    dtype = cfg.dtype if cfg.model.init == "random" else "float32"
+    loaded = models.load(cfg.model, device=cfg.device, dtype=dtype, seed=cfg.seed)
     loaded.model.float()
     models.check_length(loaded.model.config, cfg.data.seq_len)
     _check_memory(cfg, loaded.model, device)
@@ -85,34 +111,11 @@ def finetune(cfg: FinetuneConfig) -> Path:
         assert gate.manifest is not None
         artifacts.check_model(gate.manifest, loaded.fingerprint)
         gate.to(device).requires_grad_(True)
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed)
-    heldout = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HELDOUT_CHUNKS)
-    dtype = models.resolve_dtype(cfg.dtype, device)
-    tuner = FineTuner(loaded.model.requires_grad_(True), gate, cfg.select, gate_weight=cfg.gate_weight, dtype=dtype)
-    if cfg.train.activation_checkpointing:
-        checkpoint_activations(loaded.model)
-    work, config = folder.parent / "runs" / "finetune", asdict(cfg)
-    with Tracker.start(cfg.tracker, folder=work, run_name=f"{cfg.model.name}-{cfg.name}", config=config) as tracker:
-        with tuner.attached(), sdpa_kernel(FASTEST_FIRST, set_priority=True):
-            items, job = _items(cfg, chunks, loaded.tokenizer), _settings(cfg, loaded, chunks, gate)
-            summary = _fit(cfg, tuner, items, heldout, work, tracker, job)
-        figures = {name: value for name, value in {**summary.losses, **summary.metrics}.items() if "layer" not in name}
-        figures |= {"steps": summary.steps, "seconds": summary.seconds}
-        tracker.summary(figures)
-        facts = {"from": loaded.fingerprint, "config": config, "data": chunks.fingerprint, "metrics": figures}
-        _write_model(tuner.model, loaded.tokenizer, dtype, folder, facts)
-        if gate is not None:
-            _write_gate(cfg, gate, folder, chunks, heldout)
-        tracker.artifact(folder)
-        if gate is not None:
-            tracker.artifact(folder.with_name("gate"))
-    if PartialState().is_main_process:
-        artifacts.print_summary(folder, figures)
-    return folder
+    return loaded
 
 
-def _items(cfg: FinetuneConfig, chunks: data.Chunks, tokenizer: Any) -> Dataset[dict[str, Tensor]]:
-    """What is trained on: the chunks as they are, or tasks among them."""
+def _training_items(cfg: FinetuneConfig, chunks: data.Chunks, tokenizer: Any) -> Dataset[dict[str, Tensor]]:
+    """Returns the dataset: ``chunks``, of which a share is replaced by retrieval tasks if ``tasks`` is not 0."""
     if cfg.tasks == 0:
         return chunks
     length = cfg.train.steps * cfg.train.batch_size
@@ -120,11 +123,11 @@ def _items(cfg: FinetuneConfig, chunks: data.Chunks, tokenizer: Any) -> Dataset[
 
 
 def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None) -> dict[str, Any]:
-    """What a continuation has to share beside the optimizer's run."""
-    gates = gate.manifest["content_hash"] if gate is not None and gate.manifest else None
+    """Returns the settings, besides ``train``, that must be the same when training resumes."""
+    gate_hash = gate.manifest["content_hash"] if gate is not None and gate.manifest else None
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype}
-    parts = flatten_settings(select=asdict(cfg.select), artifacts={"gate": gates}, model=identity)
+    parts = flatten_settings(select=asdict(cfg.select), artifacts={"gate": gate_hash}, model=identity)
     return {**own, **parts, "data": chunks.fingerprint}
 
 
@@ -135,11 +138,12 @@ def _fit(
     heldout: data.Chunks,
     work: Path,
     tracker: Tracker,
-    job: dict[str, Any],
+    settings: dict[str, Any],
 ) -> TrainingResult:
+    """Trains ``tuner``; the metrics of the result are those of the last evaluation."""
     layers: Any = tuner.model.base_model.layers
     try:
-        summary = fit(
+        result = fit(
             tuner,
             items,
             train=cfg.train,
@@ -148,85 +152,95 @@ def _fit(
             device=tuner.model.device,
             seed=cfg.seed,
             resume=cfg.resume,
-            job=job,
+            extra_settings=settings,
             evaluate=lambda: heldout_loss(tuner, heldout),
             shard=type(layers[0]).__name__ if cfg.train.fsdp else None,
         )
-        if summary.metrics:
-            return summary
-        tuner.eval()  # train.eval_every=0: only now
-        return replace(summary, metrics=heldout_loss(tuner, heldout))
+        if result.metrics:
+            return result
+        tuner.eval()  # train.eval_every=0
+        return replace(result, metrics=heldout_loss(tuner, heldout))
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"data.seq_len={cfg.data.seq_len}, train.micro_batch_size={cfg.train.micro_batch_size}: the GPU's memory does not "
-            "hold it; shorten them, train.activation_checkpointing=true, or train.fsdp=true on more GPUs"
+            f"data.seq_len={cfg.data.seq_len}, train.micro_batch_size={cfg.train.micro_batch_size}: out of GPU memory; "
+            "lower them, or set train.activation_checkpointing=true, or train.fsdp=true on more GPUs"
         ) from error
 
 
-def _check_places(cfg: FinetuneConfig, folder: Path) -> None:
-    """Refuse to write over what training starts from, or over what is not ours."""
+@torch.no_grad()
+def heldout_loss(tuner: FineTuner, chunks: data.Chunks) -> dict[str, float]:
+    """Returns the mean next-token loss (nats) of held-out text, with the attention of training.
+
+    Every rank must call it: sharded weights are gathered from all of them.
+    """
+    losses = [tuner(chunks[i]["input_ids"][None].to(tuner.model.device))["parts"]["language"] for i in range(len(chunks))]
+    return {"heldout/loss": torch.stack(losses).mean().item()}
+
+
+def _check_folders(cfg: FinetuneConfig, folder: Path) -> None:
+    """Refuses to overwrite the model or gates that training starts from, and folders that msattn did not write."""
     artifacts.check_writable(folder, cfg.overwrite, marker=FACTS)
-    places = {"model.path": (cfg.model.path, folder)} if cfg.model.init == "pretrained" else {}
+    replaced = {"model.path": (cfg.model.path, folder)} if cfg.model.init == "pretrained" else {}
     if cfg.sparse:
         gates = folder.with_name("gate")
         artifacts.check_writable(gates, cfg.overwrite)
-        places["artifacts.gate"] = (str(cfg.artifacts.gate), gates)
-    for key, (start, end) in places.items():
-        if Path(start).expanduser().resolve() == end.resolve():
-            raise UserError(f"{key}={start}: the result would go there; give the run another name=")
+        replaced["artifacts.gate"] = (str(cfg.artifacts.gate), gates)
+    for key, (source, target) in replaced.items():
+        if Path(source).expanduser().resolve() == target.resolve():
+            raise UserError(f"{key}={source}: the result would overwrite it; give the run another name=")
 
 
-def _gate(cfg: FinetuneConfig) -> Gate:
+def _load_gate(cfg: FinetuneConfig) -> Gate:
     try:
         return Gate.load(str(cfg.artifacts.gate))
     except UserError as error:
-        hint = f"msattn train-gate model={cfg.model.name} makes gates, select.sparsity=0 needs none"
+        hint = f"msattn train-gate model={cfg.model.name} trains gates, select.sparsity=0 needs none"
         raise UserError(f"artifacts.gate: {error}; {hint}") from error
 
 
-def _processes() -> int:
+def _num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _check_sharing(cfg: FinetuneConfig, device: torch.device) -> None:
-    """Refuse ``train.fsdp`` where it would share nothing."""
+def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
+    """Refuses ``train.fsdp`` without several GPUs."""
     if cfg.train.fsdp and device.type != "cuda":
-        raise UserError("train.fsdp=true: accelerate shares weights out among GPUs alone; train.fsdp=false on a CPU")
-    if cfg.train.fsdp and _processes() == 1:
+        raise UserError("train.fsdp=true: accelerate shards weights on GPUs only; set train.fsdp=false on a CPU")
+    if cfg.train.fsdp and _num_ranks() == 1:
         raise UserError(
-            "train.fsdp=true: weights are shared out among processes, and there is one; "
+            "train.fsdp=true: needs several processes, and there is one; "
             "torchrun --nproc-per-node 4 --no-python msattn finetune ... starts four"
         )
 
 
 def _check_memory(cfg: FinetuneConfig, model: "PreTrainedModel", device: torch.device) -> None:
-    """Refuse, before the first step, weights and optimizer state that are more than the GPU has."""
+    """Refuses weights and optimizer state that exceed the memory of the GPU, before the first step."""
     if device.type != "cuda":
         return
-    processes = _processes()
-    whole = BYTES_A_PARAMETER + (BUCKET_BYTES if processes > 1 else 0)
-    needed = model.num_parameters() * (BYTES_A_PARAMETER / processes if cfg.train.fsdp else whole)
+    ranks = _num_ranks()
+    replicated = BYTES_PER_PARAMETER + (DDP_BYTES_PER_PARAMETER if ranks > 1 else 0)
+    needed = model.num_parameters() * (BYTES_PER_PARAMETER / ranks if cfg.train.fsdp else replicated)
     memory = torch.cuda.get_device_properties(device).total_memory
     if needed > memory:
         raise UserError(
-            f"train.fsdp={str(cfg.train.fsdp).lower()}: weights, gradients and optimizer state take {needed / 1e9:.0f} GB a "
-            f"GPU, and it has {memory / 1e9:.0f}; train.fsdp=true under torchrun on more GPUs"
+            f"train.fsdp={str(cfg.train.fsdp).lower()}: weights, gradients and optimizer state need "
+            f"{needed / 1e9:.0f} GB per GPU, and it has {memory / 1e9:.0f}; set train.fsdp=true under torchrun on more GPUs"
         )
 
 
-def gathered(module: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> dict[str, Tensor]:
-    """The whole weights and buffers of ``module`` on the CPU, whoever holds them; all processes take part.
+def gather_weights(module: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> dict[str, Tensor]:
+    """Gathers the weights and buffers of ``module`` on the CPU from all ranks; every rank must call it.
 
     Parameters
     ----------
-    keep : whether this process wants them; otherwise it gets none.
+    keep : return them on this rank; otherwise the result is empty.
     """
-    found = {}
+    weights = {}
     for name, tensor in module.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep:
-            found[name] = whole.to("cpu", dtype)
-    return found
+            weights[name] = whole.to("cpu", dtype)
+    return weights
 
 
 def _write_model(
@@ -236,13 +250,13 @@ def _write_model(
     folder: Path,
     facts: dict[str, Any],
 ) -> None:
-    """Write ``model`` in ``dtype``, whole or not at all."""
+    """Writes ``model`` in ``dtype``; an error leaves no partial folder."""
     from transformers import AutoModelForCausalLM
 
     state = PartialState()
-    weights = gathered(model, dtype, keep=state.is_main_process)
+    weights = gather_weights(model, dtype, keep=state.is_main_process)
     if state.is_main_process:
-        with torch.device("meta"):  # an untouched model of that class, for the weights alone
+        with torch.device("meta"):  # the trained model may be sharded and compiled
             plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype, attn_implementation="sdpa")
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
@@ -254,26 +268,15 @@ def _write_model(
     state.wait_for_everyone()
 
 
-def _write_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: data.Chunks, heldout: data.Chunks) -> None:
-    """Write the gates as those of the model in ``folder``, calibrated on it and measured."""
-    release_memory()  # the optimizer's
+def _write_trained_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: data.Chunks, heldout: data.Chunks) -> None:
+    """Calibrates the gates on the trained model in ``folder``, measures their recall and writes them beside it."""
+    release_memory()  # of the optimizer state
     source = replace(cfg.model, path=str(folder), init="pretrained", revision=None, rope_scaling=None)
     loaded = models.load(source, device=cfg.device, dtype=cfg.dtype)
     trained = Gate.build(loaded.model.config, gate.cfg)
-    trained.load_state_dict(gathered(gate, torch.float32))
+    trained.load_state_dict(gather_weights(gate, torch.float32))
     trained.to(loaded.model.device)
     trained.thresholds = calibrate(trained, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
-    metrics = health(trained, loaded.model, rank_shard(heldout, len(heldout)))
+    metrics = gate_recall(trained, loaded.model, rank_shard(heldout, len(heldout)))
     if PartialState().is_main_process:
-        artifacts.write(
-            folder.with_name("gate"),
-            kind="gate",
-            tensors=trained.tensors(),
-            config=asdict(cfg),
-            model=loaded.fingerprint,
-            details=trained.details(),
-            data=chunks.fingerprint,
-            seed=cfg.seed,
-            metrics={name: value for name, value in metrics.items() if "layer" not in name},
-            overwrite=cfg.overwrite,
-        )
+        write_gate(folder.with_name("gate"), trained, cfg, loaded, chunks, without_layers(metrics))
