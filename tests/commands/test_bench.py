@@ -181,7 +181,7 @@ def test_ceilings_are_measured_once() -> None:
 def test_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> None:
     code, out, err = msattn(*TINY, "bench.peers=[flash,cudnn,eager]")
     assert (code, err) == (0, "")
-    assert "CPU times say nothing of GPUs" in out
+    assert "CPU times say nothing about GPUs" in out
     assert "cudnn at 96 keys, not timed: PyTorch supports it on GPUs only" in out
     folder = tmp_path / "outputs/bench/block_sparse_attention"
     assert (folder / "forward-cpu.png").stat().st_size > 10_000
@@ -219,9 +219,9 @@ def test_interrupted_run_keeps_its_rows_and_earlier_results(
 
     monkeypatch.setattr(bench, "measure", interrupted)
     code, _, err = msattn(*TINY, "bench.peers=[]")
-    partial = "outputs/bench/block_sparse_attention/forward-cpu.partial.csv"
-    assert (code, err) == (130, f"msattn: interrupted: 1 rows are in {partial}\n")
-    assert len(read(tmp_path / partial)) == 1
+    table = "outputs/bench/block_sparse_attention/forward-cpu.partial.csv"
+    assert (code, err) == (130, f"msattn: interrupted: 1 rows are in {table}\n")
+    assert len(read(tmp_path / table)) == 1
     assert (folder / "forward-cpu.csv").read_bytes() == before
 
 

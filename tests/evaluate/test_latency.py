@@ -84,7 +84,7 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
     with (folder / "results.csv").open(newline="") as file:
         assert "times_SDPA" in next(csv.reader(file))
     shown = capsys.readouterr().out
-    assert shown.count("CPU times say nothing of GPUs") == 1
+    assert shown.count("CPU times say nothing about GPUs") == 1
     assert shown.count("faster than the fastest dense attention") == 2
 
 

@@ -1,4 +1,4 @@
-"""Facts that every result carries: machine, versions, commit, configuration, artifacts."""
+"""The provenance of a result: machine, versions, commit, configuration and artifacts."""
 
 import platform
 import subprocess
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("msattn", "torch", "triton", "transformers", "numpy")
-CPU_NOTE = "CPU times say nothing of GPUs: here an operation runs as plain PyTorch."
-MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # of an artifact's manifest
+CPU_NOTE = "CPU times say nothing about GPUs: on a CPU each operation runs as its reference in plain PyTorch."
+MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # of an artifact, kept in the result
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every file says besides its rows: where, with what and from what the figures come.
+    """The provenance that every file of a result contains.
 
     Attributes
     ----------
-    title : of the page.
-    machine, versions : facts by name.
-    commit : of the checkout that ran; None outside one.
-    config : the resolved configuration, seeds included.
-    artifacts : path, hash and age of what was measured, by kind.
-    notes : what a reader has to know first.
-    created : when, UTC.
+    title : title of the page.
+    machine, versions : names and values.
+    commit : git commit of the checkout; None outside a checkout.
+    config : the resolved configuration with its seeds.
+    artifacts : path, hash, seed and time of creation of the measured artifacts, by kind.
+    notes : remarks that the reader needs before the tables.
+    created : UTC, ISO 8601.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Context:
 def context(
     title: str, config: dict[str, Any], manifests: dict[str, dict[str, Any]], notes: list[str], device: "torch.device"
 ) -> Context:
-    """Look at the machine, the versions and the checkout."""
+    """Returns the provenance of a result on ``device``; reads the installed versions and asks git for the commit."""
     from importlib.metadata import distributions, version
 
     installed = {distribution.metadata["Name"] for distribution in distributions()}
@@ -63,7 +63,7 @@ def _machine(device: "torch.device") -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, marked where files differ from it; None outside a checkout."""
+    """Returns the commit of the checkout, with ``-dirty`` if files differ from it; None outside a checkout."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         said = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)

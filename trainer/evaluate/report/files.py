@@ -1,4 +1,4 @@
-"""Rows to files: ``results.json``, ``results.csv``, figures, and one HTML page that holds them all."""
+"""Writes rows as ``results.json``, ``results.csv``, figures and one HTML page."""
 
 import csv
 import json
@@ -6,19 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msattn.trainer.evaluate.report import plots
 from msattn.trainer.evaluate.report.context import Context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
 
-if TYPE_CHECKING:
-    pass
-
 
 def write(folder: Path, rows: Sequence[EvalRow], about: Context) -> dict[str, Path]:
-    """Write everything into ``folder``; return the figures by name."""
+    """Writes all files into ``folder``; returns the figures by name."""
     rows = list(rows)
     figures = plots.draw(rows, folder)
     document = finite({**asdict(about), "rows": [asdict(row) for row in rows]})
@@ -29,7 +26,7 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context) -> dict[str, Pa
 
 
 def finite(value: Any) -> Any:
-    """``value`` for JSON, which has no infinity: null in its place."""
+    """Returns ``value`` with None for infinity and NaN, which JSON lacks."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,7 +35,7 @@ def finite(value: Any) -> Any:
 
 
 def _write_csv(path: Path, rows: list[EvalRow]) -> None:
-    """One line a row: its fields, the interval as two columns, and of ``extra`` what is one number or word."""
+    """Writes one line for each row: its fields, the interval as two columns, and the numbers and strings of ``extra``."""
     lines = []
     for row in rows:
         line = asdict(row)

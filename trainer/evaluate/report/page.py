@@ -1,4 +1,4 @@
-"""The report as one HTML file: no scripts, nothing loaded from elsewhere."""
+"""The report as one self-contained HTML file without scripts."""
 
 import base64
 import json
@@ -10,42 +10,40 @@ from msattn.trainer.evaluate.report.tables import HEADINGS, TRAINED_METHODS, cap
 from msattn.trainer.evaluate.row import EvalRow
 
 INTRODUCTION = (
-    "Every figure was measured through the operation that would serve (on a CPU its plain reference, which reads only what is "
-    "selected), never through masked dense attention. <i>Sparsity</i> is the share of the causally visible blocks that is not "
-    "read; <i>keys read</i> the share of the visible keys that is; <i>recall</i> the share of the attention mass in what is "
-    "read; <i>latency</i> that of a prefill, or of a decoded token where decoding is routed. Latency on a CPU says little "
-    "about a GPU."
+    "All measurements use the operations that serve (on a CPU their references, which read only the selected keys), not masked "
+    "dense attention. <i>Sparsity</i> is the share of the causally visible blocks that is not read. <i>Keys read</i> is the "
+    "share of the visible keys that is read. <i>Recall</i> is the share of the attention mass in the keys that are read. "
+    "<i>Latency</i> is the time of a prefill, or of a decoded token for routing. Latency on a CPU says little about a GPU."
 )
 CAPTIONS = {
     "perplexity": (
-        "How much worse the next token is predicted when part of the context is not read. Left to right, less is read; the "
-        "lower, the better. <i>Oracle</i> chooses blocks by the true attention map, which costs dense attention to know: it is "
-        "what a gate could reach, not a way to serve. Bars are 95 % intervals of the difference to dense attention on the same "
-        "chunks. The scale is logarithmic above 0.1 %."
+        "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "
+        "true attention map, which needs dense attention to compute: it is an upper bound for gates and cannot serve. Bars "
+        "are 95 % intervals of the difference to dense attention on the same chunks. The scale is logarithmic above 0.1 %."
     ),
     "recall": (
-        "Left: the share of the dense model's attention that falls on what is read, mean over layers, heads and queries. "
-        "Right: how far the output of attention moves from the dense one (squared, relative). Block selections are measured on "
-        "every query of a prefill, routing on decoding queries with its dense window included, so compare curves within a "
-        "family. Every method is shown the dense model's queries, keys and values."
+        "Left: the share of the dense model's attention mass in the keys that are read, averaged over layers, heads and "
+        "queries. Right: the relative squared error of the attention output. Block selections are measured on every query of "
+        "a prefill, routing on decoding queries with its dense window, so compare block selections with each other and "
+        "routings with each other. Every method reads the dense model's queries, keys and values."
     ),
     "recall_heads": (
-        "The same, head by head, at the setting of each method that reads least. A dark cell is a head that loses most of what "
-        "it attends to; one dark head can hold the retrieval that a task needs."
+        "The same for each head, at the setting of each method that reads the fewest keys. A dark cell is a head that loses "
+        "most of its attention mass; a single head can carry the retrieval that a task needs."
     ),
     "needle": (
-        "How many of the hidden numbers are found, against the share of keys read. The closer to the upper left corner, the "
-        "better. Bars are 95 % Wilson intervals; every method sees the same prompts. A prompt counts when all its answer "
-        "tokens are the model's first choice."
+        "Share of the hidden numbers that are found, against the share of keys read. The upper left corner is best. Bars are "
+        "95 % Wilson intervals; every method reads the same prompts. A prompt counts as found if every answer token is the "
+        "model's most likely token."
     ),
     "needle_grid": (
-        "The same by where the needle lies (0 %: start of the context) and how long the context is: a gap at one depth is a "
-        "region that a method does not reach."
+        "The same by depth of the needle (0 %: start of the context) and length of the context. A low value at one depth is a "
+        "region that a method does not read."
     ),
     "latency": (
-        "Left: how many times sooner than with the fastest dense attention the first token is there, by length. Below 1 dense "
-        "attention is faster: <code>select.dense_below</code> says from which length on prompts are served sparsely. Right: "
-        "where the time goes at the longest prompt."
+        "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
+        "is faster; prompts shorter than <code>select.dense_below</code> are served densely. Right: the parts of the time at "
+        "the longest prompt."
     ),
 }
 CSS = """
@@ -66,13 +64,13 @@ pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: .8rem }
 
 
 def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path]) -> str:
-    """The whole page.
+    """Returns the page.
 
     Parameters
     ----------
     rows : of any tasks.
     about : the fields of :class:`~msattn.trainer.evaluate.report.context.Context`.
-    figures : ``{name: PNG file}``; they are embedded.
+    figures : ``{name: PNG file}``, embedded in the page.
     """
     parts = [f"<h1>{escape(about['title'])}</h1>", _facts(about), f"<p>{INTRODUCTION}</p>"]
     parts += [f'<p class="note">{escape(note)}</p>' for note in about["notes"]]
@@ -91,14 +89,14 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path]) -
 
 def _facts(about: dict[str, Any]) -> str:
     facts = {
-        "made": about["created"],
+        "created": about["created"],
         "machine": ", ".join(f"{key} {value}" for key, value in about["machine"].items()),
         "versions": ", ".join(f"{key} {value}" for key, value in about["versions"].items()),
         "commit": about["commit"] or "not run from a checkout",
         "seed": str(about["config"].get("seed", "")),
     }
     for kind, artifact in about["artifacts"].items():
-        facts[kind] = f"{artifact['path']} (sha256 {artifact['content_hash'][:16]}, made {artifact['created']})"
+        facts[kind] = f"{artifact['path']} (sha256 {artifact['content_hash'][:16]}, created {artifact['created']})"
     lines = (f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
     return f"<dl>{''.join(lines)}</dl>"
 

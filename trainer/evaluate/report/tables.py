@@ -1,9 +1,9 @@
-"""Rows as tables: the cells that the terminal and the page share, and the terminal's layout."""
+"""Tables of rows: the cells for terminal and page, and the layout for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from msattn.trainer.evaluate.report import plots
+from msattn.trainer.evaluate.report.style import method_title
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
@@ -17,19 +17,14 @@ HEADINGS = {
     "latency": "Time to the first token",
     "decoding": "Tokens a second in decoding",
 }
-TRAINED_METHODS = ("gate", "classifier")  # methods that stand out
+TRAINED_METHODS = ("gate", "classifier")  # printed in bold
 SAMPLE_UNITS = {"needle": "prompts a row", "latency": "prompts a row", "decoding": "tokens a row"}
-OPTIONAL_COLUMNS = (
-    "peak memory",
-    "sparsity",
-    "bits a byte",
-    "latency",
-    "95 % interval",
-)  # a narrow terminal goes without, in this order
+# A terminal that is too narrow drops these columns, in this order.
+OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits a byte", "latency", "95 % interval")
 
 
 def caption(rows: list[EvalRow]) -> str:
-    """Heading of one task's table, with how much it was measured on."""
+    """Returns the heading of a task's table, with the number and length of its samples."""
     first, counts = rows[0], sorted({row.samples for row in rows})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     length = f" of {first.extra['length']:,} tokens" if first.task == "perplexity" else ""
@@ -37,11 +32,9 @@ def caption(rows: list[EvalRow]) -> str:
 
 
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
-    """``{column: cells}`` of the rows of one task; columns that say nothing are left out."""
-    columns = {"method": [plots.title(row.method) for row in rows], "setting": [row.setting for row in rows]}
-    columns |= {"perplexity": _perplexity, "recall": _recall, "needle": _needle, "latency": _latency, "decoding": _decoding}[
-        rows[0].task
-    ](rows)
+    """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
+    columns = {"method": [method_title(row.method) for row in rows], "setting": [row.setting for row in rows]}
+    columns |= TASK_COLUMNS[rows[0].task](rows)
     columns |= {
         "sparsity": [_percent(row.sparsity) for row in rows],
         "keys read": [_percent(row.selectivity) for row in rows],
@@ -81,7 +74,7 @@ def _needle(rows: list[EvalRow]) -> dict[str, list[str]]:
 def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "tokens": [f"{row.extra['length']:,}" for row in rows],
-        **_faster(rows, "times_"),
+        **_speedups(rows, "times_"),
         "choosing": [_percent(row.extra["selection_share"]) for row in rows],
         "attention": [_percent(row.extra["attention_share"]) for row in rows],
         "breaks even": [f"{row.extra['break_even']:,}" if row.extra["break_even"] else "" for row in rows],
@@ -93,20 +86,29 @@ def _decoding(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "keys": [f"{row.extra['length']:,}" for row in rows],
         "tokens/s": [f"{row.score:.4g}" for row in rows],
-        **_faster(rows, "times_"),
+        **_speedups(rows, "times_"),
         "device alone": [f"{rate:.4g}" if rate else "" for rate in device],
-        **_faster(rows, "device_times_"),
+        **_speedups(rows, "device_times_"),
     }
 
 
-def _faster(rows: list[EvalRow], prefix: str) -> dict[str, list[str]]:
-    """A column for each dense kernel: how many times faster than it."""
+def _speedups(rows: list[EvalRow], prefix: str) -> dict[str, list[str]]:
+    """Returns a column of speed-ups over each dense kernel."""
     keys = dict.fromkeys(key for row in rows for key in row.extra if key.startswith(prefix))
     suffix = ", device" if prefix.startswith("device") else ""
     return {
         f"x {key.removeprefix(prefix)}{suffix}": [f"{row.extra[key]:.2f}" if key in row.extra else "" for row in rows]
         for key in keys
     }
+
+
+TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
+    "perplexity": _perplexity,
+    "recall": _recall,
+    "needle": _needle,
+    "latency": _latency,
+    "decoding": _decoding,
+}
 
 
 def _percent(share: float | None) -> str:
@@ -124,7 +126,7 @@ def _interval(bounds: Sequence[float] | None, form: str) -> str:
 
 
 def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
-    """One table a task, then the notes."""
+    """Prints one table for each task, then the notes."""
     for task in HEADINGS:
         own = [row for row in rows if row.task == task]
         if own:

@@ -1,0 +1,98 @@
+"""Colours, method titles and axes that all figures share."""
+
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.evaluate.row import WINDOW, EvalRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart. Trained methods have thicker lines.
+METHOD_STYLES: dict[str, dict[str, Any]] = {
+    "gate": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "gate, top-k": {"color": "#0072B2", "marker": "o", "linestyle": ":", "fillstyle": "none"},
+    "classifier": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "oracle": {"color": "#333333", "marker": "D", "linestyle": "--"},
+    "oracle routing": {"color": "#7A7A7A", "marker": "D", "linestyle": "--"},
+    "quest": {"color": "#009E73", "marker": "s"},
+    "mean_pool": {"color": "#56B4E9", "marker": "^"},
+    "sink_local": {"color": "#E69F00", "marker": "v"},
+    "random": {"color": "#AAAAAA", "marker": "x"},
+    "k-means": {"color": "#CC79A7", "marker": "P"},
+    WINDOW: {"color": "#8C564B", "marker": "*", "linestyle": "none", "markersize": 9},
+}
+DEFAULT_STYLE = {"color": "#B8860B", "marker": "d"}
+METHOD_TITLES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "quest": "Quest bounds"}
+KEY_SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks of the share of keys read, in percent
+
+
+def method_title(method: str) -> str:
+    """Returns the name of a method in figures and tables."""
+    return METHOD_TITLES.get(method, method)
+
+
+def row_title(row: EvalRow) -> str:
+    """Returns the name of a method with its setting."""
+    return f"{method_title(row.method)}, {row.setting}" if row.setting else method_title(row.method)
+
+
+def method_style(method: str) -> dict[str, Any]:
+    """Returns the keyword arguments of ``Axes.plot`` for a method."""
+    return {"linewidth": 1.3, "markersize": 5, **METHOD_STYLES.get(method, DEFAULT_STYLE)}
+
+
+def percent(share: float | None) -> float:
+    """Returns a share as a percentage; None counts as 0."""
+    return 100 * (share or 0.0)
+
+
+def percent_above(ratio: float | None) -> float:
+    """Returns the percentage by which ``ratio`` exceeds 1; None counts as 1."""
+    return 100 * ((ratio or 1.0) - 1)
+
+
+def subplots(lines: int, columns: int, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
+    """Returns a figure of ``size`` in inches and its axes in reading order, without a display and without pyplot's state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(lines, columns, squeeze=False)
+    for each in axes.flat:
+        each.grid(True, color="#E3E3E3", linewidth=0.7)
+        each.set_axisbelow(True)
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes.flat)
+
+
+def panel_grid(panels: int) -> "tuple[Figure, list[Axes]]":
+    """Returns a figure with ``panels`` axes, at most three in a line."""
+    columns = min(3, panels)
+    figure, axes = subplots(-(-panels // columns), columns, (max(6.4, 4.2 * columns), 4.3 * -(-panels // columns)))
+    for unused in axes[panels:]:
+        unused.set_axis_off()
+    return figure, axes[:panels]
+
+
+def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: list[list[float]], method: str) -> None:
+    """Plots points with error bars to ``bounds`` (low, high), in the method's style."""
+    spread = [[value - low for value, (low, _) in zip(y, bounds, strict=True)]]
+    spread.append([high - value for value, (_, high) in zip(y, bounds, strict=True)])
+    axes.errorbar(x, y, yerr=spread, elinewidth=1.0, label=method_title(method), **method_style(method))
+
+
+def legend_outside(figure: "Figure", axes: "Axes") -> None:
+    """Adds the legend of ``axes`` to the right of all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+
+
+def key_share_axis(axes: "Axes", rows: list[EvalRow]) -> None:
+    """Makes the x axis a logarithmic percentage of keys read, from the lowest share of the sparse ``rows``."""
+    lowest = 0.8 * min((percent(row.selectivity) for row in rows if row.method != "dense"), default=1)
+    axes.set(xlabel="keys read (%)", xscale="log", xlim=(lowest, 105))
+    ticks = [tick for tick in KEY_SHARES if tick >= lowest]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
