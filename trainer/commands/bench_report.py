@@ -129,7 +129,7 @@ def table(rows: Sequence[BenchRow], width: int) -> "Table":
 
 def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
     """Plots time and share of peak by length, one line per variant and setting."""
-    from msattn.trainer.evaluate.report.plots import subplots
+    from msattn.trainer.evaluate.report.style import subplots
 
     timed = [row for row in rows if row.ms is not None]
     lines: dict[str, list[BenchRow]] = {}
