@@ -1,14 +1,15 @@
-# Everything runs in $(VENV), which the first target that needs it makes; later calls go straight on. Python compiles what it
-# imports: pip would compile everything, which takes longer than the rest of the installation.
+# Every target runs in $(VENV), which the first target creates. Without --no-compile, pip would compile every module, which takes
+# longer than the rest of the installation.
 PYTHON ?= python3
 VENV ?= .venv
-# Of gpu-test: some 12 GB of GPU memory each, and 60 GB for tests of offsets beyond 2**31 elements.
+# Processes of gpu-test: each takes 12 GB of GPU memory, tests of offsets beyond 2**31 elements 60 GB.
 WORKERS ?= 4
 BIN := $(VENV)/bin
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint gpu-test clean
+.PHONY: help demo test test-all lint gpu-test dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -21,19 +22,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the whole line on the embedded model, a few minutes on two CPU cores
 	$(BIN)/msattn demo
 
-test: lint  ## everything that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+test: lint  ## lint, and every test that a change usually breaks; at most five minutes on two cores
+	$(PYTEST) -m 'not slow'
 
-test-fast: $(INSTALLED)  ## without the slow tests
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
+test-all: test  ## the slow tests too: compile targets, full products, process kills, toy experiments
+	$(PYTEST) -m slow
 
 lint: $(INSTALLED)  ## ruff and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-gpu-test: $(INSTALLED)  ## what needs a GPU
+gpu-test: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu -n $(WORKERS)
+
+dist: $(INSTALLED)  ## wheel and source distribution in dist/
+	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info

@@ -1,4 +1,4 @@
-"""The house: what is packaged, what may import what, what an import does, and whether the documents tell the truth."""
+"""Structure of the project: packages, import order, side effects of imports, documents and their commands."""
 
 import ast
 import importlib.metadata
@@ -17,48 +17,38 @@ from typing import Any
 
 import pytest
 
+from msattn.kernels.operations import OPERATIONS
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 FOLDERS = {"": ROOT, "kernels": ROOT / "kernels", "trainer": ROOT / "trainer", "conf": ROOT / "conf"}
-LEVELS = {  # a module imports from its own level or below; the longest matching prefix counts
-    "kernels": 0,
-    "trainer.errors": 0,
-    "trainer.config": 1,
-    "trainer": 2,  # artifacts, data, loop, models, rope, tap, tracker
-    "trainer.embedded": 3,
-    "trainer.embedded.tasks": 1,  # the wording of needles: text, below data
-    "trainer.seer": 3,
-    "trainer.seer.cost": 6,  # a command of its own
-    "trainer.saap": 3,
-    "trainer.mta": 3,
-    "trainer.attach": 4,
-    "trainer.tuner": 4,
-    "trainer.finetune": 5,
-    "trainer.evaluate": 5,
-    "trainer.generate": 5,
-    "trainer.doctor": 5,
-    "trainer.bench": 5,
-    "trainer.compose": 5,
-    "trainer.demo": 6,
-    "cli": 7,
-}
-OPERATIONS = {
-    "maxpool_attention",
-    "block_sparse_attention",
-    "multiscale_attention",
-    "conv_attention",
-    "conv_decode",
-    "head_mix_attention",
-    "flash_decode",
-    "gate_scores",
-    "bucket_decode",
-    "bucket_mass",
-    "nearest_centroid",
-    "pool_blocks",
-    "best_blocks",
-    "probe_buckets",
-    "merge_states",
+LEVELS = {  # a module imports from its own room, or from lower levels; the longest matching prefix counts
+    "kernels.operations": 0,
+    "kernels.types": 0,
+    "kernels.tuned": 0,
+    "kernels.common": 1,
+    "kernels.reference": 2,
+    "kernels.testing": 2,
+    "kernels": 3,  # operations
+    "kernels.bench": 4,
+    "trainer.errors": 5,
+    "trainer.config": 6,
+    "trainer.artifacts": 7,
+    "trainer.data": 7,
+    "trainer.models": 7,
+    "trainer.training": 8,
+    "trainer.embedded": 9,
+    "trainer.mta": 9,
+    "trainer.saap": 9,
+    "trainer.seer": 9,
+    "trainer.finetune": 10,
+    "trainer.serving": 10,
+    "trainer.attach": 11,
+    "trainer.evaluate": 12,
+    "trainer.commands": 13,
+    "trainer": 13,
+    "cli": 14,
 }
 INSTALLS_AS = {"faiss-cpu": "faiss", "hydra-core": "hydra", "huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
 
@@ -94,9 +84,15 @@ def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
     return found
 
 
-def level(module: str) -> int:
+def room(module: str) -> str:
+    """The longest prefix of ``module`` that has a level; of an operation, its own module or folder."""
     prefixes = [name for name in LEVELS if module == name or module.startswith(f"{name}.")]
-    return LEVELS[max(prefixes, key=len)]
+    longest = max(prefixes, key=len)
+    return ".".join(module.split(".")[:2]) if longest == "kernels" else longest
+
+
+def level(module: str) -> int:
+    return LEVELS.get(room(module), LEVELS["kernels"])
 
 
 def ours(path: Path) -> set[str]:
@@ -109,7 +105,8 @@ def test_every_package_on_disk_is_listed() -> None:
     """What is not listed imports in an editable install and is missing from the wheel."""
     on_disk = {"msattn", "msattn.kernels", "msattn.conf", "msattn.trainer"}
     for folder in ("kernels", "trainer"):
-        on_disk |= {f"msattn.{folder}.{path.parent.name}" for path in (ROOT / folder).glob("*/__init__.py")}
+        for path in (ROOT / folder).rglob("__init__.py"):
+            on_disk.add(".".join(("msattn", *path.parent.relative_to(ROOT).parts)))
     assert set(SETUPTOOLS["packages"]) == on_disk == set(SETUPTOOLS["package-dir"])
     assert not (ROOT / "kernels/__init__.py").exists(), "it would shadow Hugging Face's package of that name"
     assert not (ROOT / "conftest.py").exists()
@@ -136,24 +133,100 @@ def test_the_wheel_holds_what_the_disk_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_who_may_import_whom(module: str) -> None:
+def test_imports_stay_in_the_room_or_go_down(module: str) -> None:
+    """No import upwards, none between rooms of one level: so there is no circle of rooms, and no operation imports another."""
     if module in ("", "conf"):
         return  # the public API is lazy; conf is data
-    found = ours(MODULES[module])
-    above = {name for name in found if name and level(name) > level(module)}
-    assert not above, f"{module} imports from above"
-    assert not (module.startswith("trainer.seer") and any(name.startswith("trainer.saap") for name in found))
-    assert not (module.startswith("trainer.saap") and any(name.startswith("trainer.seer") for name in found))
-    if module.startswith("kernels."):
-        everything = imports(MODULES[module])
-        assert not {name.split(".")[0] for name in everything} & {"transformers", "hydra", "omegaconf", "wandb"}
-        assert not any(name.startswith(("msattn.trainer", "msattn.conf", "msattn.cli")) for name in everything)
-        operation = module.removeprefix("kernels.")
-        if operation in OPERATIONS:
-            assert not {name.removeprefix("kernels.") for name in found} & (OPERATIONS - {operation})
-        if operation in ("reference", "types"):
-            third_party = {name.split(".")[0] for name in everything} - set(sys.stdlib_module_names)
-            assert third_party <= {"torch", "msattn"}
+    found = {name for name in ours(MODULES[module]) if name and name != "conf" and room(name) != room(module)}
+    packages = {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
+    wrong = {name for name in found - packages if level(name) >= level(module)}
+    assert not wrong, f"{module} (level {level(module)}) imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kernels.")])
+def test_kernels_know_tensors_alone(module: str) -> None:
+    everything = imports(MODULES[module])
+    assert not {name.split(".")[0] for name in everything} & {"transformers", "hydra", "omegaconf", "wandb"}
+    assert not any(name.startswith(("msattn.trainer", "msattn.conf", "msattn.cli")) for name in everything)
+    if module.startswith(("kernels.reference", "kernels.types", "kernels.operations")):
+        third_party = {name.split(".")[0] for name in everything} - set(sys.stdlib_module_names)
+        assert third_party <= {"torch", "msattn"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_uses_its_own_reference_alone(operation: str) -> None:
+    """The reference's public form: ``reference.<operation>``, with a suffix for passes and parts."""
+    parts = {"best_blocks": {"block_softmax"}, "nearest_centroid": {"bucket_sums"}}.get(operation, set())
+    for name, path in MODULES.items():
+        if name != f"kernels.{operation}" and not name.startswith(f"kernels.{operation}."):
+            continue
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        used = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "reference"}
+        assert all(each.startswith(operation) or each in parts for each in used), f"{name} uses reference.{sorted(used)}"
+        assert not any(each.startswith("msattn.kernels.reference.") for each in imports(path) if each not in MODULES)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_has_kernel_reference_and_tests(operation: str) -> None:
+    import msattn
+    from msattn.kernels import reference
+
+    public = getattr(importlib.import_module(OPERATIONS[operation].module), operation)
+    assert getattr(msattn, operation) is public
+    assert callable(getattr(reference, operation))
+    assert (ROOT / f"tests/kernels/test_{operation}.py").is_file()
+    assert OPERATIONS[operation].differentiable == hasattr(reference, f"{operation}_backward")
+
+
+def test_the_registry_lists_every_operation_on_disk() -> None:
+    shared = {"common", "reference", "bench", "operations", "testing", "tuned", "types"}
+    on_disk = {path.stem for path in (ROOT / "kernels").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert on_disk - shared == set(OPERATIONS)
+
+
+def test_the_root_exports_lazily_what_it_lists() -> None:
+    import msattn
+
+    assert set(msattn.__all__) == {"SelectConfig", "UserError", "__version__", "attach", "load", *OPERATIONS}
+    assert set(msattn.__all__) <= set(dir(msattn))
+    assert all(getattr(msattn, name) is not None for name in msattn.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'attend'"):
+        msattn.attend  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line number and text of every docstring in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield getattr(node, "lineno", 1), text
+
+
+def test_docstrings_state_and_do_not_ask() -> None:
+    questions = re.compile(r"(What|Where|How|Whether|When|Who|Whose|Which|Why)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in (*MODULES.values(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.py")))
+        for line, text in docstrings(path)
+        if questions.match(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["kernels", "trainer"])
+def test_every_folder_says_what_it_is_for(folder: str) -> None:
+    for path in (ROOT / folder).rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_the_figures_are_drawn_from_the_kept_files(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs/figures", tmp_path / "figures", ignore=shutil.ignore_patterns("*.svg"))
+    subprocess.run([sys.executable, str(tmp_path / "figures/draw.py")], check=True)
+    drawn = {path.name for path in (tmp_path / "figures").glob("*.svg")}
+    assert drawn == {path.name for path in (ROOT / "docs/figures").glob("*.svg")}
+    assert len(drawn) == 6
 
 
 def test_what_is_imported_is_declared() -> None:
@@ -320,8 +393,8 @@ def test_the_kernels_document_has_every_operation() -> None:
     """A row of the table, a section, and a command that measures it."""
     text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
     measured = {word for line in commands("docs/kernels.md") for word in shlex.split(line) if word.startswith("op=")}
-    assert set(re.findall(r"^\| \[`(\w+)`\]\(#\1\)", text, flags=re.MULTILINE)) == OPERATIONS
-    assert {heading for heading in re.findall(r"^## (\w+)$", text, flags=re.MULTILINE) if "_" in heading} == OPERATIONS
+    assert set(re.findall(r"^\| \[`(\w+)`\]\(#\1\)", text, flags=re.MULTILINE)) == set(OPERATIONS)
+    assert {heading for heading in re.findall(r"^## (\w+)$", text, flags=re.MULTILINE) if "_" in heading} == set(OPERATIONS)
     assert measured == {f"op={name}" for name in OPERATIONS}
 
 
