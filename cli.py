@@ -1,6 +1,6 @@
-"""The ``msattn`` command: each subcommand composes a configuration and hands it to one job.
+"""The ``msattn`` command line: each command composes a configuration and runs one job with it.
 
-Exit codes: 0 done, 1 a fault, 2 what a user can mend (one line on stderr), 130 interrupted, 143 terminated.
+Exit codes: 0 success, 1 fault, 2 user error (one line on stderr), 130 interrupted, 143 terminated.
 """
 
 import signal
@@ -16,16 +16,16 @@ import typer
 from typer.core import TyperCommand
 
 
-class Shown(StrEnum):
-    """What ``--cfg`` prints."""
+class ConfigSection(StrEnum):
+    """Parts of the configuration that ``--cfg`` prints."""
 
     job = "job"
     hydra = "hydra"
     all = "all"
 
 
-class Composed(TyperCommand):
-    """A command whose ``--help`` ends with the groups and defaults of its configuration."""
+class ConfiguredCommand(TyperCommand):
+    """A command whose ``--help`` lists the groups and defaults of its configuration."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from msattn.trainer.commands.compose import describe
@@ -44,13 +44,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Hydra overrides: group=option, key=value.", autocompletion=_complete, show_default=False),
 ]
-ConfigDir = Annotated[Path | None, typer.Option(help="A further folder of configuration groups.", show_default=False)]
-Cfg = Annotated[Shown | None, typer.Option(help="Print the composed configuration and stop.", show_default=False)]
-Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Sweep over comma-separated values.")]
+ConfigDir = Annotated[Path | None, typer.Option(help="An additional folder of configuration groups.", show_default=False)]
+Cfg = Annotated[ConfigSection | None, typer.Option(help="Print the composed configuration and exit.", show_default=False)]
+Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
 
 app = typer.Typer(
     name="msattn",
-    help="Long-context language models that read only what matters: train gates and query classifiers, measure them, use them.",
+    help="Sparse attention for long-context language models: train gates and query classifiers, evaluate and use them.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -58,108 +58,113 @@ app = typer.Typer(
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end with the job's own last word, e.g. where its checkpoint lies."""
+def _exit_on_signals() -> Iterator[None]:
+    """Turns Ctrl-C and SIGTERM into exit codes, and prints the message of the job, e.g. the path of its checkpoint."""
     from msattn.trainer.errors import Terminated, print_once
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    usual = signal.signal(signal.SIGTERM, terminate)
+    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except KeyboardInterrupt as stop:
         print_once(f"interrupted{f': {stop}' if stop.args else ''}")
         raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from stop
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _run(
-    command: str, overrides: list[str] | None, config_dir: Path | None, cfg: Shown | None, multirun: bool, **arguments: Any
+    command: str,
+    overrides: list[str] | None,
+    config_dir: Path | None,
+    cfg: ConfigSection | None,
+    multirun: bool,
+    **arguments: Any,
 ) -> None:
     from msattn.trainer.commands.compose import launch, show
 
-    with _interruptible():
+    with _exit_on_signals():
         if cfg is not None:
             show(command, overrides or [], kind=cfg.value, config_dir=config_dir)
         else:
             launch(command, overrides or [], config_dir=config_dir, multirun=multirun, **arguments)
 
 
-@app.command("train-gate", cls=Composed)
+@app.command("train-gate", cls=ConfiguredCommand)
 def train_gate(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Train SeerAttention gates: which key blocks each query block needs."""
+    """Train SeerAttention gates, which select key blocks for each query block."""
     _run("train-gate", overrides, config_dir, cfg, multirun)
 
 
-@app.command("fit-kmeans", cls=Composed)
+@app.command("fit-kmeans", cls=ConfiguredCommand)
 def fit_kmeans(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Cluster the keys of each key/value head into buckets."""
+    """Cluster the keys of each key/value head into buckets by spherical k-means."""
     _run("fit-kmeans", overrides, config_dir, cfg, multirun)
 
 
-@app.command("train-qmodel", cls=Composed)
+@app.command("train-qmodel", cls=ConfiguredCommand)
 def train_qmodel(
     overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False
 ) -> None:
-    """Train query classifiers: which buckets each query needs."""
+    """Train query classifiers, which select buckets of keys for each query."""
     _run("train-qmodel", overrides, config_dir, cfg, multirun)
 
 
-@app.command("finetune", cls=Composed)
+@app.command("finetune", cls=ConfiguredCommand)
 def finetune(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Train a whole model on long text, through the sparse attention of its gates or densely."""
+    """Train all weights of a model on long text, with sparse attention through gates or with dense attention."""
     _run("finetune", overrides, config_dir, cfg, multirun)
 
 
-@app.command("eval", cls=Composed)
+@app.command("eval", cls=ConfiguredCommand)
 def evaluate(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Measure the artifacts of a model: tables, plots, report."""
+    """Evaluate the artifacts of a model; write tables, figures and a report."""
     _run("eval", overrides, config_dir, cfg, multirun)
 
 
-@app.command("generate", cls=Composed)
+@app.command("generate", cls=ConfiguredCommand)
 def generate(
     overrides: Overrides = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt, as it is.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A UTF-8 file with the prompt.", show_default=False)] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text of the prompt.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the prompt.", show_default=False)] = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = None,
     multirun: Multirun = False,
 ) -> None:
-    """Try the artifacts of a model on a prompt, sparse beside dense."""
+    """Answer a prompt with dense attention and with the artifacts of a model."""
     from msattn.trainer.commands.generate import read_prompt
 
     text = "" if cfg else read_prompt(prompt, prompt_file)
     _run("generate", overrides, config_dir, cfg, multirun, prompt=text)
 
 
-@app.command("bench", cls=Composed)
+@app.command("bench", cls=ConfiguredCommand)
 def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Time a kernel beside its peers on this machine, once it agrees with its reference."""
+    """Time an operation and its peers on this machine, after checking it against its reference."""
     _run("bench", overrides, config_dir, cfg, multirun)
 
 
 @app.command("demo")
 def demo(overrides: Overrides = None) -> None:
-    """Run the whole line on the embedded model, on any machine, in a few minutes."""
+    """Train and evaluate all artifacts of the embedded model, on any machine, in a few minutes."""
     from msattn.trainer.commands.demo import demo as run
 
-    with _interruptible():
+    with _exit_on_signals():
         run(overrides or [])
 
 
 @app.command("doctor")
 def doctor() -> None:
-    """Say what this machine can run, and what is missing."""
+    """Report what this machine can run and what is missing."""
     from msattn.trainer.commands.doctor import doctor as run
 
     run()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run ``msattn`` on ``arguments`` (default: those of the process) and exit."""
+    """Runs ``msattn`` with ``arguments`` (default: those of the process) and exits."""
     from msattn.trainer.errors import Fault, UserError, exit_process, print_once
 
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -269,7 +269,7 @@ def test_refused_before_any_work(root: Path, changes: dict[str, Any], says: str)
         ({"gate_weight": float("nan")}, "gate_weight=nan: 0 or more"),
         ({"tasks": 1.5}, r"tasks=1.5: in \[0, 1\]"),
         ({"tasks": 0.5}, "data.seq_len=96: 256 tokens or more with tasks=0.5"),
-        ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: the gates that choose"),
+        ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
         ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk"),
         ({"select": SelectConfig(scores="quest")}, "select.scores=quest: finetune trains with gate"),
         ({"select": SelectConfig(dense_below=4096)}, "select.dense_below=4096: auto or 0: finetune reads"),
@@ -287,9 +287,9 @@ def test_refused_by_the_schema(root: Path, changes: dict[str, Any], says: str) -
 def test_sharing_weights_takes_several_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = run_config(root, train=FinetuneTrainConfig(lr=1.0, steps=1, fsdp=True))
     with pytest.raises(UserError, match=r"train.fsdp=true: .* there is one; torchrun --nproc-per-node"):
-        job._check_sharing(cfg, torch.device("cuda"))
+        job._check_fsdp(cfg, torch.device("cuda"))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    job._check_sharing(cfg, torch.device("cuda"))
+    job._check_fsdp(cfg, torch.device("cuda"))
 
 
 JOB = """
@@ -297,7 +297,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from tests.finetune.test_finetune import ArtifactsConfig, run_config
-from msattn.trainer.finetune import finetune
+from msattn.trainer.finetune.run import finetune
 root, name, device, gate, fsdp, resume = sys.argv[1:]
 cfg = run_config(Path(root), name, device=device, dtype="float32", artifacts=ArtifactsConfig(gate))
 cfg = replace(cfg, train=replace(cfg.train, batch_size=4, fsdp=fsdp == "fsdp"), resume=resume == "resume")

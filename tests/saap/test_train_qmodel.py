@@ -159,7 +159,7 @@ def test_resumed_runs_give_the_uninterrupted_result(
 
 JOB = """
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from msattn.trainer.saap.train_qmodel import train_qmodel
 from tests.saap.test_train_qmodel import configs
@@ -208,7 +208,7 @@ def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: P
     )
     rejects(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
     rejects(cfg, "qmodel.min_distance=-1: null, or 0 or more tokens", min_distance=-1)
-    with pytest.raises(UserError, match=r"train.max_grad_norm=1.0: accepted is 0: a norm over layers"):
+    with pytest.raises(UserError, match=r"train.max_grad_norm=1.0: accepted is 0: a norm over all layers"):
         replace(cfg, train=replace(cfg.train, max_grad_norm=1.0))
     rejects(replace(cfg, seed=1), "its weights_hash is")
     with pytest.raises(UserError, match=r"qmodel.layers_at_once=0: null or a positive number"):

@@ -1,8 +1,7 @@
-"""The schema of ``conf/``: frozen dataclasses, one for each Hydra group and one for each command.
+"""The schema of ``conf/``: a frozen dataclass for each Hydra group and each command.
 
-Hydra composes plain YAML; :func:`typed` merges the result onto a dataclass, which refuses unknown keys and wrong types,
-and each ``__post_init__`` refuses values out of range. Interpolations such as ``${model.presets.recent}`` let a model's YAML
-carry the sizes that suit it.
+Hydra composes plain YAML. :func:`typed` merges the result into a dataclass, which refuses unknown keys and wrong types; each
+``__post_init__`` refuses values out of range. Sizes that differ by model are interpolations, e.g. ``${model.presets.recent}``.
 """
 
 from msattn.trainer.config.bench import PEERS, BenchConfig

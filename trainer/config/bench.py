@@ -24,7 +24,7 @@ class BenchConfig:
     kernels : queries x keys of a convolution, as in ``6x11``, each 1 to 32, for ``conv_attention`` and ``conv_decode``.
     peers : competing implementations to time; those that the operation or the machine lacks are skipped.
     sweep : time the kernel's candidate tiles instead of peers.
-    tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they override the shipped tiles.
+    tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they replace the shipped.
     """
 
     lengths: list[int] | None = None

@@ -1,4 +1,4 @@
-"""One schema for each command."""
+"""The configuration schema of each command."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,17 +13,18 @@ from msattn.trainer.config.select import SelectConfig, SparsityConfig
 from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
 from msattn.trainer.config.values import DTYPES, one_of, require
 
-TASK_TOKENS = 256  # a retrieval task and some text around it
+TASK_TOKENS = 256  # shortest chunk that fits a retrieval task and some text
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """What every command shares.
+    """Keys of every command.
 
     Attributes
     ----------
-    outputs : root of everything written.
+    outputs : root folder of all outputs.
     device : ``auto``, ``cpu`` or ``cuda``.
+    seed : of random weights, of the order of the data and of all sampling.
     """
 
     outputs: str = "outputs"
@@ -37,13 +38,13 @@ class JobConfig:
 
     @property
     def folder(self) -> Path:
-        """Where this command writes, Hydra's ``runs`` included."""
+        """The folder of this run's outputs and of Hydra's ``runs``."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRunConfig(JobConfig):
-    """``msattn bench``: ``op`` is the operation that is measured."""
+    """``msattn bench``; ``op`` is the operation to measure."""
 
     op: str
     bench: BenchConfig
@@ -61,13 +62,13 @@ class BenchRunConfig(JobConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(JobConfig):
-    """What every command with a model shares; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
+    """Keys of every command that loads a model; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
 
     Attributes
     ----------
     dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
     overwrite : replace an existing artifact.
-    resume : go on from the last complete checkpoint.
+    resume : continue from the last complete checkpoint.
     """
 
     model: ModelConfig
@@ -99,9 +100,11 @@ class TrainGateConfig(RunConfig):
         super().__post_init__()
         size = self.gate.block_size
         require(size <= self.data.seq_len, "gate.block_size", size, f"at most data.seq_len={self.data.seq_len}")
-        require(not self.train.compile, "train.compile", self.train.compile, "false: the gates' teacher runs eagerly")
+        require(
+            not self.train.compile, "train.compile", self.train.compile, "accepted is false: the gates' teacher runs eagerly"
+        )
         rows = -(-self.data.seq_len // size)
-        require(self.gate.skip_rows < rows, "gate.skip_rows", self.gate.skip_rows, f"fewer than a chunk's {rows} row blocks")
+        require(self.gate.skip_rows < rows, "gate.skip_rows", self.gate.skip_rows, f"fewer than the {rows} blocks of a chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,7 @@ class FitKMeansConfig(RunConfig):
 
 @dataclass(frozen=True)
 class ArtifactsConfig:
-    """Which trained artifacts to use: a folder or a Hub id each (None: the one of the same model and name, if there is one)."""
+    """Trained artifacts to read: a folder or Hub id each (None: the artifact of the same model and name, if there is one)."""
 
     gate: str | None = None
     kmeans: str | None = None
@@ -122,7 +125,7 @@ class ArtifactsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainQModelConfig(RunConfig):
-    """``msattn train-qmodel``; of ``artifacts`` it reads ``kmeans``."""
+    """``msattn train-qmodel``; reads ``artifacts.kmeans``."""
 
     qmodel: QModelConfig
     train: TrainConfig
@@ -136,19 +139,20 @@ class TrainQModelConfig(RunConfig):
             distance = getattr(self.qmodel, key)
             ok = distance is None or distance < length
             require(ok, f"qmodel.{key}", distance, f"accepted is less than data.seq_len={length}")
-        why = "accepted is 0: a norm over layers would tie each to those it trains with"
+        why = "accepted is 0: a norm over all layers would make each result depend on the layers that train with it"
         require(clipped == 0, "train.max_grad_norm", clipped, why)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(RunConfig):
-    """``msattn finetune``; of ``artifacts`` it reads ``gate``, whose blocks the training reads, unless ``select.sparsity=0``.
+    """``msattn finetune``; reads ``artifacts.gate`` and attends through these gates, unless ``select.sparsity=0``.
 
     Attributes
     ----------
-    dtype : of the products, and of the weights that are written; in training the weights are float32.
-    gate_weight : of the gates' loss beside the language model's.
-    tasks : share of the training chunks that are retrieval tasks, made anew every time: text seldom asks for such things.
+    dtype : of matrix products and of the saved weights; training keeps float32 weights.
+    gate_weight : weight of the gates' loss; the language model's loss has weight 1.
+    tasks : share of the training chunks that are retrieval tasks, generated anew for every step; plain text seldom contains
+        such retrieval.
     """
 
     select: SelectConfig
@@ -167,7 +171,7 @@ class FinetuneConfig(RunConfig):
         require(ok, "data.seq_len", self.data.seq_len, f"{TASK_TOKENS} tokens or more with tasks={self.tasks}")
         if self.sparse:
             gate = self.artifacts.gate
-            require(gate is not None, "artifacts.gate", gate, "the gates that choose what is read; msattn train-gate first")
+            require(gate is not None, "artifacts.gate", gate, "gates are needed; run msattn train-gate first")
             require(self.select.policy == "topk", "select.policy", self.select.policy, "finetune trains with topk")
             require(self.select.scores == "gate", "select.scores", self.select.scores, "finetune trains with gate")
             below = self.select.dense_below
@@ -177,20 +181,20 @@ class FinetuneConfig(RunConfig):
 
     @property
     def sparse(self) -> bool:
-        """Whether attention reads what gates choose."""
+        """True if attention reads the blocks that gates select."""
         return not (isinstance(self.select, SparsityConfig) and self.select.sparsity == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig(RunConfig):
-    """How artifacts are put onto the running model.
+    """Keys of the commands that attach artifacts to a model.
 
     Attributes
     ----------
-    select : how block scores become the blocks that prefill reads.
-    artifacts : gate and query classifier to serve with; a k-means routes without training.
-    probes : buckets that a decoded query visits.
-    recent, sink : last and first keys that are always read.
+    select : scores and policy that select the blocks of prefill.
+    artifacts : gates and query classifiers; a k-means routes without training.
+    probes : buckets that each decoded query reads.
+    recent, sink : numbers of last and first keys that are always read.
     dense_layers : layers that decode densely.
     """
 
@@ -210,17 +214,17 @@ class ServingConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRunConfig(ServingConfig):
-    """``msattn eval``; the k-means of ``artifacts`` routes without training, beside the classifier."""
+    """``msattn eval``; routing by the query classifiers is compared with routing by the k-means alone."""
 
     eval: EvalConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(ServingConfig):
-    """``msattn generate``: ``max_new_tokens`` greedy tokens, sparse beside dense."""
+    """``msattn generate``: ``max_new_tokens`` greedy tokens, with dense and with sparse attention."""
 
     max_new_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "a positive number")
+        require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "a positive number of tokens")

@@ -141,8 +141,8 @@ class KMeansConfig:
     num_prompts : chunks of ``data.seq_len`` tokens whose keys are clustered.
     normalize_keys : scale keys to unit length before clustering.
     rope : cluster keys after RoPE (an untrained baseline) instead of before.
-    engine : ``batched`` (all heads of a layer at once, on the device), ``faiss`` (one head after another, on the GPU if Faiss has
-        GPU support) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
+    engine : ``batched`` (all heads of a layer at once, on the device), ``faiss`` (one head after another, on the GPU if
+        Faiss supports it) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
     """
 
     num_buckets: int = 1024

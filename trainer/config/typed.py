@@ -1,4 +1,4 @@
-"""From what Hydra composed to a schema's dataclass."""
+"""Conversion of a composed Hydra configuration into a dataclass."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -49,11 +49,11 @@ def _policy_of(select: Any) -> type[SelectConfig]:
 
 
 def typed(config: Any, schema: type[Config]) -> Config:
-    """Merge a composed OmegaConf ``config`` onto ``schema``.
+    """Merges a composed OmegaConf ``config`` into the dataclass ``schema``.
 
     Raises
     ------
-    UserError : an unknown key (the nearest is named), a wrong type, or a value out of range.
+    UserError : an unknown key (the message names the nearest known key), a wrong type, or a value out of range.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import ConfigKeyError, OmegaConfBaseException

@@ -1,4 +1,4 @@
-"""Refusals that name the key, its value and what is accepted."""
+"""Checks of values; their errors name the key, its value and the accepted values."""
 
 import difflib
 from collections.abc import Sequence

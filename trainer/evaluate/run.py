@@ -102,7 +102,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
             exact = routing.recent + routing.sink
             if task == "recall" and sections.recall.length <= exact:
                 raise UserError(
-                    f"eval.recall.length={sections.recall.length}: must be more than recent + sink = {exact} tokens"
+                    f"eval.recall.length={sections.recall.length}: accepted is more than recent + sink = {exact} tokens"
                 )
 
 
