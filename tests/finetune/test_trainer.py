@@ -86,18 +86,18 @@ def test_sparse_training_is_one_graph_over_everything(family: str) -> None:
 
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpointing_changes_nothing_and_looks_once(
+def test_checkpointing_changes_nothing_and_maps_blocks_once(
     sparse: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = []
-    monkeypatch.setattr(tuner, "maxpool_attention", lambda *a, **k: looks.append(1) or maxpool_attention(*a, **k))
+    maps = []
+    monkeypatch.setattr(tuner, "maxpool_attention", lambda *a, **k: maps.append(1) or maxpool_attention(*a, **k))
     kept, again = fine_tuner(sparse=sparse, dtype=dtype), fine_tuner(sparse=sparse, dtype=dtype)
     checkpoint_activations(again.model)
     layers = []
     again.model.get_submodule("model.layers.0.mlp.gate_proj").register_forward_hook(lambda *_: layers.append(1))
     (before, expected), (after, found) = gradients(kept), gradients(again)
     assert len(layers) == 2, "the layer did not run again"
-    assert len(looks) == (4 if sparse else 0)  # two layers, two modules
+    assert len(maps) == (4 if sparse else 0)  # two layers, two modules
     assert torch.equal(before["loss"], after["loss"])
     for name, gradient in expected.items():
         assert torch.equal(gradient, found[name]), name
@@ -120,7 +120,7 @@ def test_a_held_out_pass_trains_nothing_and_keeps_nothing() -> None:
             outputs = module(IDS)
     assert outputs["parts"].keys() == {"language"}
     torch.testing.assert_close(outputs["loss"], trained)
-    assert not module._looks
+    assert not module._targets
 
 
 def test_the_loss_in_slices_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""AttnGate: against plain loops, its invariances, its loss, its artifact."""
+"""AttnGate: scores against plain loops, padding, loss, training, calibrated thresholds, artifact."""
 
 import itertools
 from typing import cast
@@ -15,11 +15,11 @@ from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.seer.blocks import Candidates, diagonal_blocks, visible_blocks
+from msattn.trainer.seer.blocks import Candidates, visible_and_diagonal, visible_blocks
 from msattn.trainer.seer.blocks import sparsity as realised
 from msattn.trainer.seer.calibrate import calibrate
-from msattn.trainer.seer.distillation import GateDistiller, gate_loss, health
-from msattn.trainer.seer.gate import INITIAL_SCALE, AttnGate, Gate, matching_dimensions
+from msattn.trainer.seer.distillation import GateDistiller, gate_loss, gate_recall
+from msattn.trainer.seer.gate import INITIAL_SCALE, AttnGate, Gate, frequency_matched_projection
 from msattn.trainer.seer.select import Selection, TopK
 from tests.factory import random_tokens, tiny_config, tiny_model
 
@@ -34,28 +34,28 @@ def config(**changes) -> GateConfig:
 
 
 def noisy_gate(cfg: GateConfig, rope_type: str = "default", std: float = 0.5) -> Gate:
-    """Gates whose weights are not the tidy ones they start with."""
+    """Gates with random weights, instead of the scaled identities of initialization."""
     gate = Gate.build(tiny_config(rope=rope_type), cfg)
     for parameter in gate.parameters():
         nn.init.normal_(parameter, std=std)
     return gate
 
 
-def passes(model: PreTrainedModel, ids: Tensor, **inputs) -> list[LayerInputs]:
-    """What the layers of ``model`` see."""
-    seen: list[LayerInputs] = []
+def inputs_of_layers(model: PreTrainedModel, ids: Tensor, **inputs) -> list[LayerInputs]:
+    """Inputs of the attention of each layer of ``model``."""
+    recorded: list[LayerInputs] = []
 
-    def attend(x: LayerInputs) -> Tensor:
-        seen.append(x)
+    def recording_attention(x: LayerInputs) -> Tensor:
+        recorded.append(x)
         return dense_attention(x)
 
-    with torch.no_grad(), tap(model, attend):
+    with torch.no_grad(), tap(model, recording_attention):
         run_backbone(model, ids, **inputs)
-    return seen
+    return recorded
 
 
-def plain_scores(gate: Gate, x: LayerInputs) -> Tensor:
-    """The definition, block by block and head by head, of one unpadded sequence."""
+def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
+    """Scores of one unpadded sequence by the definition, in loops over blocks and heads."""
     layer, cfg = cast(AttnGate, gate.layers[x.layer]), gate.cfg
     group = x.q.shape[1] // x.k.shape[1]
     per_gate = 1 if cfg.heads == "query" else group
@@ -95,32 +95,32 @@ def plain_scores(gate: Gate, x: LayerInputs) -> Tensor:
     ],
 )
 @torch.no_grad()
-def test_gate_is_its_definition(changes, length):
+def test_scores_equal_plain_loops(changes, length):
     gate = noisy_gate(config(**changes))
-    for x in passes(tiny_model(), random_tokens(1, length)):
-        torch.testing.assert_close(gate.scores(x), plain_scores(gate, x), rtol=1e-4, atol=1e-6)
+    for x in inputs_of_layers(tiny_model(), random_tokens(1, length)):
+        torch.testing.assert_close(gate.scores(x), scores_in_loops(gate, x), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("q_pool", COMBINATIONS)
 @torch.no_grad()
-def test_all_combinations_of_poolings(q_pool):
-    x = passes(tiny_model(), random_tokens(1, 40))[1]
+def test_scores_equal_plain_loops_for_all_poolings(q_pool):
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 40))[1]
     for k_pool in COMBINATIONS:
         gate = noisy_gate(config(q_pool=q_pool, k_pool=k_pool))
-        torch.testing.assert_close(gate.scores(x), plain_scores(gate, x), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gate.scores(x), scores_in_loops(gate, x), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
-def test_padding_never_enters_a_gate(heads):
+def test_padding_does_not_change_scores(heads):
     gate = noisy_gate(config(heads=heads))
     rows = [random_tokens(1, n, seed=n)[0] for n in (71, 70, 33, 1)]
     padding = [71 - len(row) for row in rows]
     ids = torch.stack([torch.cat([row.new_zeros(pad), row]) for pad, row in zip(padding, rows, strict=True)])
     mask = (torch.arange(71) >= torch.tensor(padding)[:, None]).long()
     model = tiny_model()
-    padded = passes(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    padded = inputs_of_layers(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     for b, row in enumerate(rows):
-        for x, alone in zip(padded, passes(model, row[None]), strict=True):
+        for x, alone in zip(padded, inputs_of_layers(model, row[None]), strict=True):
             scores, expected = gate.scores(x), gate.scores(alone)
             blocks = expected.shape[-1]
             torch.testing.assert_close(scores[b : b + 1, :, :blocks, :blocks], expected, rtol=1e-4, atol=1e-5)
@@ -128,7 +128,7 @@ def test_padding_never_enters_a_gate(heads):
 
 
 @torch.no_grad()
-def test_queries_may_be_the_last_of_more_keys():
+def test_queries_are_the_last_positions_of_longer_keys():
     gate = noisy_gate(config())
     q, k, _ = testing.random_qkv(2, 4, 2, 80, head_size=16)
     layer, start = gate.layers[0], torch.tensor([0, 5], dtype=torch.int32)
@@ -141,7 +141,7 @@ def test_queries_may_be_the_last_of_more_keys():
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
-def test_gate_rope_has_the_models_frequencies_without_attention_factor(rope_type):
+def test_gate_rope_uses_the_models_frequencies_without_attention_factor(rope_type):
     model_config = tiny_config(rope=rope_type)
     inv_freq, _ = rope.inverse_frequencies(model_config, dim=16)
     assert torch.equal(Gate.build(model_config, config()).inv_freq, inv_freq)
@@ -153,7 +153,7 @@ def test_gate_rope_has_the_models_frequencies_without_attention_factor(rope_type
 
 @pytest.mark.parametrize("hidden", [8, 16, 32])
 def test_untrained_gate_compares_block_means_of_matching_frequencies(hidden):
-    weight = matching_dimensions(16, hidden)
+    weight = frequency_matched_projection(16, hidden)
     pairs = weight.argmax(1)
     assert torch.equal(pairs[: hidden // 2] + 8, pairs[hidden // 2 :])
     layer = AttnGate(16, 4, 2, config(hidden=hidden, q_pool=["avg"], k_pool=["avg"], rope=False))
@@ -165,7 +165,7 @@ def test_untrained_gate_compares_block_means_of_matching_frequencies(hidden):
 
 def test_scores_need_every_key_before_rope():
     gate = noisy_gate(config())
-    x = passes(tiny_model(), random_tokens(1, 40))[0]
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 40))[0]
     cached = LayerInputs(**{**vars(x), "k": torch.cat([x.k, x.k], 2), "v": torch.cat([x.v, x.v], 2)})
     with pytest.raises(ValueError, match="num_keys=80"):
         gate.scores(cached)
@@ -183,7 +183,7 @@ def loss_inputs(padding=None, heads=4):
 @pytest.mark.parametrize("skip_rows", [0, 2])
 @pytest.mark.parametrize("padding", [None, [0, 30, 71]])
 @pytest.mark.parametrize("heads", [4, 2])
-def test_loss_counts_visible_blocks_of_rows_that_exist(loss, skip_rows, padding, heads):
+def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding, heads):
     logits, pooled, visible = loss_inputs(padding, heads)
     value = gate_loss(logits, pooled, visible, config(loss=loss, skip_rows=skip_rows))
     terms = []
@@ -208,13 +208,13 @@ def test_loss_counts_visible_blocks_of_rows_that_exist(loss, skip_rows, padding,
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_gate_that_is_right_has_no_loss(loss):
+def test_loss_of_the_true_block_map_is_zero(loss):
     _, pooled, visible = loss_inputs()
     logits = (pooled / pooled.sum(-1, keepdim=True)).log().masked_fill(~visible, 5.0)
     assert abs(gate_loss(logits, pooled, visible, config(loss=loss)).item()) < 1e-6
 
 
-def test_loss_is_finite_where_a_gate_is_certain_and_wrong():
+def test_loss_of_confident_wrong_scores_is_finite():
     logits, pooled, visible = loss_inputs()
     for loss in LOSSES:
         value = gate_loss(logits * 1e4, pooled, visible, config(loss=loss))
@@ -222,24 +222,24 @@ def test_loss_is_finite_where_a_gate_is_certain_and_wrong():
 
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
-def test_ready_gradients_are_those_of_an_ordinary_graph(heads):
+def test_precomputed_gradients_equal_autograd(heads):
     model, ids, cfg = tiny_model(), random_tokens(2, 71), config(heads=heads, loss="kl")
     gate = noisy_gate(cfg)
     outputs = GateDistiller(gate, model)(ids)
     (outputs["loss"] * 0.5).backward()
-    ready = [parameter.grad for parameter in gate.parameters()]
+    precomputed = [parameter.grad for parameter in gate.parameters()]
     total = torch.zeros(())
-    for x in passes(model, ids):
+    for x in inputs_of_layers(model, ids):
         pooled = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale).pooled
         loss = gate_loss(gate.logits(x), pooled, visible_blocks(71, 71, BLOCK, None, CPU), cfg)
         torch.testing.assert_close(outputs["parts"][f"layer {x.layer}"], loss.detach())
         total = total + loss
     torch.testing.assert_close(outputs["loss"], total)
-    for ours, plain in zip(ready, torch.autograd.grad(total, list(gate.parameters())), strict=True):
+    for ours, plain in zip(precomputed, torch.autograd.grad(total, list(gate.parameters())), strict=True):
         torch.testing.assert_close(ours, plain * 0.5)
 
 
-def test_distiller_owns_the_gate_alone():
+def test_distiller_saves_and_trains_only_the_gate():
     model = tiny_model()
     distiller = GateDistiller(noisy_gate(config()), model)
     assert all(name.startswith("gate.") for name in distiller.state_dict())
@@ -250,25 +250,25 @@ def test_distiller_owns_the_gate_alone():
 
 
 def topical_tokens(batch: int, blocks: int, seed: int) -> Tensor:
-    """Blocks of one topic each, out of 30 topics of two tokens: attention has blocks to find, even in a random model."""
+    """Blocks with one of 30 topics of two tokens, so that even the attention of a random model prefers some blocks."""
     generator = torch.Generator().manual_seed(seed)
     topics = torch.randint(0, 30, (batch, blocks, 1), generator=generator)
     return (1 + 4 * topics + torch.randint(0, 2, (batch, blocks, BLOCK), generator=generator)).flatten(1)
 
 
 @pytest.mark.parametrize("loss", ["mse", "kl"])
-def test_training_brings_recall_nearer_to_the_oracle(loss):
+def test_training_closes_the_gap_to_the_recall_of_the_oracle(loss):
     model = tiny_model(initializer_range=0.3)
     gate = noisy_gate(config(loss=loss, q_pool=["avg"], k_pool=["avg"]), std=0.1)
     chunks = [{"input_ids": row} for row in topical_tokens(2, 16, seed=1)]
-    untrained = health(gate, model, chunks)
+    untrained = gate_recall(gate, model, chunks)
     distiller = GateDistiller(gate, model)
     optimizer = torch.optim.AdamW(gate.parameters(), lr=1e-2)
     for step in range(40):
         optimizer.zero_grad()
         distiller(topical_tokens(2, 16, seed=100 + step))["loss"].backward()
         optimizer.step()
-    trained = health(gate, model, chunks)
+    trained = gate_recall(gate, model, chunks)
     for sparsity in (0.5, 0.8):
         name, oracle = f"recall/gate@{sparsity}", f"recall/oracle@{sparsity}"
         assert trained[oracle] == untrained[oracle]
@@ -286,14 +286,14 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     ids = topical_tokens(4, 16, seed=2)
     gate.thresholds = calibrate(gate, model, [{"input_ids": row} for row in ids], floor)
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
-    visible, diagonal = (blocks(256, 256, BLOCK, None, CPU) for blocks in (visible_blocks, diagonal_blocks))
-    for x in passes(model, ids):
+    visible, diagonal = visible_and_diagonal(256, 256, BLOCK, None, CPU)
+    for x in inputs_of_layers(model, ids):
         mask = selection.blocks(x)
         # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
         assert realised(mask, Candidates(visible, diagonal)).item() == pytest.approx(sparsity, abs=0.02)
         assert (TopK(1 - (1 - sparsity) * floor)(gate.scores(x), Candidates(visible, diagonal)) <= mask).all()
         counts = mask.sum((0, 2, 3))
-        assert sparsity == 0 or counts.min() < counts.max()  # heads have budgets of their own
+        assert sparsity == 0 or counts.min() < counts.max()  # budgets differ between heads
 
 
 def test_sparsity_beyond_the_calibration_is_refused():
@@ -312,7 +312,7 @@ def write(gate: Gate, folder):
 
 
 @pytest.mark.parametrize("changes", [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl"}])
-def test_artifact_gives_the_same_gate(tmp_path, changes):
+def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate = noisy_gate(config(**changes), "llama3")
     gate.thresholds = calibrate(gate, tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}])
     loaded = Gate.load(write(gate, tmp_path / "gate"))
@@ -320,11 +320,11 @@ def test_artifact_gives_the_same_gate(tmp_path, changes):
     assert loaded.thresholds == gate.thresholds
     assert loaded.manifest is not None
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
-    x = passes(tiny_model(), random_tokens(1, 50))[1]
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 50))[1]
     assert torch.equal(loaded.scores(x), gate.scores(x))
 
 
-def test_artifact_that_does_not_fit_its_manifest_is_refused(tmp_path):
+def test_artifact_with_missing_tensors_is_refused(tmp_path):
     gate = noisy_gate(config())
     tensors = gate.tensors()
     tensors.pop("inv_freq")

@@ -1,10 +1,10 @@
-"""Pictures of block maps: which heads are kept, at what size, and that they are drawn."""
+"""Pictures of block maps: the layers and heads stored, their size, and the file written."""
 
 import pytest
 import torch
 
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.seer.maps import LARGEST, BlockMaps, spread
+from msattn.trainer.seer.maps import MAX_SIDE, BlockMaps, evenly_spaced
 
 BLOCK = 16
 
@@ -16,15 +16,15 @@ def layer_inputs(layer: int, tokens: int, heads: int = 4) -> LayerInputs:
 
 
 @pytest.mark.parametrize(("count", "shown"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (32, [0, 16, 31])])
-def test_layers_from_the_first_to_the_last_are_shown(count, shown):
-    assert spread(count, 3) == shown
+def test_stored_layers_are_evenly_spaced(count, shown):
+    assert evenly_spaced(count, 3) == shown
 
 
-def test_what_is_kept_is_the_map_of_the_head_and_nothing_unseen(tmp_path):
+def test_stored_maps_are_those_of_the_head_without_invisible_blocks(tmp_path):
     maps = BlockMaps(num_layers=5, num_heads=4)
     size = 6
     true = torch.rand(1, 4, size, size).tril()
-    gate = torch.rand(1, 2, size, size).tril()  # one a query group
+    gate = torch.rand(1, 2, size, size).tril()  # one per query group
     read = torch.eye(size, dtype=torch.bool).expand(1, 1, -1, -1)
     for layer in range(5):
         maps.add(layer_inputs(layer, size * BLOCK), BLOCK, true + layer, gate, read)
@@ -39,12 +39,12 @@ def test_what_is_kept_is_the_map_of_the_head_and_nothing_unseen(tmp_path):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_long_maps_largest_values_stay():
-    maps, size = BlockMaps(num_layers=1, num_heads=1), 2 * LARGEST
+def test_large_maps_are_max_pooled():
+    maps, size = BlockMaps(num_layers=1, num_heads=1), 2 * MAX_SIDE
     true = torch.zeros(1, 1, size, size)
     true[0, 0, size - 1, 7] = 0.5
     maps.add(layer_inputs(0, size * BLOCK, heads=2), BLOCK, true, true, true > 0)
     shown, _, read = maps.maps[0, 0]
-    assert shown.shape == (LARGEST, LARGEST)
+    assert shown.shape == (MAX_SIDE, MAX_SIDE)
     assert shown[-1, 3] == 0.5
     assert read.nansum() == 1

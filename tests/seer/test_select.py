@@ -1,4 +1,4 @@
-"""Block geometry, pooling, policies, scorers, recall."""
+"""Visible blocks, policies, scorers, recall, sparsity."""
 
 import math
 
@@ -14,9 +14,10 @@ from msattn.kernels.common.block_counts import blocks_read
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.seer import select
-from msattn.trainer.seer.blocks import Candidates, candidates, diagonal_blocks
+from msattn.trainer.seer.blocks import Candidates, candidate_blocks, visible_and_diagonal
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -32,7 +33,7 @@ SHAPES = [  # queries, keys, left padding
     (64, 64, [16, 0, 40]),
     (30, 61, [0, 40, 50]),
 ]
-FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # those that need no trained gate
+FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
 BASELINES = [select.Oracle, select.MeanPool, select.Quest, select.SinkLocal, select.Random]
 
 
@@ -42,7 +43,7 @@ def layer_inputs(
     """Random inputs of one layer, four query heads to two key/value heads, without RoPE."""
     batch = 1 if padding is None else len(padding)
     q, k, v = testing.random_qkv(batch, 4, 2, num_queries, num_keys, 16, seed=seed)
-    q = q * 3  # attention that is not flat
+    q = q * 3  # sharper attention
     ones = torch.ones(1, num_queries, 16)
     return LayerInputs(
         layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :], cos=ones, sin=0 * ones, scale=0.25,
@@ -51,12 +52,11 @@ def layer_inputs(
 
 
 def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
-    args = (num_queries, num_keys, BLOCK, testing.starts(padding), CPU)
-    return select.visible_blocks(*args), diagonal_blocks(*args)
+    return visible_and_diagonal(num_queries, num_keys, BLOCK, testing.starts(padding), CPU)
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
-def test_visible_and_diagonal_blocks_agree_with_tokens(num_queries, num_keys, padding):
+def test_visible_and_diagonal_blocks_equal_those_of_the_token_mask(num_queries, num_keys, padding):
     starts = testing.starts(padding)
     batch = 1 if padding is None else len(padding)
     seen = testing.visible(batch, num_queries, num_keys, True, starts)[:, 0]
@@ -74,7 +74,7 @@ def test_visible_and_diagonal_blocks_agree_with_tokens(num_queries, num_keys, pa
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
-def test_topk_reads_the_share_it_says(num_queries, num_keys, padding, sparsity):
+def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, sparsity):
     visible, diagonal = geometry(num_queries, num_keys, padding)
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
     mask = select.TopK(sparsity)(scores, Candidates(visible, diagonal))
@@ -90,7 +90,7 @@ def test_topk_reads_the_share_it_says(num_queries, num_keys, padding, sparsity):
         assert torch.equal(mask, visible.expand_as(mask))
 
 
-def test_topk_keeps_the_best_and_breaks_ties_by_count():
+def test_topk_reads_the_best_blocks_and_as_many_with_ties():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
     mask = select.TopK(0.5)(scores, Candidates(visible, diagonal))
@@ -110,7 +110,7 @@ def test_sink_blocks_count_within_the_share():
     assert (mask[:, :, 19].sum(-1) == 10).all()
 
 
-def test_token_budget_caps_the_keys_of_a_row():
+def test_token_budget_limits_the_keys_of_a_row():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
     mask = select.TokenBudget(3 * BLOCK + 5, BLOCK)(scores, Candidates(visible, diagonal))
@@ -139,7 +139,7 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
             assert (at_zoom == (end - first - forced).clamp(min=0)).all()
 
 
-def test_multiscale_ranks_by_score_and_costs_what_it_says():
+def test_multiscale_zooms_follow_the_scores_and_read_the_stated_cost():
     visible, diagonal = geometry(1280, 1280, None)
     scores = torch.rand(1, 2, 80, 80) * visible
     policy = select.Multiscale([0.1, 0.1, 0.2, 0.4])
@@ -157,7 +157,7 @@ def test_multiscale_ranks_by_score_and_costs_what_it_says():
     assert torch.equal(as_many.bool(), select.TopK(0.75)(scores, Candidates(visible, diagonal)))
 
 
-def test_what_is_chosen_is_read_by_its_operation():
+def test_selected_attention_takes_masks_and_zooms():
     x = layer_inputs(70)
     scores = select.Random(BLOCK)(x)
     whole, zooms = (
@@ -169,7 +169,7 @@ def test_what_is_chosen_is_read_by_its_operation():
     assert not torch.allclose(select.selected_attention(x, coarse, BLOCK).out, select.selected_attention(x, whole, BLOCK).out)
 
 
-def test_threshold_reads_what_reaches_it():
+def test_threshold_reads_every_block_that_reaches_it():
     visible, diagonal = geometry(160, 160, None)
     scores = select.normalize_rows(torch.rand(1, 2, 10, 10) * visible)
     mask = select.Threshold(0.1)(scores, Candidates(visible, diagonal))
@@ -177,14 +177,14 @@ def test_threshold_reads_what_reaches_it():
     assert torch.equal(select.Threshold(0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
-def test_nucleus_is_the_smallest_set_that_holds_the_mass():
+def test_nucleus_is_the_smallest_set_with_the_mass():
     visible, diagonal = geometry(160, 160, None)
     scores = select.normalize_rows(torch.rand(1, 2, 10, 10).square() * visible)
     mask = select.Nucleus(0.7)(scores, Candidates(visible, diagonal))
     held = (scores * mask).sum(-1)
     assert (held >= 0.7 - 1e-6).all()
     least = scores.masked_fill(~mask | diagonal, math.inf).amin(-1)
-    assert ((held - least < 0.7) | (least == math.inf)).all()  # without its least block the set would not do
+    assert ((held - least < 0.7) | (least == math.inf)).all()  # without its lowest score the mass would not be reached
     assert torch.equal(select.Nucleus(1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
@@ -196,7 +196,7 @@ def test_nucleus_is_the_smallest_set_that_holds_the_mass():
     st.sampled_from(FREE_POLICIES),
     st.integers(0, 3),
 )
-def test_any_policy_reads_the_diagonal_and_nothing_unseen(num_queries, num_keys, padding, policy, sink_blocks):
+def test_any_policy_reads_the_diagonal_and_no_invisible_block(num_queries, num_keys, padding, policy, sink_blocks):
     x = layer_inputs(num_queries, num_keys, [p % num_keys for p in padding])
     keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
     cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink_blocks, **keys)
@@ -237,7 +237,7 @@ def test_padding_moves_no_score(scorer):
         torch.testing.assert_close(scores[b : b + 1, :, : expected.shape[2], : expected.shape[3]], expected)
 
 
-def test_mean_pool_is_the_product_of_block_means():
+def test_mean_pool_scores_are_products_of_block_means():
     x = layer_inputs(64)
     means = [t.unflatten(2, (4, BLOCK)).mean(3) for t in (x.q, x.k.repeat_interleave(2, 1))]
     logits = means[0] @ means[1].transpose(-1, -2) * x.scale
@@ -245,7 +245,7 @@ def test_mean_pool_is_the_product_of_block_means():
     torch.testing.assert_close(select.MeanPool(BLOCK)(x), expected)
 
 
-def test_quest_bounds_every_score_whatever_its_chunks(monkeypatch):
+def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
     x = layer_inputs(70)
     scorer = select.Quest(BLOCK)
     keys = x.k.repeat_interleave(2, 1)
@@ -261,7 +261,7 @@ def test_quest_bounds_every_score_whatever_its_chunks(monkeypatch):
     torch.testing.assert_close(scorer(x), expected)
 
 
-def test_random_is_drawn_from_seed_and_layer():
+def test_random_scores_depend_on_seed_and_layer_only():
     first = select.Random(BLOCK)(layer_inputs())
     assert torch.equal(first, select.Random(BLOCK)(layer_inputs(seed=7)))
     assert not torch.equal(first, select.Random(BLOCK)(layer_inputs(layer=2)))
@@ -274,7 +274,7 @@ def test_sink_local_reads_the_first_block_and_the_nearest():
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])])
-def test_recall_is_the_probability_mass_that_is_read(num_queries, num_keys, padding):
+def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys, padding):
     x = layer_inputs(num_queries, num_keys, padding)
     mask = select.Selection(select.TopK(0.6), select.Random(BLOCK)).blocks(x)
     dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale, kv_start=x.kv_start).lse
@@ -283,17 +283,18 @@ def test_recall_is_the_probability_mass_that_is_read(num_queries, num_keys, padd
     read = testing.tokens_of_blocks(mask, x.q.shape[0], 4, num_queries, num_keys, True, x.kv_start, BLOCK)
     real = seen.any(-1).expand(probs.shape[:-1])
     expected = (probs * read).sum(-1).sum((0, 2)) / real.sum((0, 2))
-    torch.testing.assert_close(select.recall(x, mask, BLOCK, dense_lse).double(), expected, rtol=1e-5, atol=1e-6)
+    recall = attention_recall(select.selected_attention(x, mask, BLOCK).lse, dense_lse)
+    torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_oracle_reads_more_than_the_blind_do():
+def test_the_oracle_has_a_higher_recall_than_content_free_scores():
     x = layer_inputs(320)
     dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale).lse
-    read = {
-        scorer: select.recall(x, select.Selection(select.TopK(0.8), scorer(BLOCK)).blocks(x), BLOCK, dense_lse).mean()
-        for scorer in BASELINES
-    }
-    assert read[select.Oracle] > max(read[select.Random], read[select.SinkLocal])
+    recall = {}
+    for scorer in BASELINES:
+        mask = select.Selection(select.TopK(0.8), scorer(BLOCK)).blocks(x)
+        recall[scorer] = attention_recall(select.selected_attention(x, mask, BLOCK).lse, dense_lse).mean()
+    assert recall[select.Oracle] > max(recall[select.Random], recall[select.SinkLocal])
 
 
 @pytest.mark.parametrize("scores", SCORES[1:])
@@ -314,23 +315,23 @@ def test_calibrated_policy_needs_a_trained_gate():
         select.Selection.from_config(SelectConfig(policy="calibrated", scores="oracle"))
 
 
-def test_layers_of_one_shape_share_their_candidates():
+def test_candidates_without_padding_are_cached():
     place = 70, 160, BLOCK, None, CPU
     with torch.inference_mode():
-        first = candidates(*place, sink_blocks=2)
-    assert candidates(*place, sink_blocks=2) is first
+        first = candidate_blocks(*place, sink_blocks=2)
+    assert candidate_blocks(*place, sink_blocks=2) is first
     assert not first.visible.is_inference()
     visible, diagonal = geometry(70, 160, None)
-    assert torch.equal(candidates(*place).always, diagonal)
+    assert torch.equal(candidate_blocks(*place).always, diagonal)
     sinks = torch.arange(10) < 2
     assert torch.equal(first.always, diagonal | visible & sinks)
     assert torch.equal(first.share(0.3), (visible.sum(-1, keepdim=True).double() * 0.3).round().int())
     starts = testing.starts([0, 9])
-    assert candidates(70, 160, BLOCK, starts, CPU) is not candidates(70, 160, BLOCK, starts, CPU)
+    assert candidate_blocks(70, 160, BLOCK, starts, CPU) is not candidate_blocks(70, 160, BLOCK, starts, CPU)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70)])
-def test_a_count_of_what_is_read(shape, device):
+def test_blocks_read_counts_eighths_of_blocks(shape, device):
     zooms = torch.tensor([0, 1, 2, 4, 8], dtype=torch.uint8)[torch.randint(0, 5, shape)].to(device)
     eighths = torch.tensor([0, 8, 4, 0, 2, 0, 0, 0, 1], device=device)
     for selected in (zooms, zooms == 4):

@@ -1,4 +1,4 @@
-"""The train-gate job: from text to an artifact, through kills and poisoned teachers, on a small random model."""
+"""The job of msattn train-gate on a small random model: artifact, metrics, several ranks, resumption, failures."""
 
 import json
 from dataclasses import replace
@@ -24,12 +24,12 @@ from tests.seer.test_train_gate import run_config
 from msattn.trainer.seer.train_gate import train_gate
 train_gate(run_config(Path(sys.argv[1]), name="killed", steps=int(sys.argv[2])))
 """
-# Of the second process, pass ``poisoned`` gives a loss that is NaN (0: none does).
+# Rank 1 gets a NaN loss in its forward pass number ``nan_pass`` (0: never).
 SHARED = """
 import os, sys
 from pathlib import Path
 import torch
-from tests.seer.test_train_gate import shared_config
+from tests.seer.test_train_gate import two_rank_config
 from msattn.trainer.seer import distillation, train_gate
 
 class Recording(distillation.GateDistiller):
@@ -37,19 +37,19 @@ class Recording(distillation.GateDistiller):
     def forward(self, input_ids):
         self.seen.append(input_ids)
         outputs = super().forward(input_ids)
-        if len(self.seen) == poisoned and os.environ["RANK"] == "1":
+        if len(self.seen) == nan_pass and os.environ["RANK"] == "1":
             outputs["parts"]["layer 1"] *= torch.nan
         return outputs
 
 train_gate.GateDistiller = Recording
-root, name, poisoned = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-train_gate.train_gate(shared_config(root, name))
+root, name, nan_pass = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+train_gate.train_gate(two_rank_config(root, name))
 torch.save(torch.cat(Recording.seen), root / f"{name}-{os.environ['RANK']}.pt")
 """
 
 
 def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> TrainGateConfig:
-    """A run on two layers and chunks of 96 tokens; text and outputs are in ``root``."""
+    """Settings for two layers and chunks of 96 tokens; text and outputs are in ``root``."""
     settings = {
         "model": ModelConfig(name="small", path="none", init="random", architecture=tiny_architecture(vocab_size=4096)),
         "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
@@ -64,8 +64,8 @@ def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> Tra
     return TrainGateConfig(**{**settings, **changes})
 
 
-def shared_config(root: Path, name: str) -> TrainGateConfig:
-    """Twice over eight chunks, four a step, with health on the way."""
+def two_rank_config(root: Path, name: str) -> TrainGateConfig:
+    """Settings for two passes over eight chunks, four per step, with an evaluation every two steps."""
     train = TrainConfig(lr=1e-3, steps=4, batch_size=4, log_every=1, eval_every=2)
     cfg = run_config(root, name, train=train)
     return replace(cfg, data=replace(cfg.data, num_chunks=8))
@@ -88,7 +88,7 @@ def logged(cfg: TrainGateConfig) -> list[dict]:
     return [json.loads(line) for line in (work_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_text_to_artifact(root):
+def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
     cfg = run_config(root)
     folder = train_gate(cfg)
     assert folder == root / "outputs" / "small" / "base" / "gate"
@@ -109,8 +109,8 @@ def test_text_to_artifact(root):
     steps = [line for line in lines if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert steps[0]["loss"] == pytest.approx(steps[0]["layer 0"] + steps[0]["layer 1"], rel=1e-5)
-    health = [line for line in lines if "recall/gate@0.9/layer 1" in line]
-    assert [line["step"] for line in health] == [4]  # train.eval_every=0: at the end
+    recalls = [line for line in lines if "recall/gate@0.9/layer 1" in line]
+    assert [line["step"] for line in recalls] == [4]  # train.eval_every=0 evaluates at the end
     assert [path.name for path in (work_folder(cfg) / "maps").iterdir()] == ["step-000004.png"]
 
     with pytest.raises(UserError, match="overwrite=true"):
@@ -119,15 +119,15 @@ def test_text_to_artifact(root):
     assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
 
 
-def test_health_is_logged_a_layer(root):
-    cfg = run_config(root, "health", train=TrainConfig(lr=1e-3, steps=2, eval_every=1, log_every=1))
+def test_recall_is_logged_for_each_layer(root):
+    cfg = run_config(root, "recall", train=TrainConfig(lr=1e-3, steps=2, eval_every=1, log_every=1))
     manifest = artifacts.read(train_gate(cfg)).manifest
-    health = [line for line in logged(cfg) if "recall/gate@0.9" in line and "step" in line]
-    assert [line["step"] for line in health] == [1, 2]
+    recalls = [line for line in logged(cfg) if "recall/gate@0.9" in line and "step" in line]
+    assert [line["step"] for line in recalls] == [1, 2]
     for layer in range(2):
-        assert 0 < health[1][f"recall/gate@0.9/layer {layer}"] <= 1
-        assert 0 < health[1][f"recall/oracle@0.5/layer {layer}"] <= 1
-    assert manifest["metrics"]["recall/gate@0.8"] == health[1]["recall/gate@0.8"]
+        assert 0 < recalls[1][f"recall/gate@0.9/layer {layer}"] <= 1
+        assert 0 < recalls[1][f"recall/oracle@0.5/layer {layer}"] <= 1
+    assert manifest["metrics"]["recall/gate@0.8"] == recalls[1]["recall/gate@0.8"]
     drawn = sorted((work_folder(cfg) / "maps").iterdir())
     assert [path.name for path in drawn] == ["step-000001.png", "step-000002.png"]
     assert drawn[0].read_bytes() != drawn[1].read_bytes()
@@ -142,8 +142,8 @@ def test_a_picture_that_cannot_be_written_is_left_out(root, capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_does(root):
-    alone, shared = shared_config(root, "alone"), shared_config(root, "shared")
+def test_two_ranks_train_the_same_gates_as_one(root):
+    alone, shared = two_rank_config(root, "alone"), two_rank_config(root, "shared")
     train_gate(alone)
     lines = Job(SHARED, root, root, "shared", 0, processes=2).output().splitlines()
     assert sum(line.startswith("step 3/4  loss") for line in lines) == 1
@@ -165,20 +165,20 @@ def test_two_processes_train_what_one_does(root):
     tokenizer = models.load(shared.model, device="cpu", dtype="auto", seed=shared.seed).tokenizer
     chunks = data.chunks(shared.data, tokenizer, seed=shared.seed)
     ranks = [torch.load(root / f"shared-{rank}.pt") for rank in range(2)]
-    for number in range(2):  # of passes over the data
+    for number in range(2):  # pass over the data
         seen = torch.cat([of_rank[4 * number : 4 * number + 4] for of_rank in ranks]).tolist()
         assert sorted(seen) == sorted(chunks[i]["input_ids"].tolist() for i in range(8))
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_in_one_process_stops_both(root):
+def test_a_loss_that_is_not_finite_in_one_rank_stops_both(root):
     job = Job(SHARED, root, root, "torn", 3, processes=2)  # two passes a step
     assert job.wait() == 1
     assert job.err.read_text().count("TrainingDiverged: the loss of layer 1 is not finite, seen at step 2") == 2
     assert not (root / "outputs" / "small" / "torn" / "gate").exists()
 
 
-def test_the_papers_recipe_is_one_experiment():
+def test_the_papers_hyperparameters_are_an_experiment():
     cfg = compose("train-gate", ["experiment=seer_llama31"])
     assert isinstance(cfg, TrainGateConfig)
     train, gate = cfg.train, cfg.gate
@@ -201,7 +201,7 @@ def test_the_papers_recipe_is_evaluated_by_its_name():
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(root):
+def test_a_killed_run_resumes_to_the_same_bits(root):
     steps = 24
     whole = train_gate(run_config(root, "whole", steps))
     killed = run_config(root, "killed", steps)
@@ -219,7 +219,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(root):
         train_gate(other)
 
 
-def test_a_poisoned_layer_stops_the_run_and_is_named(root, monkeypatch):
+def test_a_layer_with_nan_stops_the_run_and_is_named(root, monkeypatch):
     cfg = run_config(root, "poisoned", steps=20)
     load = models.load
 
@@ -249,7 +249,7 @@ def test_chunks_longer_than_the_positions_are_refused(root):
         train_gate(replace(cfg, data=replace(cfg.data, seq_len=257)))
 
 
-def test_all_rows_cannot_be_skipped(root):
+def test_skipping_all_rows_is_refused(root):
     with pytest.raises(UserError, match=r"gate\.skip_rows=6"):
         run_config(root, gate=GateConfig(block_size=16, skip_rows=6))
 

@@ -1,4 +1,4 @@
-"""Long-context fine-tuning of a whole model through the blocks that its gates choose.
+"""Long-context fine-tuning of a whole model through the blocks that its gates select.
 
-Import :func:`~msattn.trainer.finetune.run.finetune`, the job behind ``msattn finetune``.
+Import :func:`~msattn.trainer.finetune.run.finetune`, the job of ``msattn finetune``.
 """

@@ -1,9 +1,9 @@
-"""A language model in training, its attention dense or through the blocks that gates choose.
+"""A language model in training, with dense attention or attention over the blocks that gates select.
 
-Long-context fine-tuning of SeerAttention (sections 4.3 and 5.2): the language model's loss trains the weights through
-``block_sparse_attention`` with the top-k blocks of the gates' scores; the gates go on learning the block map, from inputs that
-carry no gradient. Weights are float32, since bfloat16 keeps 8 bits and an update of 1e-5 of a weight's size would be rounded
-away; products run in bfloat16 under autocast.
+Long-context fine-tuning of SeerAttention (sections 4.3 and 5.2). The language model's loss trains the weights through
+``block_sparse_attention`` over the top-k blocks by the gates' scores. The gates are trained on the block map at the same time,
+with detached inputs. Weights are float32: bfloat16 keeps 8 bits, and would round away an update of 1e-5 of a weight's
+magnitude. Matrix products run in bfloat16 under autocast.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,24 +21,24 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
 from msattn.trainer.seer.blocks import visible_blocks
-from msattn.trainer.seer.distillation import ReadyGradients, gate_loss
+from msattn.trainer.seer.distillation import PrecomputedGradients, gate_loss
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection, selected_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOGIT_BYTES = 2**30  # of the fp32 logits that exist at once: all of 32k tokens over 128k words would be 17 GB
+LOGIT_BYTES = 2**30  # fp32 logits in memory at once: all of 32k tokens with a vocabulary of 128k would take 17 GB
 
 
-class Look(NamedTuple):
-    """What one layer's gate saw of a batch.
+class GateTargets(NamedTuple):
+    """Result of a layer's gate for a batch: the blocks to read, and the gate's loss against the block map.
 
     Attributes
     ----------
     mask : bool ``[B, Hg, Tr, Tc]``, the blocks to read.
-    loss : scalar, of the gate, without a graph.
-    gradients : of that loss, for the gate's parameters.
+    loss : scalar, detached.
+    gradients : gradients of the loss, one for each of the gate's parameters.
     """
 
     mask: Tensor
@@ -47,15 +47,15 @@ class Look(NamedTuple):
 
 
 class FineTuner(nn.Module):
-    """A language model in training, with or without gates, for the training loop.
+    """Trains a language model, with or without gates; a module for the training loop.
 
     Parameters
     ----------
-    model : trains; its weights are fp32.
-    gate : trains beside it, and chooses the blocks that are read; None: attention is dense.
-    select : how many blocks.
-    gate_weight : of the gates' loss beside the language model's.
-    dtype : of the products; float32 or bfloat16.
+    model : trained; its weights are fp32.
+    gate : trained jointly, and selects the blocks that are read; None: attention is dense.
+    select : selection of blocks by the gate's scores.
+    gate_weight : weight of the gates' loss in the sum with the language model's.
+    dtype : dtype of matrix products, float32 or bfloat16.
     """
 
     def __init__(
@@ -67,28 +67,28 @@ class FineTuner(nn.Module):
         self.selection = Selection.from_config(select, gate) if gate is not None else None
         self.gate_weight = gate_weight
         self.dtype = dtype
-        self._looks: dict[int, Look] = {}  # of this batch, by layer
+        self._targets: dict[int, GateTargets] = {}  # of the current batch, by layer
         if gate is None:
             use_dense_attention(model)
 
     def attached(self) -> AbstractContextManager[None]:
-        """While the context lasts the model's attention is this module's.
+        """Context in which the model's attention is :meth:`gated_attention`, if there are gates.
 
-        It has to outlast the backward pass: activation checkpointing runs the layers again there.
+        It must include the backward pass, in which activation checkpointing runs the layers again.
         """
-        return nullcontext() if self.gate is None else tap(self.model, self.attend)
+        return nullcontext() if self.gate is None else tap(self.model, self.gated_attention)
 
     def forward(self, input_ids: Tensor, weights: Tensor | None = None) -> dict[str, Any]:
-        """One pass over ``input_ids`` int64 ``[B, N]``; ``weights`` fp32 ``[B, N]`` is what each token counts (None: 1).
+        """Computes the loss of ``input_ids`` int64 ``[B, N]``; ``weights`` fp32 ``[B, N]`` are those of the tokens (None: 1).
 
         Returns
         -------
         dict
-            ``loss``; ``parts``: ``language``, the mean cross-entropy (nats) of tokens 1 to N - 1, and, where gates train,
-            ``layer i`` for the loss of each.
+            ``loss``; ``parts``: ``language``, the mean cross-entropy (nats) of tokens 1 to N - 1, and, if gates are trained,
+            ``layer i`` for the loss of each gate.
         """
-        self._looks.clear()
-        # Without autocast's cache, which would hold a half precision copy of every weight until the pass ends.
+        self._targets.clear()
+        # Autocast's cache would hold a half-precision copy of every weight until the end of the pass.
         half = self.dtype == torch.bfloat16
         with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
             hidden = run_backbone(self.model, input_ids)
@@ -96,58 +96,61 @@ class FineTuner(nn.Module):
             weights = torch.ones_like(input_ids, dtype=torch.float32) if weights is None else weights
             language = language_loss(head, hidden[:, :-1], input_ids[:, 1:], weights[:, 1:])
         parts = {"language": language.detach()}
-        if self.gate is None or not self._looks:
+        if self.gate is None or not self._targets:
             return {"loss": language, "parts": parts}
-        looks = sorted(self._looks.items())
-        parts |= {f"layer {layer}": look.loss for layer, look in looks}
-        gates = torch.stack([look.loss for _, look in looks]).sum()
-        gradients = [gradient for _, look in looks for gradient in look.gradients]
-        parameters = [weight for layer, _ in looks for weight in self.gate.layers[layer].parameters()]
-        return {"loss": language + self.gate_weight * ReadyGradients.apply(gates, gradients, *parameters), "parts": parts}
+        layers = sorted(self._targets)
+        targets = [self._targets[layer] for layer in layers]
+        parts |= {f"layer {layer}": each.loss for layer, each in zip(layers, targets, strict=True)}
+        total = torch.stack([each.loss for each in targets]).sum()
+        gradients = [gradient for each in targets for gradient in each.gradients]
+        parameters = [weight for layer in layers for weight in self.gate.layers[layer].parameters()]
+        gates = PrecomputedGradients.apply(total, gradients, *parameters)
+        return {"loss": language + self.gate_weight * gates, "parts": parts}
 
-    def attend(self, x: LayerInputs) -> Tensor:
-        """Sparse attention of one layer ``[B, Hq, N, D]``, differentiable in its queries, keys and values."""
+    def gated_attention(self, x: LayerInputs) -> Tensor:
+        """Computes sparse attention ``[B, Hq, N, D]`` of a layer, differentiable in its queries, keys and values."""
         assert self.gate is not None
         assert self.selection is not None
-        x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # under autocast RoPE leaves fp32
-        with torch.autocast(x.q.device.type, enabled=False):  # operations choose their own precision
-            if not torch.is_grad_enabled():  # an evaluation
+        x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # under autocast RoPE returns fp32
+        with torch.autocast(x.q.device.type, enabled=False):  # the operations have their own precision
+            if not torch.is_grad_enabled():  # evaluation
                 return selected_attention(x, self.selection.blocks(x), self.selection.block_size).out
-            if x.layer not in self._looks:  # activation checkpointing comes by again, for attention alone
-                self._looks[x.layer] = self._look(x, self.gate, self.selection)
-            return selected_attention(x, self._looks[x.layer].mask, self.selection.block_size).out
+            if x.layer not in self._targets:  # activation checkpointing runs the layer again, with the same blocks
+                self._targets[x.layer] = _gate_targets(x, self.gate, self.selection)
+            return selected_attention(x, self._targets[x.layer].mask, self.selection.block_size).out
 
-    def _look(self, x: LayerInputs, gate: Gate, selection: Selection) -> Look:
-        size = selection.block_size
-        with torch.no_grad():
-            pooled = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start).pooled
-        visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-        # What autograd keeps here is its own: a checkpoint around the layer would count it, and miss it the second time.
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            logits = gate.logits(x)
-            loss = gate_loss(logits, pooled, visible, gate.cfg)
-            gradients = torch.autograd.grad(loss, list(gate.layers[x.layer].parameters()))
-        with torch.no_grad():
-            mask = selection.choose(block_softmax(logits, visible), x)
-        return Look(mask, loss.detach(), gradients)
+
+def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTargets:
+    size = selection.block_size
+    with torch.no_grad():
+        pooled = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start).pooled
+    visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+    # The identity hooks hide these tensors from a checkpoint around the layer, which would miss them in the second run.
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        logits = gate.logits(x)
+        loss = gate_loss(logits, pooled, visible, gate.cfg)
+        gradients = torch.autograd.grad(loss, list(gate.layers[x.layer].parameters()))
+    with torch.no_grad():
+        mask = selection.choose(block_softmax(logits, visible), x)
+    return GateTargets(mask, loss.detach(), gradients)
 
 
 def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Mean over sequences of each one's weighted mean of the cross-entropy (nats).
+    """Computes the weighted mean cross-entropy (nats) of each sequence, and their mean.
 
-    So a batch may be split among micro-batches and processes as one likes. Logits exist for a slice of the tokens at a time, in
-    the backward pass too.
+    The result does not depend on how a batch is split into micro-batches and among ranks. Logits are computed for a slice of
+    the tokens at a time, in the backward pass too.
 
     Parameters
     ----------
-    head : from hidden states ``[n, hidden]`` to logits ``[n, vocabulary]``.
+    head : maps hidden states ``[n, hidden]`` to logits ``[n, vocabulary]``.
     hidden : ``[B, N, hidden]``.
     targets, weights : int64 and fp32 ``[B, N]``.
     """
     rows = max(1, LOGIT_BYTES // (4 * head.out_features))
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        # No dot product: under autocast it would round to bfloat16.
+        # Not as a dot product, which autocast would round to bfloat16.
         return (F.cross_entropy(head(hidden).float(), targets, reduction="none") * weights).sum()
 
     shares = weights / weights.sum(1, keepdim=True).clamp(min=1) / len(weights)
@@ -158,7 +161,7 @@ def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Ten
 
 
 def checkpoint_activations(model: "PreTrainedModel") -> None:
-    """Keep only each layer's input for the backward pass, which runs the layer again."""
-    # The second name is that before transformers 5.23.
+    """Keeps only the input of each layer for the backward pass, which runs the layer again."""
+    # The second name is for transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

@@ -1,9 +1,9 @@
-"""Thresholds that read a given share of blocks on average: budgets go to the rows and heads that need them.
+"""Calibrated thresholds: they read a given share of blocks on average, and more in the rows and heads that need more.
 
-Top-k gives each row of each head the same share. Here a row keeps only a part of that share for itself (``FLOOR``); for
-the rest, one threshold a layer on the gate's block probabilities decides, so that blocks are read where they hold most: many
-in early rows, few where attention is sharp. Which threshold reads which share is measured on text, once, and kept with
-the gate. A row's choice hangs on no later row.
+Top-k reads the same share in each row of each head. Here each row reads only a part of that share by top-k (``FLOOR``). One
+threshold per layer on the gate's block probabilities spends the rest where the probabilities are high: many blocks in early
+rows, few where attention is sharp. The threshold for each sparsity is measured on text once and stored with the gate. The
+selection of a row does not depend on later rows.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from accelerate.utils import reduce
 from torch import Tensor
 
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.seer.blocks import candidates
+from msattn.trainer.seer.blocks import candidate_blocks
 from msattn.trainer.seer.policies import TopK
 
 if TYPE_CHECKING:
@@ -23,57 +23,60 @@ if TYPE_CHECKING:
     from msattn.trainer.seer.gate import Gate
 
 CALIBRATION_CHUNKS = 4  # chunks that thresholds are measured on
-FLOOR = 0.75  # with less, late rows of long prompts lose blocks that answers are read from; 1 is top-k
+FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the answer; 1 is plain top-k
 SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
-LOWEST = -30.0  # log2 of the smallest probability that is told apart
-BINS = 3000  # a hundredth of a factor of two each
+LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
+BINS = 3000  # each 0.01 wide in log2
 
 
 @torch.no_grad()
 def calibrate(
     gate: "Gate", teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], floor: float = FLOOR
 ) -> dict[str, Any]:
-    """Thresholds of each layer for a grid of mean sparsities.
+    """Returns thresholds of each layer for a grid of mean sparsities.
 
     Parameters
     ----------
-    chunks : items ``{"input_ids": int64 [N]}``, this process's share of them; text the gate may know, and no test should.
-    floor : part of its share that each row keeps, in [0, 1].
+    chunks : this rank's items ``{"input_ids": int64 [N]}``, of training text, never of text that is tested on.
+    floor : part of its top-k share that each row keeps, in [0, 1].
 
     Returns
     -------
     dict
-        ``floor``; ``sparsities``, increasing; ``layers``: for each layer, a threshold for each sparsity.
+        ``floor``; ``sparsities``, increasing; ``layers``: for each layer, a threshold per sparsity.
     """
-    kept = [floor_of(sparsity, floor) for sparsity in SPARSITIES]
+    floors = [floor_policy(sparsity, floor) for sparsity in SPARSITIES]
     counts = torch.zeros(len(gate.layers), len(SPARSITIES), BINS, dtype=torch.float64, device=teacher.device)
 
-    def attend(x: LayerInputs) -> Tensor:
-        place = (x.num_queries, x.num_keys, gate.cfg.block_size, x.kv_start, x.q.device)
-        scores, among = gate.scores(x), candidates(*place)
-        counts[x.layer] += torch.stack([histogram(scores, among.visible, keep(scores, among)) for keep in kept])
+    def dense_attention_with_histograms(x: LayerInputs) -> Tensor:
+        scores = gate.scores(x)
+        candidates = candidate_blocks(x.num_queries, x.num_keys, gate.cfg.block_size, x.kv_start, x.q.device)
+        counts[x.layer] += torch.stack([histogram(scores, candidates.visible, read(scores, candidates)) for read in floors])
         return dense_attention(x)
 
-    with tap(teacher, attend):
+    with tap(teacher, dense_attention_with_histograms):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
-    counts = cast(Tensor, reduce(counts, "sum"))  # over processes: whole numbers, the same in any order
-    return {"floor": floor, "sparsities": list(SPARSITIES), "layers": [thresholds(found) for found in counts.cpu()]}
+    counts = cast(Tensor, reduce(counts, "sum"))  # over ranks: integers, so the order does not change the sum
+    return {"floor": floor, "sparsities": list(SPARSITIES), "layers": [thresholds(of_layer) for of_layer in counts.cpu()]}
 
 
-def floor_of(sparsity: float, floor: float) -> TopK:
-    """What each row reads whatever the threshold."""
+def floor_policy(sparsity: float, floor: float) -> TopK:
+    """Returns the top-k policy by which each row reads blocks below the threshold too."""
     return TopK(1 - (1 - sparsity) * floor)
 
 
 def histogram(scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-    """Visible blocks by the logarithm of their score: counts, float64 ``[BINS]``; those of ``always`` are in the last bin."""
+    """Counts visible blocks by log2 of their score: float64 ``[BINS]``. Blocks of ``always`` fall into the last bin."""
     logs = scores.masked_fill(always, 1).log2().clamp_(LOWEST, 0)
-    return logs.masked_fill_(~visible, LOWEST - 1).histc(BINS, LOWEST, 0).double()  # out of range is not counted
+    return logs.masked_fill_(~visible, LOWEST - 1).histc(BINS, LOWEST, 0).double()  # histc leaves out values below LOWEST
 
 
 def thresholds(counts: Tensor) -> list[float]:
-    """Largest threshold that reads enough, for each of ``SPARSITIES``; a row of ``counts [len(SPARSITIES), BINS]`` each."""
+    """Returns the largest threshold that reads enough blocks for each of ``SPARSITIES``.
+
+    ``counts`` float64 ``[len(SPARSITIES), BINS]`` has the histogram of a sparsity in each row.
+    """
     read = counts.flip(1).cumsum(1)
     needed = (1 - torch.tensor(SPARSITIES, dtype=torch.float64))[:, None] * read[:, -1:]
     bins = BINS - 1 - torch.searchsorted(read, needed)[:, 0]
@@ -81,7 +84,10 @@ def thresholds(counts: Tensor) -> list[float]:
 
 
 def threshold_at(table: dict[str, Any], layer: int, sparsity: float) -> float:
-    """The threshold of one layer for any sparsity up to the grid's last, by interpolation of its logarithm; 0 at 0."""
+    """Returns the threshold of a layer for any sparsity from 0 (threshold 0) to the largest calibrated one.
+
+    Between calibrated sparsities the logarithm of the threshold is interpolated linearly.
+    """
     if sparsity == 0:
         return 0.0
     grid = torch.tensor([0.0, *table["sparsities"]])

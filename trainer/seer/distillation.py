@@ -1,8 +1,8 @@
-"""``train-gate``: gates learn the frozen model's own block map (SeerAttention, section 4).
+"""Distillation of the frozen model's block maps into gates (SeerAttention, section 4).
 
-The teacher runs without a graph. When a layer's queries and keys pass by, its attention and block map come from one kernel
-call, and the layer's gate loss and gradient are computed on the spot; only the small gradients live on. So training needs the
-memory of inference, and ``loss.backward()`` stays what a trainer expects.
+The teacher runs without an autograd graph. In each layer one kernel call computes attention and block map, and the gate's loss
+and gradients follow at once; only these small gradients are kept until the end of the pass. So training needs the memory of
+inference, and ``loss.backward()`` works as in any other training loop.
 """
 
 from collections import defaultdict
@@ -19,30 +19,32 @@ from torch.autograd.function import once_differentiable
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import GateConfig
+from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.maps import BlockMaps
-from msattn.trainer.seer.select import Oracle, Selection, TopK, normalize_rows, recall
+from msattn.trainer.seer.select import Oracle, Selection, TopK, normalize_rows, selected_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HEALTH_SPARSITIES = (0.5, 0.8, 0.9)
-SMOOTH_L1_BETA = 0.01  # errors of probabilities rarely pass 1, torch's default, below which smooth L1 is half the MSE
+RECALL_SPARSITIES = (0.5, 0.8, 0.9)
+SMOOTH_L1_BETA = 0.01  # PyTorch's default of 1 would make it half the MSE, since errors of probabilities rarely exceed 1
 
 
 def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) -> Tensor:
-    """How far a gate's block probabilities are from the normalised block map.
+    """Computes the loss of a gate's block probabilities against the row-normalised block map.
 
-    Errors are summed over the blocks of a row and averaged over rows: a mean over blocks would shrink with the square of the
-    context length, and a clipped gradient with it.
+    Errors are summed over the blocks of a row and averaged over rows. A mean over blocks would shrink with the square of the
+    context length, and the gradient with it.
 
     Parameters
     ----------
-    logits : fp32 ``[B, Hg, Tr, Tc]`` of the gate, before masking.
-    pooled : fp32 ``[B, Hq, Tr, Tc]``, from ``maxpool_attention``. Gates that serve a query group learn its mean map.
-    visible : bool ``[B | 1, 1, Tr, Tc]``. Rows that see nothing, and the first ``cfg.skip_rows``, do not count.
+    logits : fp32 ``[B, Hg, Tr, Tc]``, scores of the gate before masking.
+    pooled : fp32 ``[B, Hq, Tr, Tc]``, block map from ``maxpool_attention``. A gate that serves a query group learns the mean
+        map of the group.
+    visible : bool ``[B | 1, 1, Tr, Tc]``. Rows without a visible block, and the first ``cfg.skip_rows``, do not count.
     """
     target = normalize_rows(pooled).unflatten(1, (logits.shape[1], -1)).mean(2)
     if cfg.loss == "kl":
@@ -57,8 +59,8 @@ def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) 
     return (errors.sum(-1) * rows).sum() / rows.sum().clamp(min=1)
 
 
-class ReadyGradients(torch.autograd.Function):
-    """A loss whose gradients are known already: ``backward`` hands them to the parameters, as any other graph would."""
+class PrecomputedGradients(torch.autograd.Function):
+    """A loss whose gradients were computed before; ``backward`` passes them to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -72,17 +74,17 @@ class ReadyGradients(torch.autograd.Function):
 
 
 class GateDistiller(nn.Module):
-    """Gates in training beside their teacher, for the training loop.
+    """Trains gates on the block maps of their teacher; a module for the training loop.
 
     Parameters
     ----------
-    gate : trains; the only registered submodule, so the only thing saved and synchronised.
-    teacher : frozen, and kept out of the module tree.
+    gate : trained; the only registered submodule, so that nothing else is saved and synchronized.
+    teacher : frozen, and not a registered submodule.
 
     Notes
     -----
-    A layer's loss and gradient hold some nine block maps (fp32 ``[B, Hq, Tr, Tc]``) for a moment. At the shape of Llama-3.1-8B
-    that is less than the middle of the MLP holds, up to some 256k tokens; so the peak is that of inference, plus the gates.
+    Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time. In the shape of Llama-3.1-8B
+    that is less than the hidden activations of the MLP, up to about 256k tokens, so the peak is that of inference plus gates.
     """
 
     def __init__(self, gate: Gate, teacher: "PreTrainedModel") -> None:
@@ -91,74 +93,76 @@ class GateDistiller(nn.Module):
         self._teacher = (teacher,)  # a tuple hides it from nn.Module's registration
 
     def forward(self, input_ids: Tensor) -> dict[str, Any]:
-        """One pass of the teacher over ``input_ids`` int64 ``[B, N]``.
+        """Runs the teacher on ``input_ids`` int64 ``[B, N]``.
 
         Returns
         -------
         dict
-            ``loss``, the sum over layers, and ``parts``, ``{"layer i": loss}``; both detached but for ready gradients.
+            ``loss``, the sum over layers, whose ``backward`` passes on the precomputed gradients; ``parts``, detached:
+            ``{"layer i": loss}``.
         """
         parts: dict[str, Tensor] = {}
         parameters: list[Tensor] = []
         gradients: list[Tensor] = []
 
-        def attend(x: LayerInputs) -> Tensor:
+        def dense_attention_with_gate_loss(x: LayerInputs) -> Tensor:
             cfg = self.gate.cfg
             size = cfg.block_size
             dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-            own = list(self.gate.layers[x.layer].parameters())
+            gate_parameters = list(self.gate.layers[x.layer].parameters())
             with torch.enable_grad():
                 loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
-            gradients.extend(torch.autograd.grad(loss, own))
-            parameters.extend(own)
+            gradients.extend(torch.autograd.grad(loss, gate_parameters))
+            parameters.extend(gate_parameters)
             parts[f"layer {x.layer}"] = loss.detach()
             return dense.out
 
         (teacher,) = self._teacher
-        with torch.no_grad(), tap(teacher, attend):
+        with torch.no_grad(), tap(teacher, dense_attention_with_gate_loss):
             run_backbone(teacher, input_ids)
         loss = torch.stack(list(parts.values())).sum()
-        return {"loss": ReadyGradients.apply(loss, gradients, *parameters), "parts": parts}
+        return {"loss": PrecomputedGradients.apply(loss, gradients, *parameters), "parts": parts}
 
 
 @torch.no_grad()
-def health(
+def gate_recall(
     gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], maps: BlockMaps | None = None
 ) -> dict[str, float]:
-    """Recall of attention mass under top-k selection, the gate's and the oracle's beside it.
+    """Measures the recall of attention mass under top-k selection, by the scores of the gate and of the oracle.
 
     Parameters
     ----------
-    chunks : items ``{"input_ids": int64 [N]}``, this process's share of them; all processes return the mean over all.
-    maps : takes in the block maps that pass by (those of the last chunk stay), at the largest sparsity.
+    chunks : this rank's items ``{"input_ids": int64 [N]}``; every rank returns the mean over all ranks.
+    maps : collects the block maps of the last chunk, at the largest sparsity.
 
     Returns
     -------
     dict
-        ``recall/gate@0.9`` and the like, the mean over layers, and ``recall/gate@0.9/layer 3`` for each layer.
+        ``recall/gate@0.9``, ``recall/oracle@0.9`` and so on for each of ``RECALL_SPARSITIES``, the mean over layers;
+        ``recall/gate@0.9/layer 3`` and so on for each layer.
     """
-    found: dict[str, list[Tensor]] = defaultdict(list)
+    recalls: dict[str, list[Tensor]] = defaultdict(list)
 
-    def attend(x: LayerInputs) -> Tensor:
+    def dense_attention_with_recall(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
         dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
         true, scores = normalize_rows(dense.pooled), gate.scores(x)
         for name, ranked in (("gate", scores), ("oracle", true)):
-            for sparsity in HEALTH_SPARSITIES:
+            for sparsity in RECALL_SPARSITIES:
                 mask = Selection(TopK(sparsity), Oracle(size)).choose(ranked, x)
-                share = recall(x, mask, size, dense.lse).mean()
-                found[f"recall/{name}@{sparsity}"].append(share)
-                found[f"recall/{name}@{sparsity}/layer {x.layer}"].append(share)
-                if maps is not None and (name, sparsity) == ("gate", HEALTH_SPARSITIES[-1]):
+                recall = attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
+                recalls[f"recall/{name}@{sparsity}"].append(recall)
+                recalls[f"recall/{name}@{sparsity}/layer {x.layer}"].append(recall)
+                if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
                     maps.add(x, size, true, scores, mask)
         return dense.out
 
-    with tap(teacher, attend):
+    with tap(teacher, dense_attention_with_recall):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
     merged: dict[str, list[float]] = defaultdict(list)
-    for part in gather_object([{name: torch.stack(shares).tolist() for name, shares in found.items()}]):
-        for name, shares in part.items():
-            merged[name] += shares
-    return {name: fmean(shares) for name, shares in merged.items()}
+    for of_rank in gather_object([{name: torch.stack(values).tolist() for name, values in recalls.items()}]):
+        for name, values in of_rank.items():
+            merged[name] += values
+    return {name: fmean(values) for name, values in merged.items()}

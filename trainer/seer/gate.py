@@ -1,7 +1,7 @@
-"""AttnGate: which key blocks a query block needs, from pooled queries and keys (SeerAttention, section 3.1).
+"""AttnGate: scores of key blocks for each query block, from pooled queries and keys (SeerAttention, section 3.1).
 
-Per layer and head, de-roped queries and keys are pooled over blocks, projected, rotated by the gate's own RoPE at the
-blocks' first positions, and compared: ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
+In each layer and head, de-roped queries and keys are pooled over blocks, projected, and rotated by the gate's own RoPE at the
+first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
 """
 
 from dataclasses import asdict
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
-INITIAL_SCALE = 0.5  # of queries and of keys: initial logits are a quarter of the block means' scaled products
+INITIAL_SCALE = 0.5  # of queries and of keys: initial logits are a quarter of the scaled products of block means
 
 
-def matching_dimensions(head_dim: int, hidden: int) -> Tensor:
-    """``[hidden, head_dim]`` projection that keeps each rotated pair at its own frequency.
+def frequency_matched_projection(head_dim: int, hidden: int) -> Tensor:
+    """Returns the projection ``[hidden, head_dim]`` that keeps each rotated pair of dimensions at its RoPE frequency.
 
-    Gate pair ``j`` of ``hidden / 2`` turns with ``base ** (-2 j / hidden)``, as the model's pair ``j * head_dim / hidden``
-    does. The factor keeps the size of products scaled by ``hidden ** -0.5`` when ``hidden`` is not ``head_dim``.
+    Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair ``j * head_dim / hidden`` of the
+    model. The factor keeps the magnitude of products scaled by ``hidden ** -0.5`` when ``hidden`` is not ``head_dim``.
     """
     pairs = torch.arange(hidden // 2) * head_dim // hidden
     source = torch.cat([pairs, pairs + head_dim // 2])
@@ -47,16 +47,15 @@ class AttnGate(nn.Module):
 
     Parameters
     ----------
-    head_dim, num_heads, num_kv_heads : of the layer's attention.
-    cfg : poolings, width and heads. With ``heads="kv"`` a gate serves a whole query group: it takes the group's pooled
-        queries side by side.
+    head_dim, num_heads, num_kv_heads : shape of the layer's attention.
+    cfg : poolings, width and heads. With ``heads="kv"`` a gate head serves a whole query group, and its input is the
+        concatenation of the group's pooled queries.
 
     Notes
     -----
-    The weights start as scaled identities: every pooling of a tensor with equal weight, in the dimensions that carry
-    the same frequency. So an untrained gate ranks blocks as the model would compare their means (or mid-ranges), instead
-    of at random. ``INITIAL_SCALE`` flattens those scores, because the target is flatter than they are: a row block's maxima
-    come from different queries, each with the column it likes best.
+    Weights are initialized to scaled identities: all poolings have equal weight, in the dimensions of the same frequency. So an
+    untrained gate ranks blocks by the scores of their means (or mid-ranges), not at random. ``INITIAL_SCALE`` flattens these
+    scores, because the target is flatter: the maxima of a row block come from different queries, each with its own best column.
     """
 
     def __init__(self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig) -> None:
@@ -65,17 +64,17 @@ class AttnGate(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.heads = num_heads if cfg.heads == "query" else num_kv_heads
         self.hidden = cfg.hidden or head_dim
-        self.shared_queries = num_heads // self.heads  # query heads that one gate head looks at
-        match = matching_dimensions(head_dim, self.hidden)
+        self.shared_queries = num_heads // self.heads  # query heads in the input of a gate head
+        projection = frequency_matched_projection(head_dim, self.hidden)
         query, key = (
-            match.repeat(1, parts) * (INITIAL_SCALE / parts)
+            projection.repeat(1, parts) * (INITIAL_SCALE / parts)
             for parts in (self.shared_queries * len(cfg.q_pool), len(cfg.k_pool))
         )
         self.query_weight = nn.Parameter(query.repeat(self.heads, 1, 1))  # [Hg, hidden, shared * pools * D]
         self.key_weight = nn.Parameter(key.repeat(self.heads, 1, 1))  # [Hg, hidden, pools * D]
 
     def pooled_inputs(self, q_nope: Tensor, k_nope: Tensor, kv_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
+        """Returns pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
         size = self.cfg.block_size
         first = first_query(q_nope.shape[2], k_nope.shape[2], kv_start, q_nope.device)
         pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=size, start=first)
@@ -83,19 +82,19 @@ class AttnGate(nn.Module):
         return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, block_size=size, start=kv_start)
 
     def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor, kv_start: Tensor | None = None) -> Tensor:
-        """Block scores before masking and softmax.
+        """Computes block scores before masking and softmax.
 
         Parameters
         ----------
         q_nope : ``[B, Hq, N, D]`` before RoPE (after a q/k norm).
         k_nope : ``[B, Hkv, M, D]``; queries are the last ``N`` of ``M`` positions.
-        inv_freq : fp32 ``[hidden / 2]``, the model's base at the gate's width.
+        inv_freq : fp32 ``[hidden / 2]``, inverse frequencies of the model's RoPE base at the gate's width.
         kv_start : int32 ``[B]``, left padding.
 
         Returns
         -------
         Tensor
-            fp32 ``[B, Hg, Tr, Tc]``, ``Hg`` the query heads (or key/value heads).
+            fp32 ``[B, Hg, Tr, Tc]``, where ``Hg`` is the number of query heads (or key/value heads).
         """
         with torch.no_grad():
             pooled_q, pooled_k = self.pooled_inputs(q_nope, k_nope, kv_start)
@@ -118,15 +117,14 @@ class AttnGate(nn.Module):
 
 
 class Gate(nn.Module):
-    """The gates of all layers of one model; what ``train-gate`` trains and ``attach`` serves.
+    """Gates of all layers of a model, trained by ``msattn train-gate`` and served by ``msattn.attach``.
 
     Attributes
     ----------
-    layers : one :class:`AttnGate` an attention layer.
+    layers : an :class:`AttnGate` for each attention layer.
     inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
-    thresholds : which thresholds read which share of each layer's blocks (:func:`msattn.trainer.seer.calibrate.calibrate`);
-        None before training.
-    manifest : of the artifact it was loaded from; None for a gate that was just built.
+    thresholds : calibrated thresholds of each layer (:func:`msattn.trainer.seer.calibrate.calibrate`); None before training.
+    manifest : manifest of the artifact that was loaded; None for a gate that was built.
     """
 
     inv_freq: Tensor
@@ -143,7 +141,7 @@ class Gate(nn.Module):
 
     @classmethod
     def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "Gate":
-        """Untrained gates for a model's ``config``; yarn's attention factor does not enter them."""
+        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor."""
         head_dim = models.head_dim(config)
         inv_freq, _ = rope.inverse_frequencies(config, dim=cfg.hidden or head_dim)
         heads = models.num_heads(config), models.num_kv_heads(config)
@@ -151,12 +149,12 @@ class Gate(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path) -> "Gate":
-        """A trained gate from an artifact's folder or Hub id, on the CPU.
+        """Loads a trained gate from the folder or Hub id of an artifact, on the CPU.
 
         Raises
         ------
         UserError
-            If the artifact is missing, damaged, of another kind, or its tensors do not fit its manifest.
+            If the artifact is missing, damaged or of another kind, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
         base, details = artifact.manifest["model"], artifact.manifest["details"]
@@ -166,34 +164,35 @@ class Gate(nn.Module):
         try:
             gate.load_state_dict(artifact.tensors)
         except RuntimeError as error:
-            raise UserError(f"gate={path}: its tensors do not fit its manifest: {error}") from error
+            raise UserError(f"gate={path}: its tensors do not match its manifest: {error}") from error
         gate.manifest, gate.thresholds = artifact.manifest, details["thresholds"]
         return gate.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What an artifact stores: weights and frequencies, fp32."""
+        """Returns the tensors of the artifact: weights and inverse frequencies, fp32."""
         return dict(self.state_dict())
 
     def details(self) -> dict[str, Any]:
-        """What an artifact's manifest must know to build this gate again."""
+        """Returns the manifest entries from which :meth:`load` rebuilds this gate."""
         return {"gate": asdict(self.cfg), "thresholds": self.thresholds}
 
     def logits(self, x: "LayerInputs") -> Tensor:
-        """Unmasked scores of one layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
+        """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
 
         Raises
         ------
         ValueError
-            If keys were cached before this pass: the gate pools keys before RoPE, which a cache does not hold.
+            If keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
         """
         _check_keys(x)
         return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self.inv_freq, kv_start=x.kv_start)
 
     @torch.no_grad()
     def scores(self, x: "LayerInputs") -> Tensor:
-        """Block probabilities of one layer, fp32 ``[B, Hg, Tr, Tc]``; ``Hg`` as ``gate.heads`` says.
+        """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
-        The softmax of :meth:`logits` over the visible blocks, without gradients and in one operation.
+        They are the softmax of :meth:`logits` over the visible blocks, in one operation without gradients. ``Hg`` is the number
+        of query heads or of key/value heads, by ``gate.heads``.
 
         Raises
         ------

@@ -1,8 +1,8 @@
-"""From block scores to the blocks that are read: a scorer, a policy, and what is always read.
+"""Selection of the key blocks that a layer reads: a scorer, a policy, and the blocks that are always read.
 
-Scorers give each row block of a layer non-negative scores that sum to 1 over the causally visible blocks; policies turn
-them into a block mask for ``block_sparse_attention``, or a zoom map for ``multiscale_attention``. The gate's scores and the
-baselines that ask whether training it was worth it share one interface. Nothing here waits for the device.
+A scorer gives each row block of a layer non-negative scores that sum to 1 over the causally visible blocks. A policy turns them
+into a block mask for ``block_sparse_attention``, or a zoom map for ``multiscale_attention``. Trained gates and the baselines
+they are compared with share this interface. Nothing here synchronizes with the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ from msattn.trainer.config import (
     TopKConfig,
 )
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidates, sparsity, visible_blocks
-from msattn.trainer.seer.calibrate import floor_of, threshold_at
+from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidate_blocks, sparsity, visible_blocks
+from msattn.trainer.seer.calibrate import floor_policy, threshold_at
 from msattn.trainer.seer.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ __all__ = [
     "Threshold",
     "TokenBudget",
     "TopK",
-    "recall",
     "selected_attention",
     "sparsity",
     "visible_blocks",
@@ -85,7 +84,7 @@ class GateScores:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The true block map, max-pooled attention probabilities: what a gate is trained towards."""
+    """The true block map, max-pooled attention probabilities, which is the target of a gate's training."""
 
     block_size: int = 64
 
@@ -96,7 +95,7 @@ class Oracle:
 
 @dataclass(frozen=True)
 class Random:
-    """Uniform scores, the same for a seed, layer and shape."""
+    """Uniform random scores, determined by seed, layer and shape."""
 
     block_size: int = 64
     seed: int = 0
@@ -110,7 +109,7 @@ class Random:
 
 @dataclass(frozen=True)
 class SinkLocal:
-    """First block, then the nearest ones (the A shape of streaming attention); blind to content."""
+    """The first block, then the nearest ones (the A shape of streaming attention), regardless of content."""
 
     block_size: int = 64
 
@@ -124,24 +123,25 @@ class SinkLocal:
 
 @dataclass(frozen=True)
 class MeanPool:
-    """Training-free: softmax over products of block means of queries and keys after RoPE."""
+    """Softmax over the products of mean-pooled queries and keys after RoPE; needs no training."""
 
     block_size: int = 64
 
     def __call__(self, x: "LayerInputs") -> Tensor:
         mean_q = pool_blocks(x.q, ["avg"], block_size=self.block_size, start=_first_query(x))
         mean_k = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start)
-        mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # a query group's rows share one product
+        mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # one product for all heads of a query group
         logits = (mean_q @ mean_k.transpose(-1, -2)).unflatten(2, (-1, _row_blocks(x, self.block_size)))
         return block_softmax(logits.flatten(1, 2) * x.scale, _visible(x, self.block_size))
 
 
 @dataclass(frozen=True)
 class Quest:
-    """Training-free: the largest score that any query of the row block could have with a key inside a block's bounds.
+    """Upper bounds on the scores of the row block's queries with the keys of a block; needs no training.
 
-    The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, taken for each query of a row block.
-    Worked through in chunks of row blocks, so that bounds of single queries never fill more than ``QUEST_CHUNK_BYTES``.
+    The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, is computed for each query, and the row
+    block takes the largest. Row blocks are processed in chunks, so that the bounds of single queries never take more than
+    ``QUEST_CHUNK_BYTES``.
     """
 
     block_size: int = 64
@@ -152,11 +152,11 @@ class Quest:
         bounds = bounds.transpose(-1, -2)
         row_bytes = 4 * queries.shape[0] * queries.shape[1] * self.block_size * (bounds.shape[-1] + bounds.shape[-2])
         logits = [
-            self._largest(rows, bounds) * x.scale for rows in queries.split(max(1, QUEST_CHUNK_BYTES // row_bytes), dim=2)
+            self._largest_bound(rows, bounds) * x.scale for rows in queries.split(max(1, QUEST_CHUNK_BYTES // row_bytes), dim=2)
         ]
         return block_softmax(torch.cat(logits, dim=2), _visible(x, self.block_size))
 
-    def _largest(self, rows: Tensor, bounds: Tensor) -> Tensor:
+    def _largest_bound(self, rows: Tensor, bounds: Tensor) -> Tensor:
         signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], dim=-1).float()
         grouped = signed.unflatten(1, (bounds.shape[1], -1))  # [B, Hkv, G, rows, block, 2 D]
         products = grouped.flatten(2, 4) @ bounds
@@ -165,13 +165,14 @@ class Quest:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which blocks of a layer are read.
+    """Selects the blocks of a layer that are read.
 
     Attributes
     ----------
-    policy, scorer : how many blocks (a policy for all layers, or one for each), and by whose scores.
-    sink_blocks : first blocks that every row reads. They and the row's own (diagonal) block count within the policy's
-        share.
+    policy : one policy for all layers, or a sequence with one for each layer.
+    scorer : source of the block scores.
+    sink_blocks : number of leading blocks that every row reads. They and the row's own (diagonal) block count within the
+        policy's share.
     """
 
     policy: Policy | Sequence[Policy]
@@ -180,20 +181,22 @@ class Selection:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block, as the scorer has it."""
+        """Number of tokens in a block of the scorer."""
         return self.scorer.block_size
 
     @classmethod
     def from_config(cls, cfg: SelectConfig, gate: "Gate | None" = None) -> "Selection":
-        """The selection that ``select.*`` describes.
+        """Builds the selection that ``select.*`` describes.
 
         Raises
         ------
         UserError
-            If the gate's scores are asked for and there is no gate, or a calibrated policy that the gate does not carry.
+            If the scores are those of a gate and there is no gate, or the policy is calibrated and the gate is not.
         """
         if cfg.scores == "gate" and gate is None:
-            raise UserError("select.scores=gate: needs a gate artifact (train-gate makes one), or choose a baseline's scores")
+            raise UserError(
+                "select.scores=gate: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline"
+            )
         scorers: dict[str, Callable[[], Scorer]] = {
             "gate": lambda: GateScores(gate),  # pyright: ignore[reportArgumentType]
             "oracle": lambda: Oracle(cfg.block_size),
@@ -206,17 +209,20 @@ class Selection:
         return cls(_policy(cfg, scorer), scorer, cfg.sink_blocks)
 
     def blocks(self, x: "LayerInputs") -> Tensor:
-        """Blocks to read of one layer: a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``, never empty in a row that sees a key."""
+        """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
+
+        Every row that sees a key reads at least one block.
+        """
         return self.choose(self.scorer(x), x)
 
     def choose(self, scores: Tensor, x: "LayerInputs") -> Tensor:
-        """The same from scores at hand (several policies on one scorer's scores)."""
+        """Same as :meth:`blocks`, from given scores, so that several policies can share them."""
         policy = self.policy[x.layer] if isinstance(self.policy, Sequence) else self.policy
         return policy(scores, self.candidates(x))
 
     def candidates(self, x: "LayerInputs") -> Candidates:
-        """What there is to choose from."""
-        return candidates(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.sink_blocks)
+        """Returns the blocks to select from."""
+        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.sink_blocks)
 
 
 def _policy(cfg: SelectConfig, scorer: Scorer) -> Policy | Sequence[Policy]:
@@ -238,39 +244,27 @@ def _policy(cfg: SelectConfig, scorer: Scorer) -> Policy | Sequence[Policy]:
 
 def _calibrated(cfg: CalibratedConfig, scorer: Scorer) -> list[Policy]:
     if not isinstance(scorer, GateScores) or scorer.gate.thresholds is None:
-        raise UserError(f"select.policy=calibrated: needs the scores of a trained gate, not select.scores={cfg.scores}")
+        raise UserError(f"select.policy=calibrated: needs a gate with calibrated thresholds (select.scores={cfg.scores})")
     table = scorer.gate.thresholds
     if cfg.sparsity > table["sparsities"][-1]:
         raise UserError(f"select.sparsity={cfg.sparsity}: the gate is calibrated up to {table['sparsities'][-1]}")
-    floor = floor_of(cfg.sparsity, table["floor"])
+    floor = floor_policy(cfg.sparsity, table["floor"])
     return [Calibrated(floor, Threshold(threshold_at(table, i, cfg.sparsity))) for i in range(len(table["layers"]))]
 
 
-def selected_attention(x: "LayerInputs", chosen: Tensor, block_size: int) -> SparseAttention:
-    """Attention of one layer over what a selection chose: a block mask, or zooms."""
-    options = {"block_size": block_size, "scale": x.scale, "kv_start": x.kv_start}
-    operation = block_sparse_attention if chosen.dtype == torch.bool else multiscale_attention
-    return operation(x.q, x.k, x.v, chosen, **options)
+def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> SparseAttention:
+    """Computes the attention of a layer over the selected blocks.
 
-
-def recall(x: "LayerInputs", chosen: Tensor, block_size: int, dense_lse: Tensor) -> Tensor:
-    """Share of the attention mass that lies in the blocks read, a head: fp32 ``[Hq]``, the mean over batch and queries.
-
-    The mass a query reads is ``exp(lse_sparse - lse_dense)``: the kernels' own statistics say it exactly.
-
-    Parameters
-    ----------
-    chosen : block mask or zooms ``[B | 1, Hq | Hkv | 1, Tr, Tc]``.
-    dense_lse : ``[B, Hq, N]`` of dense attention over the same inputs; -inf (padding) rows do not count.
+    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``, or uint8 zooms for
+    ``multiscale_attention``.
     """
-    lse = selected_attention(x, chosen, block_size).lse
-    real = dense_lse > -torch.inf
-    share = (lse - dense_lse).exp().clamp(max=1).masked_fill(~real, 0)
-    return share.sum((0, 2)) / real.sum((0, 2)).clamp(min=1)
+    options = {"block_size": block_size, "scale": x.scale, "kv_start": x.kv_start}
+    operation = block_sparse_attention if selected.dtype == torch.bool else multiscale_attention
+    return operation(x.q, x.k, x.v, selected, **options)
 
 
 def normalize_rows(scores: Tensor) -> Tensor:
-    """Rows divided by their sums; a row of zeros stays 0."""
+    """Divides rows by their sums; a row of zeros stays zero."""
     return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
