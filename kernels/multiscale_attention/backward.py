@@ -9,10 +9,10 @@ For pooled blocks, K and V are means and n is the number of keys of each. A prog
 iterates over its list like the forward pass. A program of the dK/dV kernel for means owns a tile of a key/value head: the
 means, at one level, of some neighbouring column blocks. It iterates over the row blocks, of all query heads of the group,
 that read any of them at that level. Each row block costs the products of a whole tile, so neighbours that share a zoom cost
-as much as their tokens; a single block of zoom 8 would gain nothing from a smaller tile, because loading Q and dO dominates.
-The dK/dV kernel for keys does the same for blocks of zoom 1 and adds the gradients of the means: a mean of n keys passes
-``1 / n`` to each of them. Each sum is accumulated by one program in a fixed order: no atomics, bitwise reproducible. The only
-partial results in memory are fp32 gradients of the means, 7/8 as many rows as K and V.
+in proportion to their tokens; a single block of zoom 8 costs a whole tile, but would not gain from a smaller one, because
+loading Q and dO dominates. The dK/dV kernel for keys does the same for blocks of zoom 1 and adds the gradients of the means:
+a mean of n keys passes ``1 / n`` to each of them. Each sum is accumulated by one program in a fixed order: no atomics,
+bitwise reproducible. The only partial results in memory are fp32 gradients of the means, 7/8 as many rows as K and V.
 
 Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists and means as in ``lists`` and ``levels`` of
 :mod:`msattn.kernels.multiscale_attention`. A tile has BM queries and BN keys (means), each a block or an even part of one, or
@@ -194,7 +194,7 @@ def _dkv_kernel(
     u = (number * BLOCK + inside) << level  # first key of each group
     size = tl.maximum(group_size(u, level, keys), 1).to(tl.float32)
     log_size = tl.log2(size) / scale2  # bias of the unscaled scores
-    column = (inside << level) // BLOCK  # column block within the tile
+    column = (inside << level) // BLOCK  # number of the column block within the tile
     first = 0 if POOLED else first_key
     k = load_tile(k_desc, b, kv_head, first + row0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first + row0, BN, COLS)

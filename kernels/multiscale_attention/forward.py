@@ -190,7 +190,7 @@ def _multiscale_attention_kernel(
             s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
         v = load_means(p_means, row, 1, HEAD, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)
-        m += level  # + log2 of the group size, which full groups leave out of their scores
+        m += level  # log2 of the group size, which the scores of full groups do not include
         level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # in advance, to prefetch
 
     p_list += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)

@@ -186,7 +186,7 @@ def _pool(
         if u0 + KEYS <= keys:
             store_means(p_means, total * (0.5**level), row, exists, V, HEAD, COLS)
         else:
-            # IEEE division: the means of 16-bit numbers often lie half way between two, where the last bit decides.
+            # IEEE division: the means of 16-bit numbers are often half way between two numbers, where the last bit decides.
             size = tl.maximum(group_size(group << level, level, keys), 1).to(tl.float32)
             mean = tl.div_rn(total, tl.broadcast_to(size[:, None], total.shape))
             store_means(p_means, mean, row, exists, V, HEAD, COLS)

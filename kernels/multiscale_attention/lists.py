@@ -100,7 +100,7 @@ def _effective_zoom(zoom, c, end, full_end):
 
     Blocks from ``full_end`` on contain later keys and are not pooled.
     """
-    zoom = tl.minimum(zoom.to(tl.int32), 9)  # 9 stands for all larger values, which are invalid
+    zoom = tl.minimum(zoom.to(tl.int32), 9)  # values above 8 are not read; bounded for the shift in _pack_count
     return tl.where(c < full_end, zoom, tl.where(c < end, tl.minimum(zoom, 1), 0))
 
 

@@ -32,7 +32,7 @@ def row_lists(selected: Tensor, scores_each: int) -> Iterator[tuple[Tensor, Tens
     """Yields the columns that ``selected [B, H, Tr, Tc]`` selects, R rows at a time.
 
     A chunk is ``b, h, r [R]``, a mask of valid entries ``[R, W]``, and the columns ``c [R, W]``; shorter lists repeat their
-    first column as padding. Rows are sorted by length, which keeps padding small. An entry stands for ``scores_each`` scores,
+    first column as padding. Rows are sorted by length, which keeps padding small. An entry has ``scores_each`` scores,
     and a chunk holds up to SCORES_AT_ONCE scores.
     """
     lengths = selected.sum(-1)

@@ -17,7 +17,7 @@ from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_
 from msattn.kernels.reference.common import masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
-PARTS = max(ZOOMS)  # of a block
+PARTS = max(ZOOMS)  # parts of a block
 
 
 class _Rows(NamedTuple):

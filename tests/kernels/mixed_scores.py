@@ -1,4 +1,4 @@
-"""What the tests of conv_attention and head_mix_attention check alike: attention over mixed scores, whose weight is trained."""
+"""Checks shared by the tests of conv_attention and head_mix_attention."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -22,9 +22,10 @@ RESULTS = ("out", "dq", "dk", "dv", "dweight")
 
 
 def roundings(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, dout: Tensor, mixed: float, pairs: int) -> dict[str, Rounding]:
-    """As of plain attention, but that a score is a sum of scores with weights of ``mixed`` in all, and rounds as much more.
+    """Returns the expected rounding errors of output and gradients.
 
-    A gradient of the weight adds up ``pairs`` of query and key one after another.
+    They are those of plain attention, times ``mixed``, the sum of the absolute weights of a score. A gradient of the weight
+    accumulates ``pairs`` pairs of query and key in sequence.
     """
     scale, one = q.shape[3] ** -0.5, weight.new_ones(1)
     plain = dict(zip(("dq", "dk", "dv"), gradient_rounding(q, k, v, dout, scale), strict=True))
@@ -46,7 +47,10 @@ def assert_agrees(
     device: str,
     pairs: int = 1,
 ) -> None:
-    """Output and gradients against ``definition`` in fp64; those of queries that see nothing are exactly 0."""
+    """Asserts that output and gradients agree with ``definition`` in fp64.
+
+    They are exactly 0 for queries without visible keys.
+    """
     inputs = [x.requires_grad_() for x in (*case.qkv(device), weight)]
     out = operation(*inputs, causal=case.causal, kv_start=starts(case.padding, device), backend=backend)
     dout = torch.randn_like(out)
@@ -64,10 +68,10 @@ def assert_agrees(
     assert (got[1][empty] == 0).all()
 
 
-def assert_padding_equals_unpadded(
+def assert_padded_equals_unpadded(
     operation: Operation, inputs: Sequence[Tensor], *, causal: bool, backend: Backend, tolerance: float | None = None
 ) -> None:
-    """Whatever the padding holds, rows of a padded batch and all gradients are those of the sequence alone."""
+    """Asserts that a padded sequence gives the same output and gradients as alone."""
     dout = torch.randn_like(inputs[0])
     pad = 21
 
@@ -87,21 +91,29 @@ def assert_padding_equals_unpadded(
 
 
 def results(operation: Operation, inputs: Sequence[Tensor], dout: Tensor, backend: Backend | None = None) -> list[Tensor]:
-    """Output and gradients."""
+    """Returns the output and the gradients."""
     leaves = [x.requires_grad_() for x in inputs]
     out = operation(*leaves, backend=backend)
     return [out, *torch.autograd.grad(out, leaves, dout)]
 
 
-def assert_same_bits(operation: Operation, inputs: Sequence[Tensor], dout: Tensor) -> None:
-    """Three runs give the same output and gradients."""
+def assert_bitwise_reproducible(operation: Operation, inputs: Sequence[Tensor], dout: Tensor) -> None:
+    """Asserts that three runs give bitwise equal output and gradients."""
     first = results(operation, inputs, dout)
     for _ in range(2):
         torch.testing.assert_close(results(operation, inputs, dout), first, rtol=0, atol=0)
 
 
+def assert_accepts_misaligned_gradients(operation: Operation, inputs: Sequence[Tensor]) -> None:
+    """Asserts that a gradient that is not aligned to 16 bytes gives the same results."""
+    dout = torch.randn_like(inputs[0]).contiguous()
+    misaligned = torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view_as(dout)
+    got, want = (results(operation, inputs, x, "triton") for x in (misaligned, dout))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[Tensor], backend: Backend) -> None:
-    """A whole custom operator, which compiled code calls as eager code does."""
+    """Asserts that the custom operator passes opcheck, and works under torch.compile."""
     leaves = [x.requires_grad_() for x in inputs]
     torch.library.opcheck(module._operator, (*leaves, starts([3], leaves[0].device), True, 0.1, backend))
     dout = torch.ones_like(inputs[0])
@@ -110,7 +122,7 @@ def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[T
 
 
 def assert_cuda_graph(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor) -> None:
-    """Captured once, forward and backward follow new inputs and new padding."""
+    """Asserts that a captured step, with backward, follows new inputs and padding."""
     kv_start = torch.tensor([7], dtype=torch.int32, device="cuda")
 
     def step() -> list[Tensor]:

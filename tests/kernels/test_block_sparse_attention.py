@@ -1,4 +1,4 @@
-"""block_sparse_attention: kernel and reference against fp64, its edges, gradients, and how it behaves as an operator."""
+"""Tests block_sparse_attention: accuracy against fp64, gradients, edge cases."""
 
 import itertools
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def seen_tokens(mask: Tensor, case: Case, device: str) -> Tensor:
 def dense_gradients(
     inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dlse: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Autograd of dense attention in ``dtype``, through out and lse; rows that see nothing count as 0."""
+    """Gradients of dense attention in ``dtype``; 0 for rows without visible keys."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
     empty = ~seen.any(-1)
     out, lse, _ = dense_attention(leaves[0], leaves[1], leaves[2], seen | empty[..., None], dtype=dtype)
@@ -49,7 +49,10 @@ def dense_gradients(
 
 
 def check(case: Case, mask: Tensor, backend: Backend, device: str) -> None:
-    """Outputs and, through both of them, gradients; those of rows that see nothing are exactly 0."""
+    """Checks outputs, and gradients through out and lse, against dense attention.
+
+    Query gradients of rows without visible keys are exactly 0.
+    """
     q, k, v = inputs = [x.requires_grad_() for x in case.qkv(device)]
     seen = seen_tokens(mask, case, device)
     with torch.no_grad():
@@ -74,7 +77,7 @@ def check(case: Case, mask: Tensor, backend: Backend, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: None) -> None:
-    """Masks of one sequence or all, and of query heads, key/value heads or none, in turn; rows without a block among them."""
+    """Covers masks shared by batch or heads, and rows without a block."""
     case = CASES[number]
     heads = (case.q_heads, case.kv_heads, 1)[number % 3]
     mask = random_block_mask(case.batch if number % 2 else 1, heads, *case.blocks, 0.4, device)
@@ -83,7 +86,7 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
     check(case, mask, backend, device)
 
 
-def test_reference_at_length() -> None:
+def test_reference_at_4095_tokens() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
     check(case, random_block_mask(1, 1, *case.blocks, 0.1), "torch", "cpu")
 
@@ -98,7 +101,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poiso
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
+def test_padded_equals_unpadded(backend: Backend, device: str) -> None:
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 100, head_size=64, device=device)]
     mask = random_block_mask(1, 2, 5, 5, 0.5, device)
     alone = block_sparse_attention(q, k, v, mask[:, :, :4, :4], block_size=32, backend=backend)
@@ -119,7 +122,7 @@ def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_only_what_the_mask_selects(backend: Backend, device: str) -> None:
+def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 2, 200, head_size=64, device=device)
     mask = torch.zeros(1, 2, 4, 4, dtype=torch.bool, device=device)
     mask[:, :, :, 0] = mask[:, :, 2, 1] = True
@@ -137,8 +140,8 @@ def test_reads_only_what_the_mask_selects(backend: Backend, device: str) -> None
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("causal", [True, False])
-def test_lists(heads: int, causal: bool, device: str) -> None:
-    """Each holds the blocks that can be seen, in order, and counts those that need no mask; columns for two heads at once."""
+def test_compacted_lists(heads: int, causal: bool, device: str) -> None:
+    """Lists hold the visible blocks in order and count the full ones."""
     block, num_queries, num_keys = 16, 70, 100
     mask = random_block_mask(1, heads, 5, 7, 0.5, device)
     sizes = mask, None, num_queries, num_keys, num_keys - num_queries, block, causal
@@ -176,7 +179,7 @@ def test_nothing_selected(backend: Backend, device: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 150), more=st.integers(0, 90), causal=st.booleans(), block=st.sampled_from([16, 64]))
-def test_full_mask_is_dense(n: int, more: int, causal: bool, block: int) -> None:
+def test_full_mask_equals_dense_attention(n: int, more: int, causal: bool, block: int) -> None:
     case = Case(1, 2, 1, n, n + more, 16, causal=causal, block_size=block)
     q, k, v = case.qkv()
     got = block_sparse_attention(q, k, v, torch.ones(1, 1, *case.blocks, dtype=torch.bool), **case.options())
@@ -187,7 +190,7 @@ def test_full_mask_is_dense(n: int, more: int, causal: bool, block: int) -> None
 
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 150), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
-def test_above_the_diagonal_is_ignored(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
+def test_ignores_mask_above_the_diagonal(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
     case = Case(1, 2, 1, n, n + more, 16, block_size=32)
     q, k, v = case.qkv(device)
     mask = random_block_mask(1, 2, *case.blocks, 0.5, device, seed)
@@ -210,8 +213,8 @@ def test_sequences_are_independent(backend: Backend, device: str) -> None:
 
 @settings(max_examples=6, deadline=None)
 @given(n=st.integers(1, 80), more=st.integers(0, 40), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
-def test_a_constant_added_to_the_keys_changes_nothing(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
-    """It adds the same to all scores of a row: out stays, so does dQ, and the keys' gradients sum to 0."""
+def test_invariant_to_a_constant_added_to_the_keys(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
+    """The output and dQ stay the same, and the gradients of the keys sum to 0."""
     case = Case(1, 2, 1, n, n + more, 16, block_size=64)
     q, k, v = case.qkv(device, seed)
     mask = random_block_mask(1, 2, *case.blocks, 0.5, device, seed)
@@ -221,10 +224,10 @@ def test_a_constant_added_to_the_keys_changes_nothing(device: str, n: int, more:
         out = block_sparse_attention(q, k, v, mask, backend=backend).out
         return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
-    plain, moved = (
+    plain, shifted_keys = (
         step(*(x.detach().requires_grad_() for x in (q, keys, v))) for keys in (k, k + torch.randn_like(k[:, :, :1]))
     )
-    torch.testing.assert_close(moved, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(shifted_keys, plain, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(plain[2].sum(2), torch.zeros_like(plain[2][:, :, 0]), rtol=0, atol=1e-4)
 
 
@@ -243,12 +246,12 @@ def test_operator(backend: Backend, steady_device: str) -> None:
 
 
 @pytest.mark.parametrize("padding", [None, (0, 7)])
-def test_gradients_of_the_reference_by_differences(padding: tuple[int, ...] | None) -> None:
+def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
     case = Case(2, 2, 1, 18, 20, 8, torch.float64, True, padding, 16)
     mask = random_block_mask(1, 2, *case.blocks, 0.5)
     mask[:, :, :, 0] = True
     q, k, v = (x.requires_grad_() for x in case.qkv())
-    rows = slice(7, None)  # of both sequences; the LSE of the others is -inf in one of them
+    rows = slice(7, None)  # rows before these have an LSE of -inf in one sequence
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         got = block_sparse_attention(q, k, v, mask, **case.options())
@@ -257,15 +260,15 @@ def test_gradients_of_the_reference_by_differences(padding: tuple[int, ...] | No
     assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
-def test_gradients_may_have_any_layout(device: str) -> None:
-    """Expanded, as a sum's are, turned, shifted by one element, or of the LSE alone."""
+def test_accepts_output_gradients_of_any_layout(device: str) -> None:
+    """Covers expanded, transposed and misaligned ones, and those of the LSE alone."""
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, head_size=16, device=device)]
     mask = random_block_mask(1, 2, 3, 3, 0.5, device)
     out, lse = block_sparse_attention(q, k, v, mask, block_size=32, backend="triton")
     plain = torch.randn_like(out).contiguous()
-    turned = plain.mT.contiguous().mT
+    transposed = plain.mT.contiguous().mT
     shifted = torch.cat([plain.new_zeros(1), plain.flatten()])[1:].view_as(plain)
-    want, *others = (torch.autograd.grad(out, inputs, x, retain_graph=True) for x in (plain, turned, shifted))
+    want, *others = (torch.autograd.grad(out, inputs, x, retain_graph=True) for x in (plain, transposed, shifted))
     for got in others:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     ones = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
@@ -284,7 +287,7 @@ def test_gradients_may_have_any_layout(device: str) -> None:
         ({"scale": float("nan")}, "scale=nan"),
     ],
 )
-def test_refuses(change: dict[str, Any], message: str) -> None:
+def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:
     q, k, v = random_qkv(1, 4, 2, 20)
     arguments: dict[str, Any] = {"block_mask": torch.ones(1, 2, 1, 1, dtype=torch.bool)} | change
     with pytest.raises(ValueError, match=message):
@@ -295,7 +298,7 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_same_bits_every_time(dtype: torch.dtype) -> None:
+def test_bitwise_reproducible(dtype: torch.dtype) -> None:
     case = Case(2, 8, 2, 2000, 2000, 128, dtype, True, (0, 300))
     q, k, v = inputs = [x.requires_grad_() for x in case.qkv("cuda")]
     mask = random_block_mask(1, 8, *case.blocks, 0.3, "cuda")
@@ -335,7 +338,7 @@ def test_cuda_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("long", ["queries", "keys"])
 def test_offsets_beyond_32_bits(long: str) -> None:
-    """Of 2**31 elements and more, the first and the last block are read; the answer is that of these two alone."""
+    """The first and last block of 2**31 elements give the same results as alone."""
     num_queries, num_keys = (2**23 + 64, 128) if long == "queries" else (128, 2**23 + 64)
     q = torch.randn(1, 2, num_queries, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     k, v = (torch.randn(1, 2, num_keys, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2))
@@ -345,20 +348,19 @@ def test_offsets_beyond_32_bits(long: str) -> None:
     dout = torch.randn_like(out)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
 
-    def ends(x: Tensor) -> Tensor:
+    def outer_blocks(x: Tensor) -> Tensor:
         return torch.cat([x[:, :, :64], x[:, :, -64:]], 2).detach()
 
-    q, k, v = small = [ends(x).requires_grad_() for x in (q, k, v)]
+    q, k, v = small = [outer_blocks(x).requires_grad_() for x in (q, k, v)]
     everything = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="cuda")
     want = block_sparse_attention(q, k, v, everything, causal=False).out
-    torch.testing.assert_close(ends(out), want.detach())
-    for x, y in zip(gradients, torch.autograd.grad(want, small, ends(dout)), strict=True):
-        torch.testing.assert_close(ends(x), y)
+    torch.testing.assert_close(outer_blocks(out), want.detach())
+    for x, y in zip(gradients, torch.autograd.grad(want, small, outer_blocks(dout)), strict=True):
+        torch.testing.assert_close(outer_blocks(x), y)
         assert not x[:, :, 64:-64].any()
 
 
-def test_chunks_of_a_prefill_select_alike(device: str) -> None:
-    """Chunked prefill in multiples of the block gives what one pass gives."""
+def test_chunked_prefill_equals_one_pass(device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 96, device=device)
     mask = random_block_mask(1, 2, 6, 6, 0.5, device)
     whole = block_sparse_attention(q, k, v, mask, block_size=16).out

@@ -1,4 +1,4 @@
-"""conv_attention: kernels and reference against fp64, gradients, edges, and how it behaves as an operator."""
+"""Tests conv_attention: accuracy against fp64, gradients, edge cases, operator."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ HALF, FULL = torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def _long_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted kernels take their time by the number of tiles, whatever their size."""
+def _larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds up interpreted kernels, whose time depends on the number of tiles."""
     if device == "cpu":
         monkeypatch.setattr(conv_band, "TILE_ROWS", 64)
 
@@ -33,9 +33,9 @@ def _long_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def convolved_attention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """The definition, all scores in memory at once, in ``dtype`` as eager PyTorch would; rows that see nothing are 0.
+    """Computes the definition eagerly in ``dtype``, with all scores in memory.
 
-    ``weight [Hq, c_q, c_k]``, or one for each query, ``[N, Hq, c_q, c_k]``.
+    ``weight`` is ``[Hq, c_q, c_k]``, or ``[N, Hq, c_q, c_k]`` with one for each query. Rows without visible keys are 0.
     """
     statistics = torch.promote_types(dtype, torch.float32)
     q, k, v, weight = (x.to(dtype) for x in (q, k, v, weight))
@@ -54,7 +54,10 @@ def convolved_attention(
 
 
 def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Output, and gradients of q, k, v and weight; in fp64, of the weight that each query uses."""
+    """Returns the output and the gradients of q, k, v and weight.
+
+    In fp64 each query has its own copy of the weight, with its own gradient.
+    """
     if dtype == torch.float64:
         inputs = [*inputs[:3], inputs[3].expand(dout.shape[2], -1, -1, -1)]
     leaves = [x.detach().to(dtype).clone().requires_grad_() for x in inputs]
@@ -64,7 +67,7 @@ def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: 
 
 
 def random_weight(heads: int, size: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
-    """Kernels whose results are of the size of a score."""
+    """Random kernels that preserve the magnitude of scores."""
     return (torch.randn(heads, *size) / (size[0] * size[1]) ** 0.5).to(device, dtype)
 
 
@@ -96,7 +99,7 @@ def test_agrees_with_fp64(case: Case, size: tuple[int, int], backend: Backend, d
     check(case, size, backend, device)
 
 
-def test_reference_at_length() -> None:
+def test_reference_at_4095_tokens() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
     q, k, v = case.qkv()
     weight = random_weight(1, (3, 3), FULL, "cpu")
@@ -121,8 +124,8 @@ def test_full_length() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
-    """Heads one after the other and rows a few at a time, as when the scratch is too small for all."""
+def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """A small scratch forces processing by single heads and by a few rows."""
     q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(2, (2, 2), HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(conv_attention, inputs, dout, backend)
@@ -133,13 +136,13 @@ def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: py
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_padding_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
+def test_padded_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
     inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (3, 4), FULL, device)
-    mixed_scores.assert_padding_equals_unpadded(conv_attention, inputs, causal=causal, backend=backend)
+    mixed_scores.assert_padded_equals_unpadded(conv_attention, inputs, causal=causal, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
+def test_identity_weight_equals_plain_attention(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 70, 90, device=device)
     weight = torch.zeros(2, 3, 6, device=device)
     weight[:, -1, 2] = 1
@@ -149,8 +152,8 @@ def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_future_leaves_no_trace(backend: Backend, device: str) -> None:
-    """Not even in the last bit."""
+def test_later_tokens_have_no_influence(backend: Backend, device: str) -> None:
+    """The results of earlier queries are bitwise equal."""
     q, k, v = random_qkv(1, 1, 1, 40, head_size=16, dtype=HALF, device=device)
     weight = random_weight(1, (3, 4), HALF, device)
     before = conv_attention(q, k, v, weight, backend=backend)[:, :, :30]
@@ -167,8 +170,8 @@ def test_the_future_leaves_no_trace(backend: Backend, device: str) -> None:
     taps=st.integers(1, 11),
     cut=st.integers(0, 59),
 )
-def test_chunks_of_a_prefill(n: int, more: int, window: int, taps: int, cut: int) -> None:
-    """Later queries alone, given those that the convolution reaches back to, give what one pass gives."""
+def test_chunked_prefill_equals_one_pass(n: int, more: int, window: int, taps: int, cut: int) -> None:
+    """A chunk with the c_q - 1 queries before it gives the same results as one pass."""
     q, k, v = random_qkv(1, 2, 1, n, n + more, 16)
     weight = random_weight(2, (window, taps), FULL, "cpu")
     cut = cut % n
@@ -180,8 +183,8 @@ def test_chunks_of_a_prefill(n: int, more: int, window: int, taps: int, cut: int
 
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 40), factor=st.floats(-2, 2), causal=st.booleans())
-def test_weight_and_scale_trade(n: int, factor: float, causal: bool) -> None:
-    """Scores are linear in the weight: doubling it is doubling the scale."""
+def test_doubling_the_weight_equals_doubling_the_scale(n: int, factor: float, causal: bool) -> None:
+    """Scores are linear in the weight."""
     q, k, v = random_qkv(1, 1, 1, n, head_size=8)
     weight = random_weight(1, (2, 3), FULL, "cpu") * factor
     got = conv_attention(q, k, v, 2 * weight, scale=0.2, causal=causal)
@@ -189,7 +192,7 @@ def test_weight_and_scale_trade(n: int, factor: float, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weight_of_full_precision(backend: Backend, device: str) -> None:
+def test_fp32_weight_with_16_bit_inputs(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 1, 1, 30, head_size=16, dtype=HALF, device=device)
     weight = random_weight(1, (2, 3), FULL, device).requires_grad_()
     out = conv_attention(q, k, v, weight, backend=backend)
@@ -200,12 +203,17 @@ def test_weight_of_full_precision(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("padding", [None, (0, 3)])
-def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
+def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
     q, k, v = random_qkv(2, 2, 1, 4, 5, 8, torch.float64)
     weight = random_weight(2, (3, 4), torch.float64, "cpu")
     inputs = [x.requires_grad_() for x in (q, k, v, weight)]
-    for f in (conv_attention, reference.conv_attention):  # as an operator, and by autograd
+    for f in (conv_attention, reference.conv_attention):  # explicit backward, and autograd
         assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
+
+
+def test_accepts_misaligned_output_gradients(device: str) -> None:
+    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (2, 2), FULL, device)
+    mixed_scores.assert_accepts_misaligned_gradients(conv_attention, inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -227,7 +235,7 @@ def test_operator(backend: Backend, device: str) -> None:
         ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
     ],
 )
-def test_refuses(change: dict[str, Any], message: str) -> None:
+def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:
     q, k, v = random_qkv(1, 4, 2, 20)
     arguments: dict[str, Any] = {"weight": torch.ones(4, 3, 3)} | change
     with pytest.raises(ValueError, match=message):
@@ -241,9 +249,9 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitwise_reproducible(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 2**20)
-    mixed_scores.assert_same_bits(conv_attention, *gpu_step(1000, dtype))
+    mixed_scores.assert_bitwise_reproducible(conv_attention, *gpu_step(1000, dtype))
 
 
 @pytest.mark.gpu
@@ -254,7 +262,7 @@ def test_cuda_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("long", ["queries", "keys"])
 def test_offsets_beyond_32_bits(long: str) -> None:
-    """A head of more than 2**31 elements: its last rows are those of a short one."""
+    """The last rows of 2**31 elements or more give the same results as alone."""
     num_queries, num_keys = (2**24 + 64, 32) if long == "queries" else (32, 2**24 + 64)
     q = torch.randn(1, 1, num_queries, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, 1, num_keys, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))

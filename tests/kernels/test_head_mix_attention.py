@@ -1,4 +1,4 @@
-"""head_mix_attention: kernels and reference against fp64, gradients, edges, and how it behaves as an operator."""
+"""Tests head_mix_attention: accuracy against fp64, gradients, edge cases."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +23,9 @@ HALF, FULL = torch.float16, torch.float32
 
 
 def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Output and gradients by the definition, as eager PyTorch would in ``dtype``; rows that see nothing are 0.
+    """Computes output and gradients of the definition eagerly in ``dtype``.
 
-    In fp64, the gradient of the weight is that of the weight which each query uses, ``[N, Hq, Hq]``.
+    Rows without visible keys are 0. In fp64 each query has its own copy of the weight: its gradient is ``[N, Hq, Hq]``.
     """
     if dtype == torch.float64:
         inputs = [*inputs[:3], inputs[3].expand(dout.shape[2], -1, -1)]
@@ -41,15 +41,15 @@ def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype:
 
 
 def random_weight(heads: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Near the identity, as training starts from."""
+    """Random weight near the identity, from which training starts."""
     return (torch.eye(heads) + torch.randn(heads, heads) / (2 * heads**0.5)).to(device, dtype)
 
 
 def check(case: Case, backend: Backend, device: str) -> None:
     weight = random_weight(case.q_heads, case.dtype, device)
     mixed = weight.abs().sum(0).max().item()
-    of_a_program = head_mix_scores.mix_backward_tile(case.q_heads)
-    pairs = of_a_program.rows * of_a_program.keys
+    mix_tile = head_mix_scores.mix_backward_tile(case.q_heads)
+    pairs = mix_tile.rows * mix_tile.keys
     mixed_scores.assert_agrees(head_mix_attention, mixed_attention, case, weight, mixed, backend, device, pairs)
 
 
@@ -87,7 +87,7 @@ def test_full_length() -> None:
     check(Case(1, 4, 2, 4095, 4095, 128, torch.bfloat16), "triton", "cuda")
 
 
-def test_reference_at_length() -> None:
+def test_reference_at_4095_tokens() -> None:
     q, k, v = random_qkv(1, 2, 1, 4095)
     weight = random_weight(2, FULL, "cpu")
     seen = visible(1, 95, 4095, True, None)
@@ -96,8 +96,8 @@ def test_reference_at_length() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
-    """Rows a few at a time, as when the scratch is too small for all."""
+def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """A small scratch forces processing by a few rows."""
     q, k, v = random_qkv(1, 4, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(4, HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(head_mix_attention, inputs, dout, backend)
@@ -110,13 +110,13 @@ def test_parts_of_the_work_add_up(backend: Backend, device: str, monkeypatch: py
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_padding_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
+def test_padded_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
     inputs = *random_qkv(1, 4, 2, 30, head_size=16, device=device), random_weight(4, FULL, device)
-    mixed_scores.assert_padding_equals_unpadded(head_mix_attention, inputs, causal=causal, backend=backend, tolerance=1e-5)
+    mixed_scores.assert_padded_equals_unpadded(head_mix_attention, inputs, causal=causal, backend=backend, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
+def test_identity_weight_equals_plain_attention(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 4, 2, 70, 90, device=device)
     got = head_mix_attention(q, k, v, torch.eye(4, device=device), scale=0.3, backend=backend)
     want = dense_attention(q, k, v, visible(1, 70, 90, True, None, device), 0.3, torch.float32)
@@ -125,18 +125,17 @@ def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 60), more=st.integers(0, 40), causal=st.booleans(), seed=st.integers(0, 99))
-def test_heads_may_be_renamed(n: int, more: int, causal: bool, seed: int) -> None:
-    """Permuting heads, and rows and columns of the weight with them, permutes the output."""
+def test_permuting_heads_permutes_the_output(n: int, more: int, causal: bool, seed: int) -> None:
     q, k, v = random_qkv(1, 4, 4, n, n + more, 16, seed=seed)
     weight, order = random_weight(4, FULL, "cpu"), torch.randperm(4, generator=torch.Generator().manual_seed(seed))
-    straight = head_mix_attention(q, k, v, weight, causal=causal)
-    renamed = head_mix_attention(q[:, order], k[:, order], v[:, order], weight[order][:, order], causal=causal)
-    torch.testing.assert_close(renamed, straight[:, order])
+    unpermuted = head_mix_attention(q, k, v, weight, causal=causal)
+    permuted = head_mix_attention(q[:, order], k[:, order], v[:, order], weight[order][:, order], causal=causal)
+    torch.testing.assert_close(permuted, unpermuted[:, order])
 
 
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 40), cut=st.integers(0, 39), backend=st.sampled_from(BACKENDS))
-def test_chunks_of_a_prefill(device: str, n: int, cut: int, backend: Backend) -> None:
+def test_chunked_prefill_equals_one_pass(device: str, n: int, cut: int, backend: Backend) -> None:
     q, k, v = random_qkv(1, 2, 2, n, head_size=8, device=device)
     weight, cut = random_weight(2, FULL, device), cut % n
     whole, chunk = (head_mix_attention(x, k, v, weight, backend=backend) for x in (q, q[:, :, cut:]))
@@ -144,7 +143,7 @@ def test_chunks_of_a_prefill(device: str, n: int, cut: int, backend: Backend) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weight_of_full_precision(backend: Backend, device: str) -> None:
+def test_fp32_weight_with_16_bit_inputs(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 30, head_size=16, dtype=HALF, device=device)
     weight = random_weight(2, FULL, device).requires_grad_()
     out = head_mix_attention(q, k, v, weight, backend=backend)
@@ -157,7 +156,7 @@ def test_weight_of_full_precision(backend: Backend, device: str) -> None:
 
 
 def test_scores_beyond_half_precision(device: str) -> None:
-    """They count as the largest number of fp16: one key still takes it all, and nothing becomes NaN."""
+    """Scores saturate at the largest fp16 number, and nothing becomes NaN."""
     q, k, v = random_qkv(1, 2, 1, 40, head_size=16, dtype=HALF, device=device)
     k[:, :, 3] = q[:, :1, 30] * 40
     inputs = [200 * q, 40 * k, v, torch.eye(2, dtype=HALF, device=device)]
@@ -167,11 +166,16 @@ def test_scores_beyond_half_precision(device: str) -> None:
 
 
 @pytest.mark.parametrize("padding", [None, (0, 3)])
-def test_gradients_of_the_reference(padding: tuple[int, ...] | None) -> None:
+def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
     q, k, v = random_qkv(2, 4, 2, 4, 5, 8, torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v, random_weight(4, torch.float64, "cpu"))]
-    for f in (head_mix_attention, reference.head_mix_attention):  # as an operator, and by autograd
+    for f in (head_mix_attention, reference.head_mix_attention):  # explicit backward, and autograd
         assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
+
+
+def test_accepts_misaligned_output_gradients(device: str) -> None:
+    inputs = *random_qkv(1, 4, 2, 20, head_size=16, device=device), random_weight(4, FULL, device)
+    mixed_scores.assert_accepts_misaligned_gradients(head_mix_attention, inputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -192,14 +196,14 @@ def test_operator(backend: Backend, device: str) -> None:
         ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
     ],
 )
-def test_refuses(change: dict[str, Any], message: str) -> None:
+def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:
     q, k, v = random_qkv(1, 4, 2, 20)
     arguments: dict[str, Any] = {"weight": torch.ones(4, 4)} | change
     with pytest.raises(ValueError, match=message):
         head_mix_attention(q, k, v, **arguments)
 
 
-def test_refuses_more_heads_than_kernels_hold(device: str) -> None:
+def test_rejects_more_heads_than_the_kernels_support(device: str) -> None:
     q, k, v = random_qkv(1, 129, 1, 3, head_size=8, device=device)
     weight = torch.eye(129, device=device)
     assert head_mix_attention(q, k, v, weight, backend="torch").isfinite().all()
@@ -214,9 +218,9 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_bits_each_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bitwise_reproducible(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 2**20)
-    mixed_scores.assert_same_bits(head_mix_attention, *gpu_step(1000, dtype))
+    mixed_scores.assert_bitwise_reproducible(head_mix_attention, *gpu_step(1000, dtype))
 
 
 @pytest.mark.gpu
@@ -226,7 +230,7 @@ def test_cuda_graph() -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
-    """A head of more than 2**31 elements: its last rows are those of a short one."""
+    """The last rows of 2**31 elements or more give the same results as alone."""
     q = torch.randn(1, 1, 2**24 + 64, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, 1, 32, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     weight = random_weight(1, torch.bfloat16, "cuda")

@@ -1,4 +1,4 @@
-"""maxpool_attention: kernel and reference against fp64, its edges, and how it behaves as an operator."""
+"""Tests maxpool_attention: accuracy against fp64, edge cases, operator."""
 
 import itertools
 from typing import Any
@@ -51,7 +51,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 
 
 @pytest.mark.parametrize("length", [4095])
-def test_reference_at_length(length: int) -> None:
+def test_reference_at_4095_tokens(length: int) -> None:
     check(Case(1, 1, 1, length, length, 64), "torch", "cpu")
 
 
@@ -65,8 +65,8 @@ def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poiso
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
-    """A padded sequence gives what it gives alone, and what lies in the padding is never read."""
+def test_padded_equals_unpadded(backend: Backend, device: str) -> None:
+    """A padded sequence gives the same results as alone, with NaN in the padding."""
     q, k, v = random_qkv(1, 2, 1, 100, head_size=64, device=device)
     alone = maxpool_attention(q, k, v, block_size=32, backend=backend)
     pad = 45
@@ -83,7 +83,7 @@ def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_see_nothing(backend: Backend, device: str) -> None:
+def test_rows_without_visible_keys(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(2, 2, 1, 70, 40, device=device)
     got = maxpool_attention(q, k, v, kv_start=starts([0, 40], device), backend=backend)
     assert (got.out[0, :, :30] == 0).all()
@@ -96,8 +96,8 @@ def test_rows_that_see_nothing(backend: Backend, device: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 150), more=st.integers(0, 90), causal=st.booleans(), block=st.sampled_from([16, 64]))
-def test_map_bounds(n: int, more: int, causal: bool, block: int) -> None:
-    """Probabilities are at most 1; a row block's largest is at least 1 / keys; nothing stands above the diagonal."""
+def test_bounds_of_the_block_map(n: int, more: int, causal: bool, block: int) -> None:
+    """Values are in [0, 1], row maxima at least 1 / keys, and 0 above the diagonal."""
     q, k, v = random_qkv(1, 2, 1, n, n + more, 16)
     pooled = maxpool_attention(q, k, v, block_size=block, causal=causal).pooled
     assert pooled.min() >= 0
@@ -120,7 +120,7 @@ def test_sequences_are_independent(backend: Backend, device: str) -> None:
         torch.testing.assert_close(x[order], y)
 
 
-def test_equals_pytorch(device: str) -> None:
+def test_equals_scaled_dot_product_attention(device: str) -> None:
     q, k, v = random_qkv(2, 4, 2, 130, device=device)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(maxpool_attention(q, k, v, scale=0.3).out, want)
@@ -169,14 +169,14 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
         ({"q": torch.zeros(2, 2, 20, 64)}, "batch"),
     ],
 )
-def test_refuses(change: dict[str, Any], message: str) -> None:
+def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {name: torch.zeros(1, 2, 20, 64) for name in "qkv"} | change
     q, k, v = (arguments.pop(name) for name in "qkv")
     with pytest.raises(ValueError, match=message):
         maxpool_attention(q, k, v, **arguments)
 
 
-def test_refuses_what_kernels_cannot_read(device: str) -> None:
+def test_rejects_unsupported_layout_and_dtype(device: str) -> None:
     q, k, v = random_qkv(1, 1, 1, 64, head_size=64, device=device)
     with pytest.raises(ValueError, match=r"k.stride\(\)"):
         maxpool_attention(q, k.transpose(2, 3), v, backend="triton")

@@ -1,4 +1,4 @@
-"""multiscale_attention: kernels and reference against fp64, outputs and gradients, edges, how it behaves as an operator."""
+"""Tests multiscale_attention: accuracy against fp64, gradients, edge cases."""
 
 import itertools
 import math
@@ -39,7 +39,10 @@ BACKENDS: list[Backend] = ["torch", "triton"]
 def random_zoom(
     batch: int, heads: int, blocks: tuple[int, int], density: float = 0.7, device: str = "cpu", seed: int = 0
 ) -> Tensor:
-    """Random ``uint8 [B, H, Tr, Tc]``: the given share of blocks is read, at zoom 1, 2, 4 and 8 alike."""
+    """Returns a random zoom map, ``uint8 [B, H, Tr, Tc]``.
+
+    A share ``density`` of the blocks is read, at uniformly drawn zooms.
+    """
     mask = random_block_mask(batch, heads, *blocks, density, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
     levels = torch.randint(0, 4, mask.shape, generator=generator, device=device, dtype=torch.int32)
@@ -47,7 +50,10 @@ def random_zoom(
 
 
 def zoom_of_tokens(zoom: Tensor, case: Case, device: str) -> Tensor:
-    """At which zoom each query sees each key, by the definition: ``uint8 [B, Hq, N, M]``, 0 = not at all."""
+    """Returns the zoom at which each query reads each key, by definition.
+
+    The result is ``uint8 [B, Hq, N, M]``, 0 for keys that are not read.
+    """
     kv_start = starts(case.padding, device)
     sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, kv_start, case.block_size
     by_level = [tokens_of_blocks(zoom == z, *sizes) * z for z in ZOOMS]
@@ -64,7 +70,10 @@ def zoom_of_tokens(zoom: Tensor, case: Case, device: str) -> Tensor:
 
 
 def means(x: Tensor, z: int, kv_start: Tensor | None, rounded_to: torch.dtype) -> Tensor:
-    """Each token of ``x [B, H, M, D]`` replaced by the mean of its group of z, rounded; gradients are not."""
+    """Replaces each token of ``x [B, H, M, D]`` by the mean of its group of z.
+
+    Means are rounded, their gradients are not.
+    """
     rows = []
     for b, row in enumerate(x.to(torch.promote_types(x.dtype, torch.float32))):
         start = 0 if kv_start is None else int(kv_start[b])
@@ -79,8 +88,11 @@ def means(x: Tensor, z: int, kv_start: Tensor | None, rounded_to: torch.dtype) -
     return (mean + (mean.to(rounded_to).to(mean) - mean).detach()).to(x.dtype)
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, case: Case) -> Attention:
-    """In q's dtype, everything in memory. A mean of n keys that weighs n times as much is n keys that all equal it."""
+def dense_definition(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, case: Case) -> Attention:
+    """Attention by definition, in the dtype of q, with all scores in memory.
+
+    A mean of n keys with n times the weight equals n copies of the mean.
+    """
     statistics = torch.promote_types(q.dtype, torch.float32)
     kv_start = starts(case.padding, str(q.device))
     scores = torch.full(tokens.shape, -math.inf, dtype=statistics, device=q.device)
@@ -103,7 +115,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(got: Attention | SparseAttention, inputs: list[Tensor], dout: Tensor, dlse: Tensor) -> Gradients:
-    """Through out and, for rows that have one, lse."""
+    """Gradients through out and, for rows with visible keys, lse."""
     dlse = dlse.masked_fill(~got.lse.isfinite(), 0)
     return Gradients(*torch.autograd.grad(got[:2], inputs, [dout.to(got.out), dlse.to(got.lse)]))
 
@@ -117,7 +129,7 @@ def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradient
     inputs, forms = {}, {}
     for dtype in {torch.float64, torch.float32, case.dtype}:
         q, k, v = inputs[dtype] = [x.detach().to(dtype).requires_grad_(with_gradients) for x in drawn]
-        forms[dtype] = by_definition(q, k, v, tokens, case)
+        forms[dtype] = dense_definition(q, k, v, tokens, case)
     assert_within_budget("out", got.out, forms[torch.float64].out, forms[case.dtype].out)
     assert_within_budget("lse", got.lse, forms[torch.float64].lse, forms[torch.float32].lse)
     if not with_gradients:
@@ -138,7 +150,7 @@ def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradient
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: None) -> None:
-    """Maps of one sequence or all, and of query heads, key/value heads or none, in turn; rows without a block among them."""
+    """Covers maps shared by batch or heads, and rows without a block."""
     case = CASES[number]
     heads = (case.q_heads, case.kv_heads, 1)[number % 3]
     zoom = random_zoom(case.batch if number % 2 else 1, heads, case.blocks, device=device)
@@ -148,8 +160,8 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
 
 
 @pytest.mark.parametrize("last", [8, 4, 2, 0])
-def test_tiles_of_means(last: int, device: str) -> None:
-    """Many means a row: tiles within a zoom, across two, across all; the group cut off at the end is of each zoom in turn."""
+def test_tiles_of_means_across_zooms(last: int, device: str) -> None:
+    """Tiles lie within one zoom or span several; the last group is smaller."""
     case = Case(1, 1, 1, 16, 493, 16, causal=False, block_size=16)
     for zooms in ((8, 4, 2), (8, 8, 8, 8, 4, 2), (4, 1)):
         zoom = torch.tensor(zooms, dtype=torch.uint8, device=device).repeat(31)[:31].repeat(1, 1, 1, 1)
@@ -157,7 +169,7 @@ def test_tiles_of_means(last: int, device: str) -> None:
         check(case, zoom, "triton", device, with_gradients=False)
 
 
-def test_reference_at_length() -> None:
+def test_reference_at_4095_tokens() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
     check(case, random_zoom(1, 1, case.blocks, 0.2), "torch", "cpu", with_gradients=False)
 
@@ -167,14 +179,14 @@ def test_reference_at_length() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
     lengths = [(1, 1), (63, 63), (65, 65), (1, 333), (111, 300), (1100, 1100), (130, 65)]
-    if head_size == 256:  # beyond the usual sizes, and minutes of compilation in fp32
+    if head_size == 256:  # an unusual size that takes minutes to compile in fp32
         lengths = [(65, 65), (111, 300), (130, 65)]
     for case in full_product(head_size, dtype, lengths, block_size):
         check(case, random_zoom(1, case.q_heads, case.blocks, 0.5, "cuda"), "triton", "cuda")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
+def test_padded_equals_unpadded(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 100, head_size=64, device=device)
     zoom = random_zoom(1, 2, (5, 5), device=device)
     alone = multiscale_attention(q, k, v, zoom[:, :, :4, :4], block_size=32, backend=backend)
@@ -188,7 +200,7 @@ def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_only_what_the_zooms_select(backend: Backend, device: str) -> None:
+def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 2, 200, head_size=16, device=device)
     zoom = torch.zeros(1, 2, 4, 4, dtype=torch.uint8, device=device)
     zoom[:, 0, :, 0] = 1
@@ -210,7 +222,7 @@ def test_nothing_selected(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_zoom_1_is_block_sparse_attention(backend: Backend, device: str) -> None:
+def test_zoom_1_equals_block_sparse_attention(backend: Backend, device: str) -> None:
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, 100, 16, device=device)]
     mask = random_block_mask(1, 2, 3, 4, 0.5, device)
     got = multiscale_attention(q, k, v, mask.to(torch.uint8), block_size=32, backend=backend)
@@ -222,7 +234,7 @@ def test_zoom_1_is_block_sparse_attention(backend: Backend, device: str) -> None
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 150), more=st.integers(0, 90), causal=st.booleans(), block=st.sampled_from([16, 64]))
-def test_all_zooms_1_is_dense(n: int, more: int, causal: bool, block: int) -> None:
+def test_full_map_of_zoom_1_equals_dense_attention(n: int, more: int, causal: bool, block: int) -> None:
     case = Case(1, 2, 1, n, n + more, 16, causal=causal, block_size=block)
     q, k, v = case.qkv()
     got = multiscale_attention(q, k, v, torch.ones(1, 1, *case.blocks, dtype=torch.uint8), **case.options())
@@ -233,8 +245,8 @@ def test_all_zooms_1_is_dense(n: int, more: int, causal: bool, block: int) -> No
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 100), more=st.integers(0, 90), causal=st.booleans(), seed=st.integers(0, 99))
-def test_equal_neighbours_lose_nothing(n: int, more: int, causal: bool, seed: int) -> None:
-    """Means of equal keys, weighted by their number, are those keys: any zooms give block-sparse attention."""
+def test_exact_for_equal_neighbouring_keys(n: int, more: int, causal: bool, seed: int) -> None:
+    """Groups of equal keys make any zooms equal to block-sparse attention."""
     case = Case(1, 2, 1, n, n + more, 16, causal=causal, block_size=16)
     q, k, v = case.qkv(seed=seed)
     k, v = (x[:, :, ::8].repeat_interleave(8, dim=2)[:, :, : n + more] for x in (k, v))
@@ -245,8 +257,8 @@ def test_equal_neighbours_lose_nothing(n: int, more: int, causal: bool, seed: in
 
 @settings(max_examples=8, deadline=None)
 @given(n=st.integers(1, 100), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
-def test_the_future_is_not_seen(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
-    """Whatever the zooms, also above the diagonal, keys after a query change nothing of its result."""
+def test_later_keys_have_no_influence(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
+    """Keys after a query do not change its result, whatever the zooms."""
     case = Case(1, 2, 1, n, n + more, 16, block_size=32)
     q, k, v = case.qkv(device, seed=seed)
     zoom = random_zoom(1, 2, case.blocks, device=device, seed=seed)
@@ -282,9 +294,21 @@ def test_operator(backend: Backend, device: str) -> None:
     torch.testing.assert_close(*(gradients(x, inputs, dout, dlse) for x in (got, want)), rtol=0, atol=0)
 
 
+def test_accepts_output_gradients_of_any_layout(device: str) -> None:
+    """Covers expanded and misaligned ones."""
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=device)]
+    out = multiscale_attention(q, k, v, random_zoom(1, 1, (2, 2), device=device), block_size=32, backend="triton").out
+    dout = torch.ones_like(out).contiguous()
+    misaligned = torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view_as(dout)
+    layouts = dout, misaligned, dout[..., :1].expand_as(dout)
+    want, *others = (torch.autograd.grad(out, inputs, x, retain_graph=True) for x in layouts)
+    for got in others:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("attention", [reference.multiscale_attention, multiscale_attention])
-def test_gradients_are_those_of_finite_differences(attention: Callable[..., SparseAttention]) -> None:
-    """Of the reference, by autograd and by its own backward; a last group of 5 keys, padding, a row that sees nothing."""
+def test_reference_gradients_match_finite_differences(attention: Callable[..., SparseAttention]) -> None:
+    """Covers autograd and the explicit backward, a smaller last group, and padding."""
     inputs = [x.requires_grad_() for x in random_qkv(2, 2, 1, 24, 45, 8, torch.float64)]
     zoom = random_zoom(2, 1, (2, 3))
     zoom[:, :, 1, 1] = 8
@@ -297,8 +321,7 @@ def test_gradients_are_those_of_finite_differences(attention: Callable[..., Spar
     assert torch.autograd.gradcheck(finite, inputs, fast_mode=True)
 
 
-def test_chunks_of_a_prefill_select_alike(device: str) -> None:
-    """Chunked prefill in multiples of the block gives what one pass gives."""
+def test_chunked_prefill_equals_one_pass(device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 96, head_size=16, device=device)
     zoom = random_zoom(1, 2, (3, 3), device=device)
     whole = multiscale_attention(q, k, v, zoom, block_size=32).out
@@ -320,7 +343,7 @@ def test_chunks_of_a_prefill_select_alike(device: str) -> None:
         ({"scale": float("nan")}, "scale=nan"),
     ],
 )
-def test_refuses(change: dict[str, Any], message: str) -> None:
+def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:
     q, k, v = random_qkv(1, 4, 2, 20)
     arguments: dict[str, Any] = {"zoom": torch.ones(1, 2, 1, 1, dtype=torch.uint8)} | change
     for attention in (multiscale_attention, reference.multiscale_attention):
@@ -330,7 +353,7 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_repeats_bit_for_bit(dtype: torch.dtype) -> None:
+def test_bitwise_reproducible(dtype: torch.dtype) -> None:
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(2, 8, 2, 2000, head_size=128, dtype=dtype, device="cuda")]
     zoom = random_zoom(2, 8, (32, 32), 0.4, "cuda")
     runs = []
@@ -343,7 +366,7 @@ def test_repeats_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    """A captured step, forward and backward, follows zooms that change in place."""
+    """A captured forward and backward step follows zooms that change in place."""
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 4, 2, 300, dtype=torch.bfloat16, device="cuda")]
     zoom = random_zoom(1, 4, (5, 5), 0.4, "cuda")
 
@@ -363,7 +386,7 @@ def test_cuda_graph() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("long", ["keys", "queries"])
 def test_offsets_beyond_32_bits(long: str) -> None:
-    """The last tokens of tensors that 32-bit offsets do not reach give what they give alone; up to 50 GB."""
+    """The last tokens give the same results as alone; needs up to 50 GB."""
     tokens, tail, head_size = 2**24 + 192, 192, 128
     num_queries, num_keys = (tail, tokens) if long == "keys" else (tokens, tail)
     q, k, v = (x.cuda() for x in random_qkv(1, 1, 1, tail, head_size=head_size, dtype=torch.bfloat16, strided=False))
