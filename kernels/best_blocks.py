@@ -1,10 +1,10 @@
-"""Which blocks to read: probabilities over the blocks that a row sees, and the best of them.
+"""Selection of blocks: masked softmax over blocks, and best blocks of each row.
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
-    best_blocks(scores)[r, c]   = whether fewer than counts[r] visible blocks of row r come before c, or it reaches a threshold
+    best_blocks(scores)[r, c]   = c is among the counts[r] best visible blocks of row r, or its score reaches a threshold
 
-A program owns a row. The best need no sort: a bisection over the bits of the scores finds the value that as many blocks reach
-as are wanted, or the largest that more do, of which the first are then taken. Prefix: p_ pointer.
+A program owns a row. The best blocks need no sort: bisection over the bits of the scores finds the smallest score to take. If
+this score is tied, the first blocks among the tied ones are taken. Prefix: p_ pointer.
 """
 
 import math
@@ -22,26 +22,28 @@ LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
 
 
 def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = None) -> Tensor:
-    """Softmax over the visible blocks of each row, 0 elsewhere; a row that sees nothing is all 0, never NaN.
+    """Computes the softmax over the visible blocks of each row, 0 elsewhere.
+
+    Rows without visible blocks are 0, not NaN.
 
     Parameters
     ----------
     logits : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, its rows contiguous; up to 32,768 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 32,768 columns on the Triton backend.
     visible : Tensor bool ``[B | 1, 1, Tr, Tc]``
-        Blocks that count.
+        Blocks that enter the softmax.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor
-        As ``logits``, in which it is differentiable.
+        Shape and dtype of ``logits``, with respect to which it is differentiable.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     """
     backend = resolve_backend(backend, logits, name="logits")
     check_block_softmax(logits, visible, backend)
@@ -57,18 +59,21 @@ def best_blocks(
     threshold: float = math.inf,
     backend: Backend | None = None,
 ) -> Tensor:
-    """The ``counts`` best visible blocks of each row: those in ``always``, then by their scores; of equal ones the first.
+    """Selects the ``counts`` best visible blocks of each row.
+
+    Blocks in ``always`` rank first, then blocks by score; the first of equal ones ranks higher.
 
     Parameters
     ----------
     scores : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, its rows contiguous; up to 32,768 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 32,768 columns on the Triton backend.
     counts : Tensor int32 ``[B | 1, 1, Tr, 1]``
-        Blocks of a row, 0 or more; all that are visible where there are fewer, all in ``always`` where there are more.
+        Number of blocks per row, 0 or more. Rows with fewer visible blocks take them all; rows with more blocks in ``always``
+        take all of those.
     visible, always : Tensor bool ``[B | 1, 1, Tr, Tc]``
-        Blocks that may be taken; those of them that must be.
+        Blocks that may be selected, and those of them that must be.
     threshold : float
-        Visible blocks whose score is as large or larger are taken too, however many.
+        Visible blocks with at least this score are selected in addition, without limit.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -80,7 +85,7 @@ def best_blocks(
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     """
     backend = resolve_backend(backend, scores, name="scores")
     check_best_blocks(scores, counts, visible, always, backend)
@@ -126,7 +131,7 @@ def _(scores, counts, visible, always, threshold, backend):
 
 
 def launch_softmax(logits: Tensor, visible: Tensor, warps: int | None = None) -> Tensor:
-    """Run the first kernel; ``warps`` overrides the shipped choice, for tuning."""
+    """Launches the softmax kernel; ``warps`` overrides the default, for tuning."""
     batch, heads, rows, cols = logits.shape
     width = triton.next_power_of_2(cols)
     probabilities = logits.new_empty(logits.shape)
@@ -146,7 +151,7 @@ def launch_best(
     threshold: float = math.inf,
     warps: int | None = None,
 ) -> Tensor:
-    """Run the second kernel; ``warps`` overrides the shipped choice, for tuning."""
+    """Launches the selection kernel; ``warps`` overrides the default, for tuning."""
     batch, heads, rows, cols = scores.shape
     width = triton.next_power_of_2(cols)
     mask = scores.new_empty(scores.shape, dtype=torch.bool)
@@ -160,12 +165,12 @@ def launch_best(
 
 
 def _row_strides(x: Tensor) -> tuple[int, int]:
-    """Of ``x [B | 1, 1, Tr, ...]``, from sequence to sequence and from row to row."""
+    """Returns the strides of sequences and rows of ``x [B | 1, 1, Tr, ...]``."""
     return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(2)
 
 
 def _warps(width: int) -> int:
-    """A row stays within one warp, whose sums need no barrier, as long as its registers hold it with ease."""
+    """Returns the number of warps: 1 up to 1,024 columns, as its sums need no barrier."""
     return min(16, max(1, width // 1024))
 
 
@@ -177,7 +182,7 @@ def _block_softmax_kernel(
     pid, b, h, r = _row(heads, rows)
     c = tl.arange(0, COLS)
     visible = tl.load(p_visible + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
-    s = tl.load(p_logits + b * stride_b + h * stride_h + r * stride_r + c, mask=_seen(visible, c, cols), other=0.0)
+    s = tl.load(p_logits + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
     s = tl.where(visible, s * log2_e, float("-inf"))
     m = tl.max(s, 0)
     p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m))  # -inf - -inf is NaN
@@ -195,16 +200,16 @@ def _best_blocks_kernel(
     c = tl.arange(0, COLS)
     visible = tl.load(p_visible + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
     always = visible & (tl.load(p_always + b * stride_ab + r * stride_ar + c, mask=c < cols, other=0) != 0)
-    score = tl.load(p_scores + b * stride_b + h * stride_h + r * stride_r + c, mask=_seen(visible, c, cols), other=0.0)
-    key = tl.where(visible, tl.where(always, HIGHEST, _order(score)), LOWEST)
+    score = tl.load(p_scores + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
+    key = tl.where(visible, tl.where(always, HIGHEST, _ordered_bits(score)), LOWEST)
     reached = tl.sum(visible.to(tl.int32), 0)
     forced = tl.sum(always.to(tl.int32), 0)
     wanted = tl.minimum(tl.maximum(tl.load(p_counts + b * stride_nb + r * stride_nr), forced), reached)
 
-    # `reached` keys are `low` or more, as many as are wanted or more; `high` or more are fewer, or those in `always` alone.
+    # Invariant: `reached` >= wanted keys are `low` or larger; fewer, or only those of `always`, are `high` or larger.
     low = tl.min(tl.where(visible, key, HIGHEST), 0)
     high = tl.max(tl.where(always, LOWEST, key), 0) + 1
-    if wanted == forced:  # none but those that must be
+    if wanted == forced:  # only the blocks in `always`
         low, reached = high, forced
     while (reached != wanted) & (low + 1 < high):
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
@@ -213,7 +218,7 @@ def _best_blocks_kernel(
         high = tl.where(enough >= wanted, high, middle)
         reached = tl.where(enough >= wanted, enough, reached)
     taken = key >= low
-    if reached != wanted:  # the last of them are equal: take the first
+    if reached != wanted:  # keys equal to `low` tie: take the first
         last = (key == low).to(tl.int32)
         taken = taken & ((last == 0) | (tl.cumsum(last, 0) <= wanted - reached + tl.sum(last, 0)))
     taken = taken | (visible & (score >= threshold))
@@ -222,20 +227,20 @@ def _best_blocks_kernel(
 
 @triton.jit
 def _row(heads, rows):
-    """A program's row: among all, and its sequence, head and place."""
+    """Returns the program's row number, and its sequence, head and row block."""
     pid = tl.program_id(0).to(tl.int64)
     return pid, pid // (heads * rows.to(tl.int64)), pid // rows % heads, pid % rows
 
 
 @triton.jit
-def _seen(visible, c, cols):
-    """Columns up to the last visible one, in whole sixteens: a mask that lets loads be wide."""
+def _load_mask(visible, c, cols):
+    """Masks columns after the last visible one, in multiples of 16 for wide loads."""
     end = tl.max(tl.where(visible, c + 1, 0), 0)
     return (c < tl.cdiv(end, 16) * 16) & (c < cols)
 
 
 @triton.jit
-def _order(score):
-    """int32 in the order of finite fp32 numbers, above LOWEST and below HIGHEST."""
+def _ordered_bits(score):
+    """Maps finite fp32 to int32 in the same order, between LOWEST and HIGHEST."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

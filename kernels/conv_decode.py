@@ -224,7 +224,7 @@ def _stream_keys(
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Processes a split of the results before ``tail``: BW streams of ``length`` each."""
+    """Processes a split of the results before ``tail``, in BW streams."""
     BN: tl.constexpr = 2 * BW
     length = tl.cdiv(tl.maximum(tail - start, 0), num_splits * BN) * 2
     first = start + split * length * BW

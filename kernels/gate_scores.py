@@ -1,11 +1,12 @@
-"""Probabilities over blocks as SeerAttention's gate has them, from queries and keys before RoPE (its section 3.1), to serve.
+"""Block probabilities of SeerAttention's gate, for inference.
 
-    gq_r, gk_c   = turn(W pool(block r or c), position of its first token)
+    gq_r, gk_c   = rope(W pool(block r or c), position of its first token)
     scores[r, c] = exp(gq_r . gk_c / sqrt(hidden)) / sum over the visible c' of exp(gq_r . gk_c' / sqrt(hidden))
 
-Five launches: each side is pooled (kernels/pooling.py), then projected and turned; then a program owns some rows of one
-head's map and goes over their visible columns twice, first for the sums. Logits are never stored. Products have the precision
-of fp32, as three products of TF32 parts each. Prefix: p_ pointer.
+Inputs are queries and keys before RoPE (section 3.1 of the paper). There are five launches: queries and keys are pooled
+(:mod:`msattn.kernels.common.block_pooling`), then projected and rotated; then a program owns some rows of one head's map and
+passes over their visible columns twice, first for the sums. Logits are not stored. Products are nearly as accurate as fp32:
+each is computed as three TF32 products. Prefix: p_ pointer.
 """
 
 import torch
@@ -18,8 +19,8 @@ from msattn.kernels.common.checks import first_query, resolve_backend, statistic
 from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
 from msattn.kernels.types import Backend
 
-ROWS = 64  # of a tile: what a tensor core of Hopper takes at once
-CHUNK = 32  # of the pooled numbers that a projection adds up at once
+ROWS = 64  # per tile: the rows of a Hopper tensor core instruction
+CHUNK = 32  # pooled channels per step of the projection
 
 
 def gate_scores(
@@ -35,42 +36,42 @@ def gate_scores(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Probabilities of column blocks for each row block and gate head, over the blocks that it sees (causal).
+    """Computes block probabilities of each row block and gate head (causal).
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries before RoPE: the last N of M positions.
+        Queries before RoPE, at the last N of M positions.
     k : Tensor ``[B, Hkv, M, D]``
         Keys before RoPE.
     query_weight : Tensor ``[Hg, hidden, Hq // Hg * len(q_pool) * D]``
-        fp32 (fp64 for fp64 inputs), contiguous. A gate head takes the poolings of its query heads side by side; Hg divides Hq,
+        fp32 (fp64 for fp64 inputs), contiguous. A gate head reads the concatenated poolings of its query heads; Hg divides Hq
         and is a multiple of Hkv.
     key_weight : Tensor ``[Hg, hidden, len(k_pool) * D]``
-        Likewise; gate head h takes the poolings of key head ``h // (Hg // Hkv)``.
+        Likewise; gate head h reads the poolings of key/value head ``h // (Hg // Hkv)``.
     inv_freq : Tensor fp32 ``[hidden / 2]``, or None
-        Angle by which each pair turns a position: channel j and ``j + hidden / 2`` are a pair. None: nothing is turned.
+        Inverse frequencies of RoPE, in radians per position; channels j and ``j + hidden / 2`` are a pair. None: no rotation.
     q_pool, k_pool : list of {"avg", "max", "min"}
-        How blocks are pooled.
+        Poolings of the blocks.
     block_size : int
-        Tokens of a block: 16, 32, 64 or 128.
+        Tokens per block: 16, 32, 64 or 128.
     kv_start : Tensor int32 ``[B]``, optional
-        Padded positions before each sequence; blocks and positions are counted from there.
+        Left padding: positions before each sequence. Blocks and positions are counted from its end.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor
-        fp32 (fp64) ``[B, Hg, ceil(N / block), ceil(M / block)]``: rows sum to 1; 0 outside of the visible blocks, and in rows
-        that see nothing.
+        fp32 (fp64) ``[B, Hg, ceil(N / block), ceil(M / block)]``: rows sum to 1; 0 for blocks that are not
+        visible, and in rows without visible blocks.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     NotImplementedError
-        In the backward pass.
+        In the backward pass: a gate is trained through its logits.
     """
     backend = resolve_backend(backend, q)
     check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start)
@@ -127,7 +128,7 @@ def launch(
     block_size: int,
     kv_start: Tensor | None,
 ) -> Tensor:
-    """Run the kernels."""
+    """Launches the kernels."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     first = first_query(num_queries, num_keys, kv_start, q.device)
     pooled_q = pooling.launch(q, q_pool, block_size, first)
@@ -151,9 +152,10 @@ def launch_projection(
     rows: int = ROWS,
     warps: int = 8,
 ) -> Tensor:
-    """Gate vectors fp32 ``[B, Hg, T, hidden]`` of pooled blocks ``[B, H, T, P]``; the first of them stands at ``offset``.
+    """Launches the projection and rotation of pooled blocks ``[B, H, T, P]``.
 
-    ``rows`` and ``warps`` override the shipped choice, for tuning; so in :func:`launch_map`.
+    Returns gate vectors fp32 ``[B, Hg, T, hidden]``, times ``scale``. The first block is at position ``offset``. ``rows`` and
+    ``warps`` override the defaults, for tuning, as do the last arguments of :func:`launch_map`.
     """
     batch, heads_in, blocks, width = pooled.shape
     heads, hidden, terms = weight.shape
@@ -178,7 +180,10 @@ def launch_map(
     depth: int = 32,
     warps: int = 4,
 ) -> None:
-    """Softmax over visible blocks of ``gate_q gate_k^T``, which is to base 2, into ``scores [B, Hg, Tr, Tc]``."""
+    """Launches the softmax of base-2 logits ``gate_q gate_k^T`` over visible blocks.
+
+    Writes ``scores [B, Hg, Tr, Tc]``.
+    """
     batch, heads, rows, cols = scores.shape
     hidden = gate_q.shape[3]
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
@@ -194,7 +199,10 @@ def _project_kernel(
     WIDTH: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program = some blocks of a gate head; the two halves of a vector apart, so that turning a pair needs no exchange."""
+    """Projects and rotates some blocks of a gate head.
+
+    The two halves of a vector are separate tiles, so that rotating a pair needs no exchange between threads.
+    """
     h, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(0)
     t = tile * ROWS + tl.arange(0, ROWS)
@@ -230,7 +238,7 @@ def _map_kernel(
     p_q, p_k, p_scores, p_kv_start, num_queries, num_keys, offset, rows, cols,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One program = some rows of a gate head, those that see most first."""
+    """Writes the probabilities of some rows of a gate head, the longest rows first."""
     h, tile, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     head = b.to(tl.int64) * tl.num_programs(0) + h
@@ -264,7 +272,7 @@ def _map_kernel(
 
 @triton.jit
 def _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr):
-    """Logits of the rows ``r`` and the columns from ``start`` on, -inf from each row's ``end`` on."""
+    """Returns logits of rows ``r`` and COLS columns, -inf from each row's ``end`` on."""
     c = start + tl.arange(0, COLS)
     s = tl.zeros([r.shape[0], COLS], tl.float32)
     for first in tl.static_range(0, HIDDEN, DEPTH):

@@ -1,16 +1,18 @@
-"""The two halves of an iteration of spherical k-means, for all heads at once: nearest centroids, and sums of their members.
+"""Nearest centroids and sums of their members: an iteration of spherical k-means.
 
     bucket[n] = argmax_c k_n . c          sums[c] = sum of the k_n with bucket[n] = c
 
-Neither the products ``[M, C]`` nor the one-hot matrix that turns members into sums is ever in memory: both are made a tile at a
-time. A program of the first owns BM keys and walks over the centroids; a program of the second owns BC buckets and walks over a
-split of the keys, its one-hot tile a factor of a matrix product. Without atomics: splits are added up in their order.
+The two kernels serve all heads at once. Neither the products ``[M, C]`` nor the one-hot matrix that sums members is stored:
+both are computed tile by tile. A program of the first kernel owns BM keys and loops over the centroids. A program of the second
+owns BC buckets and loops over a split of the keys; its one-hot tile is a factor of a matrix product. There are no atomics:
+splits are added in their order.
 
-Products are as good as fp32: 16-bit keys are exact factors, and an fp32 centroid is the sum of two of them, ``high + low``,
-up to ``2 ** -18`` of itself in bf16 (less in fp16); fp32 factors are split into TF32 by the compiler, in three passes.
+Products are nearly as accurate as in fp32: 16-bit keys are exact factors, and an fp32 centroid is the sum of two 16-bit
+factors, ``high + low``, up to ``2 ** -18`` of itself in bf16 (less in fp16). The compiler multiplies fp32 factors in three
+passes of TF32.
 
-Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: p_ pointer, b_ tile, o_ offset, m_ mask. Programs: (key tile,
-head, sequence), then (bucket tile, head and sequence, split of the keys).
+Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: p_ pointer, b_ tile, o_ offset, m_ mask. Grid: (key tile, head,
+sequence), then (bucket tile, head and sequence, split of the keys).
 """
 
 import torch
@@ -20,49 +22,54 @@ from msattn.kernels import reference, tuned
 from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
 from msattn.kernels.common.checks import resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import capability, num_processors, padded_head, tl, triton
+from msattn.kernels.common.splits import one_wave_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid
 
 
 def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = None) -> NearestCentroid:
-    """The centroid with the largest product with each key (SAAP, arXiv 2502.08246: the partition of the keys).
+    """Finds the centroid with the largest inner product with each key.
+
+    This partitions the keys into buckets (SAAP, arXiv 2502.08246).
 
     Parameters
     ----------
     k : Tensor ``[B, H, M, D]``
-        Keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are read as they are.
+        Keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are not copied.
     centroids : Tensor fp32 ``[H, C, D]``
-        (fp64 for fp64 keys.) Finite, also in the dtype of the keys.
+        (fp64 for fp64 keys), finite, also after conversion to the dtype of the keys.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     NearestCentroid
-        ``buckets`` int32 and ``products`` fp32, both ``[B, H, M]``; of equal products the lowest number. A product is off by at
-        most ``(2 ** -18 + 2 D * 2 ** -23) |k| |c|``: the split of the centroids, and the rounding of sums in fp32. So the
-        chosen centroid's is within twice that of the largest.
+        ``buckets`` int32 and ``products`` fp32, both ``[B, H, M]``; the lowest number among equal products. The error of a
+        product is at most ``(2 ** -18 + 2 D * 2 ** -23) |k| |c|``, from the split of the centroids and the rounding of fp32
+        sums, so that the chosen centroid's exact product is within twice this bound of the largest.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     NotImplementedError
-        In the backward pass.
+        In the backward pass, which does not exist.
     """
     check_nearest_centroid(k, centroids)
     return NearestCentroid(*_nearest_operator(k, centroids, resolve_backend(backend, k, name="k")))
 
 
 def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backend | None = None) -> BucketSums:
-    """Sum and number of the keys of each bucket: the new centroids of k-means, up to their length.
+    """Computes the sum and the number of the keys in each bucket.
+
+    The sums, normalised, are the next centroids of spherical k-means.
 
     Parameters
     ----------
     k : Tensor ``[B, H, M, D]``
-        Keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are read as they are.
+        Keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are not copied.
     buckets : Tensor int32 ``[B, H, M]``
-        The bucket of each key, 0 to ``num_buckets - 1``; a key with another number is in no bucket.
+        The bucket of each key, 0 to ``num_buckets - 1``; keys with other numbers are excluded.
     num_buckets : int
         Number of buckets, C.
     backend : {"triton", "torch"}, optional
@@ -71,14 +78,14 @@ def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backen
     Returns
     -------
     BucketSums
-        ``sums`` fp32 ``[B, H, C, D]``, ``counts`` int32 ``[B, H, C]``; on the Triton backend bitwise the same every time.
+        ``sums`` fp32 ``[B, H, C, D]``, ``counts`` int32 ``[B, H, C]``; deterministic on the Triton backend.
 
     Raises
     ------
     ValueError
-        For arguments that do not fit, by name.
+        If an argument is invalid.
     NotImplementedError
-        In the backward pass.
+        In the backward pass, which does not exist.
     """
     check_bucket_sums(k, buckets, num_buckets)
     return BucketSums(*_sums_operator(k, buckets, num_buckets, resolve_backend(backend, k, name="k")))
@@ -120,12 +127,18 @@ _sums_operator.register_autograd(_backward)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How ``tl.dot`` multiplies: fp32 in three passes of TF32, which keep 22 of 24 bits; 16-bit inputs have one way only."""
+    """Returns the ``input_precision`` of ``tl.dot``.
+
+    fp32 takes three TF32 passes, which keep 22 of 24 bits. For 16-bit inputs the option has no effect.
+    """
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def launch(k: Tensor, centroids: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Split the centroids and run the first kernel; ``tile`` (rows: keys, keys: centroids) overrides the shipped choice."""
+    """Splits the centroids and launches the first kernel.
+
+    ``tile`` (rows: keys, keys: centroids) overrides the default, for tuning.
+    """
     batch, heads, num_keys, head = k.shape
     num_buckets, cols = centroids.shape[1], padded_head(head)
     tile = tile or tuned.pick("nearest_centroid", cols, k.dtype, capability(k.device))
@@ -143,13 +156,16 @@ def launch(k: Tensor, centroids: Tensor, tile: Tile | None = None) -> tuple[Tens
 
 
 def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Run the second kernel and add its splits up; ``tile`` (rows: buckets, keys: keys) overrides the shipped choice."""
+    """Launches the second kernel and adds its splits.
+
+    ``tile`` (rows: buckets, keys: keys) overrides the default, for tuning.
+    """
     batch, heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tile or tuned.pick("bucket_sums", cols, k.dtype, capability(k.device))
-    owners = triton.cdiv(num_buckets, tile.rows) * heads * batch
-    steps = triton.cdiv(num_keys, tile.keys)
-    steps = triton.cdiv(steps, max(1, min(tile.programs * num_processors(k.device) // owners, steps)))
+    blocks, slots = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_processors(k.device)
+    tiles = triton.cdiv(num_keys, tile.keys)
+    steps = triton.cdiv(tiles, one_wave_splits(blocks, slots, tiles))  # tiles per split
     splits = triton.cdiv(num_keys, steps * tile.keys)
     sums = torch.empty((splits, batch, heads, num_buckets, head), dtype=torch.float32, device=k.device)
     counts = torch.empty((splits, batch, heads, num_buckets), dtype=torch.int32, device=k.device)
@@ -166,7 +182,7 @@ def _nearest_kernel(
     k, high, low, buckets, products, stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets,
     HEAD: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Best centroid and product ``[B, H, M]`` of BM keys; ``FULL``: the tiles of centroids divide their number."""
+    """Writes buckets and products of BM keys. ``FULL``: C is a multiple of BC."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     o_c, o_d = tl.arange(0, BC), tl.arange(0, BD)
@@ -187,7 +203,7 @@ def _nearest_kernel(
         if not FULL:
             s = tl.where(m_c[None, :], s, float("-inf"))
         s_max = tl.max(s, 1)
-        s_top = tl.min(tl.where(s == s_max[:, None], o_c[None, :], BC), 1)  # of equal ones the lowest
+        s_top = tl.min(tl.where(s == s_max[:, None], o_c[None, :], BC), 1)  # the lowest of equal ones
         better = s_max > best
         best = tl.where(better, s_max, best)
         bucket = tl.where(better, first + s_top, bucket)
@@ -201,7 +217,7 @@ def _sums_kernel(
     k, buckets, sums, counts, stride_kb, stride_kh, stride_km, stride_kd, heads, num_keys, num_buckets, split_keys,
     HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split's ``sums [S, B, H, C, D]`` and ``counts [S, B, H, C]`` of BC buckets."""
+    """Writes one split's ``sums [S, B, H, C, D]`` and ``counts [S, B, H, C]``."""
     sequence_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_c, o_m, o_d = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BM), tl.arange(0, BD)
     m_d = o_d < HEAD
@@ -209,7 +225,7 @@ def _sums_kernel(
     buckets += sequence_head * num_keys
 
     total = tl.zeros([BC, BD], tl.float32)
-    # Counted by a product with ones, exact up to 2 ** 24 keys: a sum over the tile's rows would lay it out a second time.
+    # Counts are a product with ones, exact up to 2 ** 24 keys: a row sum of the tile would need a second register layout.
     count = tl.zeros([BC, 16], tl.float32)
     ones = tl.full([BM, 16], 1.0, k.dtype.element_ty)
     begin = split * split_keys

@@ -45,7 +45,7 @@ def pool_blocks(
     ValueError
         If an argument is invalid.
     NotImplementedError
-        In the backward pass, as the operation is for inference.
+        In the backward pass, which does not exist.
     """
     check_pool_blocks(x, poolings, block_size, start)
     return _operator(x, ",".join(poolings), block_size, start, resolve_backend(backend, x, name="x"))

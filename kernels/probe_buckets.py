@@ -48,14 +48,14 @@ def probe_buckets(
     probes: int,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Selects buckets for one token's query groups by ``D -> hidden -> C`` classifiers.
+    """Selects buckets for one token's query groups, by query classifiers.
 
-    The classifiers have two linear layers with a ReLU between them.
+    A classifier is ``D -> hidden -> C``: two linear layers with a ReLU between them.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, 1, D]``
-        Queries of the kind that the classifiers were trained on (with or without RoPE); fp32, fp16 or bf16 (fp64 on the torch
+        Queries in the form that the classifiers were trained on; fp32, fp16 or bf16 (fp64 on the torch
         backend). Strided views are not copied.
     weight_in, bias_in : Tensor ``[H, D, F]``, ``[H, 1, F]``
         First layer of each classifier, in q's dtype; query head h uses classifier ``h // (Hq // H)``.

@@ -1,30 +1,39 @@
-"""How much a block mask, or a zoom map, reads: counted in one pass over its bytes."""
+"""Counts of the blocks that a block mask or zoom map reads, for statistics."""
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.primitives import tl, triton
 
-WHOLE = 8  # parts of a block: what the coarsest zoom leaves of it is one
+EIGHTHS = 8  # parts of a block; the coarsest zoom reads one
 
 
 def blocks_read(selected: Tensor) -> Tensor:
-    """Blocks that are read, in eighths of a block: int64 scalar on the device of ``selected``.
+    """Counts the blocks that are read, in eighths of a block.
 
     Parameters
     ----------
-    selected : bool, or uint8 zooms (0, 1, 2, 4, 8): a block at zoom z counts as 1 / z of a block.
+    selected : Tensor bool, or uint8 zooms (0, 1, 2, 4, 8)
+        A block at zoom z counts as 1 / z of a block; 0 is not read.
+
+    Returns
+    -------
+    Tensor int64
+        A scalar on the device of ``selected``.
     """
     if selected.is_cuda:
         with torch.cuda.device_of(selected):
             return launch(selected).sum()
     if selected.dtype == torch.bool:
-        return selected.sum() * WHOLE
-    return (WHOLE // selected.clamp(min=1)).masked_fill(selected == 0, 0).sum()
+        return selected.sum() * EIGHTHS
+    return (EIGHTHS // selected.clamp(min=1)).masked_fill(selected == 0, 0).sum()
 
 
 def launch(selected: Tensor, chunk: int = 8192, warps: int = 4) -> Tensor:
-    """Run the kernel: int32, a sum for each chunk of ``selected``. ``chunk`` and ``warps`` are there for tuning."""
+    """Launches the kernel; returns an int32 sum per ``chunk`` elements.
+
+    ``chunk`` and ``warps`` override the defaults, for tuning.
+    """
     parts = triton.cdiv(selected.numel(), chunk)
     sums = torch.empty(parts, dtype=torch.int32, device=selected.device)
     selected = selected.contiguous().view(torch.uint8)

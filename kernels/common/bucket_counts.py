@@ -1,4 +1,4 @@
-"""How many keys a decoding step reads: its buckets' and the exact window's, each key once, counted in one launch."""
+"""Counts of the keys that a decoding step over buckets reads, for statistics."""
 
 import torch
 from torch import Tensor
@@ -10,20 +10,23 @@ from msattn.kernels.types import BucketIndex
 def keys_read(
     index: BucketIndex, buckets: Tensor, probes: Tensor, *, indexed: int, recent: int, sink: int, kv_start: Tensor | None = None
 ) -> Tensor:
-    """Keys that :func:`~msattn.kernels.bucket_decode.bucket_decode` reads; looks at the lists' ends and the exact keys alone.
+    """Counts the keys that :func:`~msattn.kernels.bucket_decode.bucket_decode` reads.
+
+    A key in the dense window and in a probed bucket counts once. Only the index's offsets and the buckets of the window are
+    read.
 
     Parameters
     ----------
     index : BucketIndex
-        The lists of keys ``[0, indexed)``.
+        Lists of the keys at positions ``[0, indexed)``.
     buckets : Tensor int32 ``[B, Hkv, M]``
-        The bucket of each key, rows contiguous; -1 for padding.
+        The bucket of each key, with contiguous rows; -1 for padding.
     probes : Tensor int32 ``[B, Hkv, L]``
-        Buckets that are visited; one that is named twice counts once.
+        Probed buckets; repetitions count once.
     indexed : int
-        Keys in the lists.
+        Number of indexed keys.
     recent, sink : int
-        Last and first keys that are read exactly.
+        Numbers of last and first keys in the dense window.
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence.
 
@@ -40,7 +43,9 @@ def keys_read(
     start = torch.zeros(len(probes), 1, dtype=torch.int32) if kv_start is None else kv_start[:, None]
     first = start + torch.arange(sink)
     last = torch.arange(num_keys - recent, num_keys).expand(len(start), -1)
-    exact = torch.cat([first < num_keys, last >= start + sink], dim=1)[:, None]  # [B, 1, sink + recent]: read, counted once
+    exact = torch.cat([first < num_keys, last >= start + sink], dim=1)[
+        :, None
+    ]  # [B, 1, sink + recent]: positions that exist, each once
     position = torch.cat([first.clamp(max=num_keys - 1), last], dim=1)[:, None].expand(-1, probes.shape[1], -1)
     bucket = buckets.gather(2, position.long()).clamp(min=0).long()
     listed_too = exact & (position < indexed) & visited.gather(2, bucket)
@@ -50,7 +55,7 @@ def keys_read(
 def launch(
     offsets: Tensor, buckets: Tensor, probes: Tensor, indexed: int, recent: int, sink: int, kv_start: Tensor | None
 ) -> Tensor:
-    """Run the kernel, a program for each key/value head of a sequence."""
+    """Launches the kernel, one program per key/value head and sequence."""
     batch, heads, num_probes = probes.shape
     counts = torch.empty(batch, heads, dtype=torch.int64, device=probes.device)
     _keys_read_kernel[(heads, batch)](
@@ -89,7 +94,7 @@ def _keys_read_kernel(
 
 @triton.jit
 def _visited(p_probes, bucket, num_probes):
-    """Whether each bucket of ``[n]`` is probed; -1 is not."""
+    """Returns True for each bucket ``[n]`` that is probed; -1 is not."""
     found = tl.zeros_like(bucket)
     for first in tl.range(0, num_probes, 32):  # type: ignore[misc]
         place = first + tl.arange(0, 32)

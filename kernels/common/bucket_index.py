@@ -1,4 +1,4 @@
-"""Lists of the keys in each bucket, which decoding over buckets reads."""
+"""Construction of the bucket index: the list of keys in each bucket."""
 
 import torch
 from torch import Tensor
@@ -7,20 +7,20 @@ from msattn.kernels.types import BucketIndex
 
 
 def build_bucket_index(buckets: Tensor, num_buckets: int) -> BucketIndex:
-    """Lists of the keys of each bucket, made on the device without waiting for it.
+    """Builds the lists of the keys in each bucket, without a host synchronization.
 
     Parameters
     ----------
     buckets : Tensor
-        int32 ``[B, Hkv, n]``: the bucket of the key at each cache position; -1 leaves a key (padding) out.
+        int32 ``[B, Hkv, n]``: the bucket of the key at each cache position; -1 excludes a key (padding).
     num_buckets : int
-        ``C``; buckets are 0 to C - 1.
+        Number of buckets, C; buckets are 0 to C - 1.
 
     Returns
     -------
     BucketIndex
-        ``offsets [B, Hkv, C + 1]`` and ``order [B, Hkv, n]``, int32; a bucket's keys by position. Keys that are left
-        out stand behind the last offset.
+        ``offsets [B, Hkv, C + 1]`` and ``order [B, Hkv, n]``, int32; the keys of a bucket in order of position.
+        Excluded keys come after the last offset.
     """
     by_bucket, order = torch.where(buckets < 0, num_buckets, buckets).sort(dim=-1, stable=True)
     edges = torch.arange(num_buckets + 1, dtype=buckets.dtype, device=buckets.device)

@@ -1,4 +1,4 @@
-"""Probabilities over blocks, and the best of them."""
+"""References of ``block_softmax`` and ``best_blocks``."""
 
 import math
 
@@ -15,7 +15,7 @@ def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
     Raises
     ------
     ValueError
-        If arguments do not fit.
+        If an argument is invalid.
     """
     check_block_softmax(logits, visible, "torch")
     lowest = torch.finfo(logits.dtype).min
@@ -23,12 +23,12 @@ def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
 
 
 def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, threshold: float = math.inf) -> Tensor:
-    """Reference of :func:`msattn.kernels.best_blocks.best_blocks`: by sorting.
+    """Reference of :func:`msattn.kernels.best_blocks.best_blocks`, by sorting.
 
     Raises
     ------
     ValueError
-        If arguments do not fit.
+        If an argument is invalid.
     """
     check_best_blocks(scores, counts, visible, always, "torch")
     ranked = scores.masked_fill(always, math.inf).masked_fill(~visible, -math.inf)

@@ -1,4 +1,4 @@
-"""Attention mass by bucket, a few queries at a time."""
+"""Reference of ``bucket_mass``, some queries at a time."""
 
 import math
 
@@ -23,19 +23,19 @@ def bucket_mass(
     q_pos: Tensor | None = None,
     k_pos: Tensor | None = None,
 ) -> BucketMass:
-    """Reference of :func:`msattn.kernels.bucket_mass.bucket_mass`: scores and their sums for a few queries at a time.
+    """Reference of :func:`msattn.kernels.bucket_mass.bucket_mass`.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, or a bucket number is out of range.
+        If an argument is invalid, or a bucket number is out of range.
     """
     check_bucket_mass(q, k, buckets, num_buckets, min_distance, q_pos, k_pos)
     scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
     batch, q_heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
     if not (int(buckets.min()) >= -1 and int(buckets.max()) < num_buckets):
-        raise ValueError(f"buckets: {int(buckets.min())} to {int(buckets.max())}, expected -1 (none) to {num_buckets - 1}")
+        raise ValueError(f"buckets: {int(buckets.min())} to {int(buckets.max())}, expected -1 (excluded) to {num_buckets - 1}")
     q_pos = torch.arange(num_keys - num_queries, num_keys, device=q.device) if q_pos is None else q_pos
     k_pos = torch.arange(num_keys, device=q.device) if k_pos is None else k_pos
     keys = k.to(statistics).transpose(-1, -2)  # [B, Hkv, D, n_k]

@@ -1,4 +1,4 @@
-"""The newest query of :func:`conv_attention`, one sequence at a time."""
+"""Reference of ``conv_decode``, one sequence at a time."""
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ def conv_decode(
     kv_len: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Reference of :func:`msattn.kernels.conv_decode.conv_decode`: a window of scores ``[Hq, c_q, m]`` a sequence.
+    """Reference of :func:`msattn.kernels.conv_decode.conv_decode`.
+
+    Memory holds the scores ``[Hq, c_q, m]`` of one sequence.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, or a sequence starts or ends outside of the cache.
+        If an argument is invalid, or a sequence starts or ends outside the cache.
     """
     check_conv_decode(q_window, k, v, weight, kv_start, kv_len, splits)
     scale, statistics = resolve_scale(scale, k.shape[3]), statistics_dtype(k)
@@ -35,7 +37,7 @@ def conv_decode(
         start = 0 if kv_start is None else int(kv_start[b])
         end = k.shape[2] if kv_len is None else int(kv_len[b])
         if not (0 <= start <= k.shape[2] and 0 <= end <= k.shape[2]):
-            raise ValueError(f"kv_start={start}, kv_len={end}: expected positions within the cache of {k.shape[2]}")
+            raise ValueError(f"kv_start={start}, kv_len={end}: expected positions in the cache, 0 to {k.shape[2]}")
         if end <= start:
             continue
         keys, values = (x[b, :, None, start:end].to(statistics) for x in (k, v))  # [Hkv, 1, m, D]

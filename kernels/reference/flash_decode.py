@@ -1,4 +1,4 @@
-"""A few queries over a long cache, a part of the keys at a time: both algorithms of flash decoding."""
+"""Reference of ``flash_decode``, both variants, one part of the keys at a time."""
 
 import math
 
@@ -24,12 +24,14 @@ def flash_decode(
     kv_len: Tensor | None = None,
     splits: int | None = None,
 ) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.flash_decode.flash_decode`: ``splits`` parts, or more where memory asks for it.
+    """Reference of :func:`msattn.kernels.flash_decode.flash_decode`.
+
+    The keys are read in ``splits`` parts, or in more of them to bound memory.
 
     Raises
     ------
     ValueError
-        If arguments do not fit, or lengths lead out of the cache.
+        If an argument is invalid, or lengths are outside the cache.
     """
     check_flash_decode(q, k, v, variant, score_mod, kv_start, kv_len, splits)
     scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
@@ -41,7 +43,7 @@ def flash_decode(
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=statistics)
 
     def scores(b: int, i: Tensor, part: slice) -> Tensor:
-        """Scores ``[Hq, N, m]`` of the queries at positions i and a part of the keys, -inf where they are not seen."""
+        """Returns scores ``[Hq, N, m]`` of queries i and a part of the keys, masked."""
         queries = q[b].to(statistics).reshape(kv_heads, -1, head_size)  # [Hkv, G * N, D]
         s = (queries @ k[b, :, part].to(statistics).mT * scale).view(q_heads, num_queries, -1)
         j = torch.arange(part.start, part.stop, device=q.device)
@@ -75,8 +77,8 @@ def flash_decode(
 
 
 def _positions(name: str, x: Tensor | None, default: int, k: Tensor) -> list[int]:
-    """A position in the cache for each sequence."""
+    """Returns a position in the cache for each sequence."""
     positions = [default] * k.shape[0] if x is None else x.tolist()
     if not all(0 <= position <= k.shape[2] for position in positions):
-        raise ValueError(f"{name}={positions}: expected 0 to {k.shape[2]}, positions within the cache")
+        raise ValueError(f"{name}={positions}: expected positions in the cache, 0 to {k.shape[2]}")
     return positions

@@ -1,4 +1,4 @@
-"""Probabilities of a gate over blocks."""
+"""Reference of ``gate_scores``."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def gate_scores(
     Raises
     ------
     ValueError
-        If arguments do not fit.
+        If an argument is invalid.
     """
     check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start)
     heads, hidden, _ = query_weight.shape
@@ -41,14 +41,14 @@ def gate_scores(
     pooled = pool_blocks(k, k_pool, block_size=block_size, start=kv_start)
     gate_k = torch.einsum("bhtp,hgop->bhgto", pooled, key_weight.unflatten(0, (k.shape[1], -1))).flatten(1, 2)
     if inv_freq is not None:
-        gate_q, gate_k = _turn(gate_q, inv_freq, rows), _turn(gate_k, inv_freq, cols)
-    end = (rows + block_size).minimum(num_keys - start[:, None])  # of the keys that a row block sees
+        gate_q, gate_k = _apply_rope(gate_q, inv_freq, rows), _apply_rope(gate_k, inv_freq, cols)
+    end = (rows + block_size).minimum(num_keys - start[:, None])  # of the keys visible to a row block
     visible = (cols[:, None] < end[..., None]) & (rows < num_keys - start[:, None])[..., None]
     return block_softmax(gate_q * hidden**-0.5 @ gate_k.mT, visible[:, None])
 
 
-def _turn(x: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
-    """Each pair of ``x [B, H, T, hidden]`` by its angle at ``positions [B | 1, T]``; angles are fp32, as a model's are."""
+def _apply_rope(x: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
+    """Rotates ``x [B, H, T, hidden]`` at ``positions [B | 1, T]`` by fp32 angles."""
     angles = (positions[..., None].float() * inv_freq).to(x.dtype)[:, None]
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)

@@ -1,4 +1,4 @@
-"""Partial results of attention, merged."""
+"""Reference of ``merge_states``."""
 
 import math
 
@@ -14,7 +14,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> SparseAttention:
     Raises
     ------
     ValueError
-        If the parts do not fit each other.
+        If an argument is invalid.
     """
     check_states(outs, lses)
     lse = lses.logsumexp(0)

@@ -1,4 +1,4 @@
-"""Nearest centroids and sums of their members, some keys at a time."""
+"""References of ``nearest_centroid`` and ``bucket_sums``, some keys at a time."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from msattn.kernels.types import BucketSums, NearestCentroid
 
 
 def nearest_centroid(k: Tensor, centroids: Tensor) -> NearestCentroid:
-    """Reference of :func:`msattn.kernels.nearest_centroid.nearest_centroid`: products of a few keys at a time.
+    """Reference of :func:`msattn.kernels.nearest_centroid.nearest_centroid`.
 
     Raises
     ------
     ValueError
-        If arguments do not fit.
+        If an argument is invalid.
     """
     check_nearest_centroid(k, centroids)
     chunk = max(1, SCORES_AT_ONCE // (k.shape[0] * centroids.shape[0] * centroids.shape[1]))
@@ -25,18 +25,20 @@ def nearest_centroid(k: Tensor, centroids: Tensor) -> NearestCentroid:
 
 
 def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int) -> BucketSums:
-    """Reference of :func:`msattn.kernels.nearest_centroid.bucket_sums`: one key after the other is added to its bucket's row.
+    """Reference of :func:`msattn.kernels.nearest_centroid.bucket_sums`.
 
     Raises
     ------
     ValueError
-        If arguments do not fit.
+        If an argument is invalid.
     """
     check_bucket_sums(k, buckets, num_buckets)
     batch, heads, _, head = k.shape
     sums = k.new_zeros((batch * heads * (num_buckets + 1), head), dtype=statistics_dtype(k))
     counts = buckets.new_zeros(len(sums))
-    row = torch.where((buckets >= 0) & (buckets < num_buckets), buckets, num_buckets)  # the last row of a head is nobody's
+    row = torch.where(
+        (buckets >= 0) & (buckets < num_buckets), buckets, num_buckets
+    )  # the last row of a head takes excluded keys
     row = row + (num_buckets + 1) * torch.arange(batch * heads, device=k.device, dtype=torch.int32).view(batch, heads, 1)
     for keys, rows in zip(k.split(SCORES_AT_ONCE // head, dim=2), row.split(SCORES_AT_ONCE // head, dim=2), strict=True):
         sums.index_add_(0, rows.flatten(), keys.to(sums.dtype).flatten(0, 2))

@@ -1,4 +1,4 @@
-"""Pooling of blocks."""
+"""Reference of ``pool_blocks``."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def pool_blocks(x: Tensor, poolings: list[str], *, block_size: int = 64, start: 
     Raises
     ------
     ValueError
-        If arguments do not fit.
+        If an argument is invalid.
     """
     check_pool_blocks(x, poolings, block_size, start)
     tokens = x.shape[2]
@@ -24,17 +24,17 @@ def pool_blocks(x: Tensor, poolings: list[str], *, block_size: int = 64, start: 
             parts.append(x[:, :, None, whole:])
         return torch.cat([torch.cat([_reduce(part, name) for name in poolings], dim=-1) for part in parts], dim=2)
     if not all(0 <= first <= tokens for first in start.tolist()):
-        raise ValueError(f"start={start.tolist()}: expected 0 to {tokens}, positions within the tokens")
+        raise ValueError(f"start={start.tolist()}: expected positions in the sequence, 0 to {tokens}")
     index = start.long()[:, None] + torch.arange(-(-tokens // block_size) * block_size, device=x.device)
     real = (index < tokens)[:, None, :, None].unflatten(2, (-1, block_size))  # [B | 1, 1, T, block, 1]
     index = index.clamp(max=tokens - 1)[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
-    blocks = x.gather(2, index).unflatten(2, (-1, block_size))  # past a sequence's end its last token, again and again
+    blocks = x.gather(2, index).unflatten(2, (-1, block_size))  # the last token is repeated past the end
     pooled = torch.cat([_reduce(blocks, name, real) for name in poolings], dim=-1)
     return pooled.masked_fill(~real.any(3), 0)
 
 
 def _reduce(blocks: Tensor, pooling: str, real: Tensor | None = None) -> Tensor:
-    """``blocks [B, H, T, n, D]`` over their tokens; those that are not ``real`` repeat one that is."""
+    """Reduces ``blocks [B, H, T, n, D]`` over n; only ``real`` entries count."""
     dtype = statistics_dtype(blocks)
     if pooling == "max":
         return blocks.amax(dim=3).to(dtype)

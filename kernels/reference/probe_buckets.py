@@ -1,4 +1,4 @@
-"""Classifiers of one token's queries, and the buckets that they rank highest."""
+"""Reference of ``probe_buckets``."""
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ def probe_buckets(
     Raises
     ------
     ValueError
-        If arguments do not fit.
+        If an argument is invalid.
     """
     check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes)
     batch, classifiers = len(q), len(weight_in)
-    rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries a classifier, D]
+    rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries per classifier, D]
     logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
     probs = logits.to(statistics_dtype(q)).softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1).flatten(1, 2)  # [B, Hq, C]
     scores = probs.unflatten(1, (kv_heads, -1)).sum(2)

@@ -1,4 +1,4 @@
-"""best_blocks and block_softmax: probabilities over the blocks that a row sees, and which of them are the best."""
+"""Tests of `best_blocks` and `block_softmax`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ SHAPES = [(1, 2, 5, 5), (2, 3, 4, 70), (1, 1, 3, 1), (2, 1, 2, 300)]
 
 
 def causal(batch: int, rows: int, cols: int, device: str) -> Tensor:
-    """Each row sees some first columns, of the first sequence's first row none: bool ``[B, 1, Tr, Tc]``."""
+    """Returns a causal mask ``[B, 1, Tr, Tc]``; the very first row sees nothing."""
     seen = torch.arange(cols) <= torch.arange(rows)[:, None] + cols - rows - torch.arange(batch)[:, None, None] * 3
     seen[0, 0] = False
     return seen[:, None].to(device)
 
 
-def by_hand(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-    """Row by row: the blocks sorted by what makes them come first."""
+def select_by_sorting(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
+    """Sorts the visible blocks of each row by (always, score, position)."""
     mask = torch.zeros(scores.shape, dtype=torch.bool)
     batch, heads, rows, _ = scores.shape
     for b in range(batch):
@@ -40,8 +40,8 @@ def by_hand(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> 
     return mask.to(scores.device)
 
 
-def some(value: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], device: str) -> dict[str, Any]:
-    """Arguments with the scores that ``value`` gives, and a diagonal to keep."""
+def random_arguments(value: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], device: str) -> dict[str, Any]:
+    """Returns arguments with scores from ``value``; `always` is the diagonal."""
     batch, _, rows, cols = shape
     visible = causal(batch, rows, cols, device)
     always = visible & (torch.arange(cols, device=device) >= visible.sum(-1, keepdim=True) - 1)
@@ -62,19 +62,19 @@ SCORES: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_best_by_sorting(shape, kind, backend: Backend, device: str, poisoned: None) -> None:
-    arguments = some(SCORES[kind], shape, device)
+def test_agrees_with_sorting(shape, kind, backend: Backend, device: str, poisoned: None) -> None:
+    arguments = random_arguments(SCORES[kind], shape, device)
     got = best_blocks(**arguments, backend=backend)
     assert got.dtype == torch.bool
-    assert torch.equal(got, by_hand(**arguments))
+    assert torch.equal(got, select_by_sorting(**arguments))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("threshold", [-4.0, 0.5, 0.0])
-def test_all_that_reach_a_threshold_are_taken_too(threshold: float, backend: Backend, device: str) -> None:
-    arguments = some(SCORES["few values"], (2, 3, 4, 70), device)
+def test_blocks_at_the_threshold_are_added(threshold: float, backend: Backend, device: str) -> None:
+    arguments = random_arguments(SCORES["few values"], (2, 3, 4, 70), device)
     got = best_blocks(**arguments, threshold=threshold, backend=backend)
-    assert torch.equal(got, by_hand(**arguments) | (arguments["scores"] >= threshold) & arguments["visible"])
+    assert torch.equal(got, select_by_sorting(**arguments) | (arguments["scores"] >= threshold) & arguments["visible"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -90,22 +90,22 @@ def test_any_row(device: str, values: list[float], count: int, backend: Backend,
     visible, always = (torch.rand(scores.shape, generator=generator) < share for share in (0.8, 0.1))
     arguments = scores, torch.full((1, 1, 1, 1), count, dtype=torch.int32), visible, always
     chosen = best_blocks(*(x.to(device) for x in arguments), backend=backend)
-    assert torch.equal(chosen.cpu(), by_hand(*arguments))
+    assert torch.equal(chosen.cpu(), select_by_sorting(*arguments))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_shared_by_sequences(backend: Backend, device: str) -> None:
-    arguments = some(torch.randn, (3, 2, 4, 9), device)
+def test_masks_shared_by_sequences(backend: Backend, device: str) -> None:
+    arguments = random_arguments(torch.randn, (3, 2, 4, 9), device)
     shared = {name: x[:1] if name != "scores" else x for name, x in arguments.items()}
     spread = {name: x if name == "scores" else x.expand(3, -1, -1, -1) for name, x in shared.items()}
     assert torch.equal(best_blocks(**shared, backend=backend), best_blocks(**spread, backend=backend))
     one_for_all_heads = shared | {"scores": arguments["scores"][:1, :1].expand(3, 2, -1, -1)}
-    assert torch.equal(best_blocks(**one_for_all_heads, backend=backend), by_hand(**one_for_all_heads))
+    assert torch.equal(best_blocks(**one_for_all_heads, backend=backend), select_by_sorting(**one_for_all_heads))
 
 
 @pytest.mark.gpu
 def test_long_rows(device: str) -> None:
-    arguments = some(lambda shape: (torch.randn(shape) * 4).softmax(-1), (1, 2, 40, 32768), device)
+    arguments = random_arguments(lambda shape: (torch.randn(shape) * 4).softmax(-1), (1, 2, 40, 32768), device)
     assert torch.equal(best_blocks(**arguments, backend="triton"), best_blocks(**arguments, backend="torch"))
 
 
@@ -133,7 +133,7 @@ def test_gradient_of_the_softmax(backend: Backend, device: str) -> None:
 def test_operators(backend: Backend, device: str) -> None:
     from msattn.kernels import best_blocks as module
 
-    arguments = some(torch.randn, (2, 3, 4, 20), device)
+    arguments = random_arguments(torch.randn, (2, 3, 4, 20), device)
     logits = arguments["scores"].clone().requires_grad_()
     torch.library.opcheck(module._best_operator, (*arguments.values(), 0.5, backend))
     torch.library.opcheck(module._softmax_operator, (logits, arguments["visible"], backend))
@@ -158,11 +158,11 @@ def test_operators(backend: Backend, device: str) -> None:
 )
 def test_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        best_blocks(**(some(torch.randn, (2, 3, 4, 9), "cpu") | change))
+        best_blocks(**(random_arguments(torch.randn, (2, 3, 4, 9), "cpu") | change))
 
 
-def test_refuses_rows_that_no_program_holds(device: str) -> None:
-    long = some(torch.zeros, (1, 1, 1, 2**15 + 1), device)
+def test_refuses_rows_longer_than_a_program_holds(device: str) -> None:
+    long = random_arguments(torch.zeros, (1, 1, 1, 2**15 + 1), device)
     assert best_blocks(**long, backend="torch").shape[3] == 2**15 + 1
     with pytest.raises(ValueError, match="32769 columns"):
         best_blocks(**long, backend="triton")

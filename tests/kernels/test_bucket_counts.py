@@ -1,4 +1,4 @@
-"""keys_read: how many keys a decoding step reads."""
+"""Tests of `keys_read`, the number of keys that a decoding step reads."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_counts_each_key_once(
     probes = torch.randint(0, num_buckets, (SEQUENCES, HEADS, num_probes), generator=generator, dtype=torch.int32)
     kv_start = None if padding is None else torch.tensor(starts, dtype=torch.int32)
 
-    room = torch.full((SEQUENCES, HEADS, num_keys + 5), -7, dtype=torch.int32)  # buckets are a view, as a cache's are
+    room = torch.full((SEQUENCES, HEADS, num_keys + 5), -7, dtype=torch.int32)  # buckets are a view, as in the cache
     room[:, :, :num_keys] = buckets
     on_device = room.to(device)[:, :, :num_keys], probes.to(device)
     index = BucketIndex(*(x.to(device) for x in index))
@@ -61,7 +61,7 @@ def test_counts_each_key_once(
 
 
 @pytest.mark.parametrize("recent", [1, 3000])
-def test_a_window_longer_than_the_cache(recent: int, device: str) -> None:
+def test_window_longer_than_the_cache(recent: int, device: str) -> None:
     buckets = torch.zeros(1, 1, 20, dtype=torch.int32)
     index = build_bucket_index(buckets, 2)
     count = bucket_counts.keys_read(

@@ -1,4 +1,4 @@
-"""Tests of `bucket_decode`: kernel and reference against fp64, edge cases, operator."""
+"""Tests of `bucket_decode`: agreement with fp64, edge cases, operator."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ HALF, FULL = torch.float16, torch.float32
 
 
 class Case(NamedTuple):
-    """One problem. ``padding``, ``filled`` and ``recent`` may hold a number per sequence."""
+    """One problem; ``padding``, ``filled``, ``recent`` may be given per sequence."""
 
     batch: int
     q_heads: int
@@ -151,7 +151,7 @@ def test_probing_all_buckets_is_dense_attention(backend: Backend, device: str) -
     seed=st.integers(0, 2**16),
 )
 def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, recent: int, sink: int, seed: int) -> None:
-    """The order of keys in a bucket and of probes is irrelevant; a repeated probe counts once."""
+    """The order of keys and probes is irrelevant; a repeated probe counts once."""
     q, k, v = random_qkv(1, 2, 1, 1, num_keys, 16, seed=seed)
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
     offsets, order = build_bucket_index(buckets, num_buckets)
@@ -167,7 +167,7 @@ def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, re
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_index_entries_outside_the_sequence_are_skipped(backend: Backend, device: str) -> None:
-    """Entries before the sequence, after its filled part and outside the cache are skipped."""
+    """Entries before and after the sequence and outside the cache are skipped."""
     q, k, v = random_qkv(1, 1, 1, 1, 20, device=device)
     order = torch.tensor([[[-3, 0, 1, 7, 12, 19, 40]]], dtype=torch.int32, device=device)
     offsets, probes = (torch.tensor([[x]], dtype=torch.int32, device=device) for x in ([0, 7], [0]))
@@ -208,7 +208,7 @@ def test_operator(backend: Backend, device: str) -> None:
 
 
 def test_accepts_strided_views(device: str) -> None:
-    """Token-major caches and caches with a strided last dimension give the same result."""
+    """Token-major caches and caches with a strided last dimension agree."""
     q, _, _, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     cache = torch.randn(2, 70, 2, 2, 64, device=device)
     k, v = (x.transpose(1, 2) for x in cache.unbind(2))

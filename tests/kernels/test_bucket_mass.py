@@ -1,4 +1,4 @@
-"""Tests of `bucket_mass`: kernel and reference against fp64, edge cases, operator."""
+"""Tests of `bucket_mass`: agreement with fp64, edge cases, operator."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, pois
 @settings(max_examples=25, deadline=None)
 @given(n_q=st.integers(1, 40), n_k=st.integers(1, 90), num_buckets=st.integers(1, 12), seed=st.integers(0, 2**16))
 def test_mass_sums_to_one(n_q: int, n_k: int, num_buckets: int, seed: int) -> None:
-    """Each row sums to 1, or to 0 if all keys are excluded; empty buckets have mass 0."""
+    """Rows sum to 1, or to 0 if all keys are excluded; empty buckets have mass 0."""
     q, k, _ = random_qkv(1, 2, 1, n_q, n_k, 16, seed=seed)
     buckets = random_buckets(1, 1, n_k, num_buckets, seed=seed)
     got = bucket_mass(q, k, buckets, num_buckets=num_buckets)
@@ -156,7 +156,7 @@ def test_order_of_keys_changes_nothing(n_k: int, seed: int) -> None:
     seed=st.integers(0, 2**16),
 )
 def test_key_groups_hold_each_key_once(num_keys: int, num_buckets: int, group_size: int, splits: int, seed: int) -> None:
-    """Reads the segments in the kernel's order: each key of a bucket is added once, to the bucket's output rows."""
+    """In the kernel's order, each key is added once, to its bucket's output rows."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
     k = torch.arange(num_keys, dtype=torch.float32)[:, None].expand(1, 1, -1, 16).contiguous()
@@ -187,7 +187,7 @@ def test_key_groups_hold_each_key_once(num_keys: int, num_buckets: int, group_si
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_scores_lose_no_accuracy(backend: Backend, device: str) -> None:
-    """A large common offset of scores changes no mass; scores far below the largest give 0."""
+    """A large offset of all scores changes no mass; much smaller scores give 0."""
     q, k, _ = random_qkv(1, 2, 1, 5, 60, 64, device=device)
     buckets = random_buckets(1, 1, 60, 7, device)
     q[..., 0], k[..., 0] = 100.0, 160.0  # every score grows by 2000
@@ -221,7 +221,7 @@ def test_operator(backend: Backend, steady_device: str) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def test_reads_views(device: str) -> None:
+def test_accepts_strided_views(device: str) -> None:
     packed = torch.randn(2, 70, 4, 64, device=device).transpose(1, 2)
     q, k = packed[:, :3], packed[:, 3:]
     buckets = random_buckets(2, 1, 70, 10, device)

@@ -1,4 +1,4 @@
-"""conv_decode: kernel and reference against the last row in fp64, its edges, and how it behaves as an operator."""
+"""Tests of `conv_decode`: agreement with fp64, edge cases, operator."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ HALF, FULL = torch.float16, torch.float32
 
 
 class Case(NamedTuple):
-    """One situation: a cache of ``num_keys`` of which each sequence fills ``padding[b]`` to ``filled[b]``."""
+    """One problem; sequence b fills positions ``padding[b]`` to ``filled[b]``."""
 
     batch: int
     q_heads: int
@@ -34,12 +34,12 @@ class Case(NamedTuple):
     splits: int | None = None
 
     def spans(self) -> list[tuple[int, int]]:
-        """First key and end of each sequence."""
+        """Returns the first key and the end of each sequence."""
         none = (0,) * self.batch, (self.num_keys,) * self.batch
         return list(zip(self.padding or none[0], self.filled or none[1], strict=True))
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Window of queries, zeros before a sequence's start; cache; kernels."""
+        """Returns query window (0 before a sequence), cache and weights."""
         window, taps = self.size
         q, k, v = random_qkv(self.batch, self.q_heads, self.kv_heads, window, self.num_keys, self.head_size, self.dtype, device)
         for b, (start, end) in enumerate(self.spans()):
@@ -48,12 +48,12 @@ class Case(NamedTuple):
         return q, k, v, weight.to(device, self.dtype)
 
     def options(self, device: str) -> dict[str, Any]:
-        """Keyword arguments of the operation."""
+        """Returns keyword arguments of the operation."""
         return {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device), "splits": self.splits}
 
 
 def last_row(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, case: Case, dtype: torch.dtype) -> Tensor:
-    """The definition, key by key of the convolution, as eager PyTorch would in ``dtype``."""
+    """Computes the definition tap by tap, in eager PyTorch of ``dtype``."""
     statistics = torch.promote_types(dtype, torch.float32)
     q, k, v, weight = (x.to(dtype) for x in (q, k, v, weight))
     out = torch.zeros_like(q[:, :, :1])
@@ -79,7 +79,7 @@ def check(case: Case, backend: Backend, device: str) -> None:
     got = conv_decode(*inputs, **case.options(device), backend=backend)
     assert got.dtype == case.dtype
     exact, eager = (last_row(*inputs, case, dtype) for dtype in (torch.float64, case.dtype))
-    mixed = inputs[3].abs().sum((1, 2)).max().item()  # a score is a weighted sum of scores, and rounds as much more
+    mixed = inputs[3].abs().sum((1, 2)).max().item()  # a mixed score is a weighted sum, which scales the rounding error
     assert_within_budget("out", got, exact, eager, term=mixed * inputs[2].abs().max().item())
 
 
@@ -147,7 +147,7 @@ def test_is_the_last_row_of_conv_attention(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
+def test_identity_kernel_is_plain_attention(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(2, 4, 2, 3, 90, device=device)
     weight = torch.zeros(4, 3, 4, device=device)
     weight[:, -1, 1] = 1
@@ -156,15 +156,15 @@ def test_identity_is_plain_attention(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_read(backend: Backend, device: str) -> None:
+def test_no_keys_to_read(backend: Backend, device: str) -> None:
     q, k, v, weight = Case(2, 4, 2, 40, 64, (2, 3)).inputs(device)
     full, empty = starts([40, 5], device), starts([0, 5], device)
     out = conv_decode(q, k, v, weight, kv_start=full, kv_len=empty, backend=backend)
     assert (out == 0).all()
 
 
-def test_reads_views(device: str) -> None:
-    """A cache laid out by token, heads inside, is read where it lies; so is one whose last dimension is not contiguous."""
+def test_accepts_strided_views(device: str) -> None:
+    """Token-major caches and caches with a strided last dimension agree."""
     q, _, _, weight = Case(2, 4, 2, 70, 64, (2, 3)).inputs(device)
     k, v = (x.transpose(1, 2) for x in torch.randn(2, 70, 2, 2, 64, device=device).unbind(2))
     want = conv_decode(q, k.contiguous(), v.contiguous(), weight, backend="triton")
@@ -212,7 +212,7 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    """A captured step follows lengths that change in place, with the same bits each time."""
+    """A captured step follows in-place changes of lengths, bit by bit."""
     q, k, v, weight = Case(2, 8, 2, 5000, 128, (6, 11), torch.bfloat16).inputs("cuda")
     kv_len = torch.tensor([4000, 3000], dtype=torch.int32, device="cuda")
     conv_decode(q, k, v, weight, kv_len=kv_len)
@@ -226,9 +226,9 @@ def test_cuda_graph() -> None:
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
-    """A head of more than 2**31 elements, of which the sequence fills the end."""
+    """The sequence fills the end of a head of more than 2**31 elements."""
     k, v = (torch.randn(1, 1, 2**24 + 300, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     q, _, _, weight = Case(1, 4, 1, 300, 128, (6, 11), torch.bfloat16).inputs("cuda")
     got = conv_decode(q, k, v, weight, kv_start=starts([2**24], "cuda"))
     want = conv_decode(q, k[:, :, -300:], v[:, :, -300:], weight)
-    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)  # other splits: P is rounded relative to other maxima
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)  # with other splits, P is rounded relative to other maxima

@@ -1,4 +1,4 @@
-"""Tests of `flash_decode`: fp64 agreement, score modifications, edge cases, operator."""
+"""Tests of `flash_decode`: agreement with fp64, score_mod, edge cases, operator."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def _bias(score, b, h, i, j, bias, num_keys, factor):
 
 
 class Case(NamedTuple):
-    """One problem. ``padding`` and ``filled`` hold a number per sequence; ``mod`` is a name."""
+    """One problem; ``padding`` and ``filled`` hold a number per sequence."""
 
     batch: int
     q_heads: int
@@ -74,7 +74,7 @@ def positions(case: Case, device: str) -> tuple[Tensor, Tensor]:
 
 
 def visible(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """Returns the keys visible to each query ``[B, 1, N, M]``, and those that may be read."""
+    """Returns the keys that are visible ``[B, 1, N, M]``, and those that may be read."""
     i, j = positions(case, device)
     padding = torch.tensor(case.padding or [0] * case.batch, device=device)[:, None, None, None]
     filled = torch.tensor(case.filled or [case.num_keys] * case.batch, device=device)[:, None, None, None]
@@ -187,7 +187,7 @@ def test_no_visible_keys(backend: Backend, variant: Variant, device: str) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mod", [None, "alibi", "sliding_window"])
 def test_padding_equals_unpadded(mod: str | None, backend: Backend, variant: Variant, device: str) -> None:
-    """A sequence of a padded batch gives the same result alone; these modifications use distances."""
+    """A padded sequence gives the same result alone: these mods use distances only."""
     case = Case(1, 4, 2, 3, 70, 64, mod=mod, causal=True)
     q, k, v = random_qkv(*case[:6], device=device)
     alone = flash_decode(q, k, v, variant=variant, **case.options(device), backend=backend)
@@ -244,7 +244,7 @@ def test_softcap_is_accurate(limit: float, device: str) -> None:
 
 
 def test_accepts_strided_views(device: str) -> None:
-    """Token-major caches and caches with a strided last dimension give the same result."""
+    """Token-major caches and caches with a strided last dimension agree."""
     q = random_qkv(2, 4, 2, 3, 70, device=device)[0]
     cache = torch.randn(2, 70, 2, 2, 64, device=device)
     k, v = (x.transpose(1, 2) for x in cache.unbind(2))

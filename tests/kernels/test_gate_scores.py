@@ -1,4 +1,4 @@
-"""gate_scores: from queries and keys before RoPE to probabilities over blocks, as SeerAttention's gate has them."""
+"""Tests of `gate_scores` against its definition and against fp64."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from msattn.kernels.types import Backend
 
 BACKENDS: list[Backend] = ["torch", "triton"]
 CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, padding, poolings
-    "a gate a query head": (4, 2, 4, 70, 70, 16, 16, 16, None, ["avg"], ["max", "min"]),
-    "a gate a key head": (4, 2, 2, 70, 70, 40, 24, 16, None, ["avg", "max"], ["avg"]),
-    "some gates": (8, 1, 2, 40, 40, 16, 8, 16, None, ["min"], ["max", "min", "avg"]),
+    "one gate per query head": (4, 2, 4, 70, 70, 16, 16, 16, None, ["avg"], ["max", "min"]),
+    "one gate per key/value head": (4, 2, 2, 70, 70, 40, 24, 16, None, ["avg", "max"], ["avg"]),
+    "gates between both": (8, 1, 2, 40, 40, 16, 8, 16, None, ["min"], ["max", "min", "avg"]),
     "padding": (2, 2, 2, 70, 70, 16, 16, 16, [0, 37, 69], ["avg"], ["max", "min"]),
     "more keys": (2, 1, 2, 37, 90, 16, 16, 16, [0, 60], ["avg"], ["max", "min"]),
     "more queries": (2, 1, 2, 90, 37, 16, 16, 16, None, ["avg"], ["max", "min"]),
@@ -22,8 +22,8 @@ CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidde
 }
 
 
-def some(case: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Arguments with weights that make rows neither flat nor certain."""
+def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Returns arguments with weights that make rows neither uniform nor one-hot."""
     heads, kv_heads, gates, queries, keys, size, hidden, block, padding, q_pool, k_pool = CASES[case]
     q, k, _ = testing.random_qkv(1 if padding is None else len(padding), heads, kv_heads, queries, keys, size, dtype, device)
     widths = heads // gates * len(q_pool) * size, len(k_pool) * size
@@ -41,9 +41,11 @@ def doubled(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: x.double() if name in double else x for name, x in arguments.items()}
 
 
-def plain(arguments: dict[str, Any], b: int) -> Tensor:
-    """Sequence ``b`` by the definition, block by block, from its first token on: ``[Hg, Tr, Tc]`` with rows and columns as
-    many as its blocks."""
+def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
+    """Computes sequence ``b`` by the definition, block by block.
+
+    Returns ``[Hg, Tr, Tc]``, where blocks are counted from the sequence's first token.
+    """
     a = doubled(arguments)
     block, (gates, hidden, _) = a["block_size"], a["query_weight"].shape
     start = 0 if a["kv_start"] is None else int(a["kv_start"][b])
@@ -72,13 +74,13 @@ def plain(arguments: dict[str, Any], b: int) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("with_rope", [True, False])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
-def test_the_reference_is_the_definition(case: str, turned: bool, device: str) -> None:
-    arguments = some(case, device) | ({} if turned else {"inv_freq": None})
+def test_reference_agrees_with_the_definition(case: str, with_rope: bool, device: str) -> None:
+    arguments = random_arguments(case, device) | ({} if with_rope else {"inv_freq": None})
     got = reference.gate_scores(**doubled(arguments))
     for b in range(len(got)):
-        expected = plain(arguments, b)
+        expected = by_definition(arguments, b)
         padded = torch.zeros(got.shape[1:], dtype=torch.float64)
         padded[:, : expected.shape[1], : expected.shape[2]] = expected
         torch.testing.assert_close(got[b].cpu(), padded, rtol=1e-10, atol=1e-12)
@@ -87,11 +89,11 @@ def test_the_reference_is_the_definition(case: str, turned: bool, device: str) -
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_fp64(case: str, backend: Backend, device: str, poisoned: None) -> None:
-    arguments = some(case, device)
+    arguments = random_arguments(case, device)
     got, exact = gate_scores(**arguments, backend=backend), reference.gate_scores(**doubled(arguments))
-    assert exact.amax(-1).min() < 0.9  # rows are not all certain
+    assert exact.amax(-1).min() < 0.9  # not all rows are one-hot
     eager = reference.gate_scores(**arguments)
-    # Logits of up to some 30 round before they are exponents.
+    # Logits reach about 30 and are rounded before the exponential.
     testing.assert_within_budget("scores", got, exact, eager, term=30.0)
     assert torch.equal(got == 0, exact.float() == 0)
 
@@ -100,8 +102,8 @@ def test_agrees_with_fp64(case: str, backend: Backend, device: str, poisoned: No
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> None:
     if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter gets bf16 wrong")
-    arguments = some("a gate a query head", device, dtype)
+        pytest.skip("the interpreter computes bf16 incorrectly")
+    arguments = random_arguments("one gate per query head", device, dtype)
     exact = reference.gate_scores(**doubled(arguments))
     torch.testing.assert_close(gate_scores(**arguments, backend=backend).double(), exact, rtol=1e-4, atol=1e-6)
 
@@ -110,7 +112,7 @@ def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> No
 def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import gate_scores as module
 
-    a = some("padding", device)
+    a = random_arguments("padding", device)
     given = [a[name] for name in ("q", "k", "query_weight", "key_weight", "inv_freq")]
     torch.library.opcheck(module._operator, (*given, "avg", "max,min", 16, a["kv_start"], backend))
     compiled = torch.compile(gate_scores, fullgraph=True)
@@ -135,4 +137,4 @@ def test_operator(backend: Backend, device: str) -> None:
 )
 def test_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gate_scores(**some("a gate a query head", "cpu") | change)
+        gate_scores(**random_arguments("one gate per query head", "cpu") | change)

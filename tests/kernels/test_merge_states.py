@@ -1,4 +1,4 @@
-"""merge_states: parts of a softmax give the whole, in any order and grouping."""
+"""Tests of `merge_states`: fp64 agreement, any order and grouping, operator."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_agrees_with_fp64(dtype: torch.dtype, head_size: int, backend: Backend, 
     lses[3] = -torch.inf
     weights, weights64 = lses.softmax(0)[..., None], lses.double().softmax(0)[..., None]
     exact, eager = (outs.double() * weights64).sum(0), (outs * weights.to(dtype)).sum(0)
-    outs[3] = float("nan")  # whatever stands in an empty part weighs nothing
+    outs[3] = float("nan")  # outputs of an empty part are ignored
     got = merge_states(outs, lses, backend=backend)
     assert got.out.dtype == dtype
     assert_within_budget("out", got.out, exact, eager)
@@ -29,7 +29,7 @@ def test_agrees_with_fp64(dtype: torch.dtype, head_size: int, backend: Backend, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_give_the_whole(backend: Backend, device: str) -> None:
+def test_merged_parts_equal_the_whole(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(2, 3, 3, 37, 65, device=device)
     part = torch.randint(0, 5, (65,), device=device)
     parts = [dense_attention(q, k, v, part == s, dtype=torch.float32) for s in range(5)]
@@ -77,8 +77,8 @@ def test_operator(backend: Backend, device: str) -> None:
         merge_states(outs.requires_grad_(), lses, backend=backend).out.sum().backward()
 
 
-def test_reads_views(device: str) -> None:
-    outs = torch.randn(2, 5, 3, 16, 2, device=device).permute(4, 0, 2, 1, 3)  # no dimension where it would be by itself
+def test_accepts_strided_views(device: str) -> None:
+    outs = torch.randn(2, 5, 3, 16, 2, device=device).permute(4, 0, 2, 1, 3)  # all dimensions permuted
     lses = torch.randn(2, 5, 3, 2, device=device).permute(3, 0, 2, 1)
     got = merge_states(outs, lses, backend="triton")
     torch.testing.assert_close(got, merge_states(outs.contiguous(), lses.contiguous(), backend="torch"))

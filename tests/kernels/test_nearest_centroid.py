@@ -1,4 +1,4 @@
-"""`nearest_centroid` and `bucket_sums` against fp64, on both backends."""
+"""Tests of `nearest_centroid` and `bucket_sums` against fp64, on both backends."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -28,14 +28,14 @@ class Case(NamedTuple):
     dtype: torch.dtype = FULL
 
     def inputs(self, device: str = "cpu") -> tuple[Tensor, Tensor]:
-        """Keys that lie as a projection leaves them ``[B, H, M, D]``, and unit centroids ``[H, C, D]``."""
+        """Returns token-major keys ``[B, H, M, D]`` and unit centroids ``[H, C, D]``."""
         generator = torch.Generator().manual_seed(0)
         k = torch.randn(self.batch, self.num_keys, self.heads, self.head_size, generator=generator)
         centroids = torch.randn(self.heads, self.num_buckets, self.head_size, generator=generator)
         return k.transpose(1, 2).to(device, self.dtype), normalize(centroids, dim=-1).to(device)
 
 
-# Chosen by hand so that every two values of length, bucket count, head size and dtype meet, or nearly so.
+# Covers nearly all pairs of values of length, bucket count, head size and dtype.
 CASES = [
     Case(1, 1, 1, 1, 64),
     Case(2, 3, 63, 5, 80, HALF),
@@ -55,7 +55,7 @@ def check_nearest(case: Case, backend: Backend, device: str) -> None:
     assert got.products.dtype == torch.float32
     exact = k.double() @ centroids.double().mT
     lengths = k.double().norm(dim=-1) * centroids.double().norm(dim=-1).amax()
-    bound = (2**-18 + 2 * case.head_size * 2**-23) * lengths  # the one that the docstring states
+    bound = (2**-18 + 2 * case.head_size * 2**-23) * lengths  # stated in the docstring of nearest_centroid
     assert ((got.products - exact.amax(-1)).abs() <= 2 * bound).all()
     chosen = exact.gather(-1, got.buckets.long()[..., None])[..., 0]
     assert ((got.products - chosen).abs() <= bound).all()
@@ -70,7 +70,9 @@ def check_sums(case: Case, backend: Backend, device: str) -> None:
     assert got.counts.dtype == torch.int32
     member = one_hot(buckets.long() + 1, case.num_buckets + 1)[..., 1:]
     assert torch.equal(got.counts.long(), member.sum(2))
-    terms = member.sum(2)[..., None] * (member.double().mT @ k.double().abs())  # each addition rounds a part of the sum
+    terms = member.sum(2)[..., None] * (
+        member.double().mT @ k.double().abs()
+    )  # bound of the rounding error: every addition rounds a partial sum
     error = (got.sums - member.double().mT @ k.double()).abs()
     assert (error <= 2**-23 * terms + 2**-21 * k.double().abs().amax()).all()
     assert (got.sums[got.counts == 0] == 0).all()
@@ -95,7 +97,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
 
 @pytest.mark.gpu
 def test_at_full_length() -> None:
-    """A layer of Llama-3.1-8B: as many splits as there will be."""
+    """A layer of Llama-3.1-8B at 128k tokens, with the full number of splits."""
     case = Case(1, 8, 131_072, 1024, 128, torch.bfloat16)
     check_nearest(case, "triton", "cuda")
     k, centroids = case.inputs("cuda")
@@ -109,7 +111,7 @@ def test_at_full_length() -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_every_time() -> None:
+def test_is_deterministic() -> None:
     k, centroids = Case(1, 4, 50_000, 300, 128, torch.bfloat16).inputs("cuda")
     first = nearest_centroid(k, centroids)
     sums = bucket_sums(k, first.buckets, num_buckets=300)
@@ -119,8 +121,10 @@ def test_the_same_every_time() -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_of_more_than_31_bits() -> None:
-    k = torch.zeros(2**24 + 1, 136, dtype=torch.float16, device="cuda")[:, :128]  # rows 136 apart: the last begins past 2**31
+def test_offsets_beyond_31_bits() -> None:
+    k = torch.zeros(2**24 + 1, 136, dtype=torch.float16, device="cuda")[
+        :, :128
+    ]  # row stride 136: the last row starts past 2**31
     k[-1] = 1
     k = k[None, None]
     centroids = torch.stack([-torch.ones(128), torch.ones(128)])[None].cuda()
@@ -133,10 +137,10 @@ def test_offsets_of_more_than_31_bits() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_equal_products_the_lowest_number(backend: Backend, device: str) -> None:
+def test_ties_go_to_the_lowest_number(backend: Backend, device: str) -> None:
     k, centroids = Case(1, 2, 40, 10, 64).inputs(device)
-    k, centroids = k.round(), (8 * centroids).round()  # whole numbers: products are exact in any order
-    repeated = centroids.repeat(1, 20, 1)  # 200: several tiles
+    k, centroids = k.round(), (8 * centroids).round()  # integers: products are exact in any order
+    repeated = centroids.repeat(1, 20, 1)  # 200 centroids are several tiles
     once = nearest_centroid(k, centroids, backend=backend)
     again = nearest_centroid(k, repeated, backend=backend)
     assert torch.equal(again.buckets, once.buckets)
@@ -147,7 +151,7 @@ def test_of_equal_products_the_lowest_number(backend: Backend, device: str) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_views(backend: Backend, steady_device: str) -> None:
+def test_accepts_strided_views(backend: Backend, steady_device: str) -> None:
     k, centroids = Case(2, 3, 70, 9, 64, HALF).inputs(steady_device)
     wide = torch.randn(2, 3, 140, 128, device=steady_device).to(HALF)
     wide[:, :, ::2, 64:] = k
@@ -161,8 +165,8 @@ def test_reads_views(backend: Backend, steady_device: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(num_keys=st.integers(1, 200), num_buckets=st.integers(1, 40), seed=st.integers(0, 2**16))
-def test_splits_are_parts_of_a_whole(num_keys: int, num_buckets: int, seed: int) -> None:
-    """However the keys are cut, every key is counted once, and whole numbers add up exactly."""
+def test_splits_count_each_key_once(num_keys: int, num_buckets: int, seed: int) -> None:
+    """Sums of integers are exact, so that both backends agree for any split."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(seed)
     k = torch.randint(-9, 10, (1, 2, num_keys, 8), generator=generator).float().to(device)

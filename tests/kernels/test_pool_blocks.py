@@ -1,4 +1,4 @@
-"""pool_blocks: what the tokens of a block pool to."""
+"""Tests of `pool_blocks` against fp64, on both backends."""
 
 import itertools
 
@@ -11,12 +11,12 @@ from msattn.kernels.types import Backend
 
 BACKENDS: list[Backend] = ["torch", "triton"]
 NAMES: list[str] = ["avg", "max", "min"]
-WAYS = [list(way) for n in (1, 2, 3) for way in itertools.permutations(NAMES, n)]
+ORDERS = [list(order) for n in (1, 2, 3) for order in itertools.permutations(NAMES, n)]
 REDUCE = {"avg": lambda x: x.mean(1), "max": lambda x: x.amax(1), "min": lambda x: x.amin(1)}
 
 
-def by_hand(x: torch.Tensor, poolings: list[str], block_size: int, start: list[int] | None) -> torch.Tensor:
-    """Block by block, in fp64."""
+def pool_by_block(x: torch.Tensor, poolings: list[str], block_size: int, start: list[int] | None) -> torch.Tensor:
+    """Pools block by block, in fp64."""
     batch, heads, tokens, head = x.shape
     pooled = torch.zeros(batch, heads, -(-tokens // block_size), len(poolings) * head, dtype=torch.float64, device=x.device)
     for b in range(batch):
@@ -44,21 +44,21 @@ def test_agrees_with_fp64(tokens, head_size, block_size, start, dtype, backend: 
     x, _, _ = random_qkv(3, 2, 1, tokens, None, head_size, dtype, device)
     starts = None if start is None else torch.tensor(start, device=device)
     got = pool_blocks(x, NAMES, block_size=block_size, start=starts, backend=backend)
-    exact = by_hand(x, NAMES, block_size, start)
+    exact = pool_by_block(x, NAMES, block_size, start)
     assert got.dtype == torch.float32
     assert_within_budget("avg", got[..., :head_size], exact[..., :head_size], exact[..., :head_size].float())
-    assert torch.equal(got[..., head_size:].double(), exact[..., head_size:])  # the values themselves
+    assert torch.equal(got[..., head_size:].double(), exact[..., head_size:])  # max and min are exact
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("poolings", WAYS)
-def test_ways_stand_in_their_order(poolings: list[str], backend: Backend, device: str) -> None:
+@pytest.mark.parametrize("poolings", ORDERS)
+def test_poolings_keep_their_order(poolings: list[str], backend: Backend, device: str) -> None:
     x, _, _ = random_qkv(1, 2, 1, 40, None, 8, device=device)
     got = pool_blocks(x, poolings, block_size=16, backend=backend)
-    torch.testing.assert_close(got.double(), by_hand(x, poolings, 16, None), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.double(), pool_by_block(x, poolings, 16, None), rtol=1e-6, atol=1e-6)
 
 
-def test_reads_views(device: str) -> None:
+def test_accepts_strided_views(device: str) -> None:
     x = torch.randn(16, 3, 40, 2, device=device).permute(3, 1, 2, 0)
     got = pool_blocks(x, NAMES, block_size=16, backend="triton")
     torch.testing.assert_close(got, pool_blocks(x.contiguous(), NAMES, block_size=16, backend="torch"))

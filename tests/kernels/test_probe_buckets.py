@@ -1,4 +1,4 @@
-"""probe_buckets: kernel and reference against fp64 scores, ties, padding, how it behaves as an operator."""
+"""Tests of `probe_buckets`: kernel and reference against fp64, ties, operator."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ HALF, FULL = torch.float16, torch.float32
 def inputs(
     batch: int, q_heads: int, classifiers: int, head: int, hidden: int, buckets: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, ...]:
-    """A query of each head and random classifiers."""
+    """Returns one query per head and random classifiers."""
     generator = torch.Generator().manual_seed(0)
     shapes = (classifiers, head, hidden), (classifiers, 1, hidden), (classifiers, hidden, buckets), (classifiers, 1, buckets)
     bounds = head**-0.5, 0.3, hidden**-0.5 * 4, 0.3
@@ -28,7 +28,7 @@ def inputs(
 
 
 def scores(q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, kv_heads: int) -> Tensor:
-    """In fp64, each query on its own."""
+    """Computes the bucket scores in fp64, query by query."""
     each = q.shape[1] // len(weight_in)
     weight_in, bias_in, weight_out, bias_out = (
         x.double().repeat_interleave(each, 0) for x in (weight_in, bias_in, weight_out, bias_out)
@@ -48,7 +48,7 @@ def scores(q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bi
         (9, 4, 2, 2, 64, 33, 20, FULL, 0),
     ],
 )
-def test_chooses_the_best(
+def test_selects_the_best_buckets(
     batch: int, q_heads: int, classifiers: int, kv_heads: int, head: int, hidden: int, buckets: int, dtype: torch.dtype,
     probes: int, backend: Backend, device: str,
 ) -> None:  # fmt: skip
@@ -56,15 +56,15 @@ def test_chooses_the_best(
     got = probe_buckets(*given, kv_heads=kv_heads, probes=probes, backend=backend)
     assert got.dtype == torch.int32
     assert got.shape == (batch, kv_heads, probes)
-    assert (got.sort(-1).values.diff(dim=-1) > 0).all()  # each once
-    worth = scores(*given, kv_heads=kv_heads)
+    assert (got.sort(-1).values.diff(dim=-1) > 0).all()  # no repetitions
+    exact = scores(*given, kv_heads=kv_heads)
     if probes:
-        least = worth.topk(probes, -1).values[..., -1:]
-        assert (worth.gather(-1, got.long()) >= least * (1 - (1e-5 if dtype == FULL else 2e-2))).all()
+        least = exact.topk(probes, -1).values[..., -1:]
+        assert (exact.gather(-1, got.long()) >= least * (1 - (1e-5 if dtype == FULL else 2e-2))).all()
 
 
 @pytest.mark.parametrize("probes", [1, 3, 9])
-def test_ties_go_to_the_first(probes: int, device: str) -> None:
+def test_ties_go_to_the_lowest_number(probes: int, device: str) -> None:
     q, *weights = (torch.zeros_like(x) for x in inputs(1, 2, 1, 16, 16, 9, FULL, device))
     weights[3][..., 4] = 1
     got = probe_buckets(q, *weights, kv_heads=1, probes=probes, backend="triton")
@@ -96,7 +96,7 @@ def test_refuses(change: dict, message: str) -> None:
 
 
 @pytest.mark.gpu
-def test_bf16_and_graph() -> None:
+def test_bf16_and_cuda_graph() -> None:
     given = inputs(1, 32, 8, 128, 1024, 1024, torch.bfloat16, "cuda")
     want = reference.probe_buckets(*(x.double() for x in given), kv_heads=8, probes=32).sort(-1).values
     got = probe_buckets(*given, kv_heads=8, probes=32)
