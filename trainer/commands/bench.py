@@ -58,24 +58,38 @@ def bench(cfg: BenchRunConfig) -> Path:
     about = context(f"{cfg.op} on this machine", asdict(cfg), {}, notes, torch.device(shape.device))
     name = "-".join([cfg.bench.direction, *(["sweep"] if sweep else []), _device_name(shape.device)])
     partial = cfg.folder / f"{name}.partial.csv"
-    rows: list[BenchRow] = []
-    try:
-        with console.status(f"{cfg.op}: comparing it with its reference") as status:
-            for row in (kernels.sweep if sweep else kernels.measure)(cfg.op, shape, options):
-                rows.append(row)
-                _write_csv(partial, [row.record() | {"commit": about.commit or ""} for row in rows])
-                status.update(f"{cfg.op}: {row.length:,} keys, {bench_report.label(row)}: done")
-    except ReferenceMismatch as error:
-        kept = f"{len(rows)} rows measured before are in {partial}" if rows else "nothing was timed"
-        raise CheckFailed(f"{cfg.op} disagrees with its reference, {kept}: {error}") from error
-    except KeyboardInterrupt as stop:
-        raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
+    rows = _measure(cfg, shape, options, partial, about.commit, console)
     _publish(partial, cfg.folder / name, rows, notes)
     bench_report.print_report(rows, notes, console)
     console.print(f"Results: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True)
     if cfg.bench.tune:
         _save_faster_tiles(rows, cfg.op, shape, options, about.commit, console)
     return cfg.folder
+
+
+def _measure(
+    cfg: BenchRunConfig, shape: Shape, options: Options, partial: Path, commit: str | None, console: "Console"
+) -> list[BenchRow]:
+    """Returns all rows; after each one, ``partial`` is rewritten with the rows so far.
+
+    Raises
+    ------
+    CheckFailed : the operation disagrees with its reference.
+    """
+    rows: list[BenchRow] = []
+    measured = (kernels.sweep if cfg.bench.sweep or cfg.bench.tune else kernels.measure)(cfg.op, shape, options)
+    try:
+        with console.status(f"{cfg.op}: comparing it with its reference") as status:
+            for row in measured:
+                rows.append(row)
+                _write_csv(partial, [row.record() | {"commit": commit or ""} for row in rows])
+                status.update(f"{cfg.op}: {row.length:,} keys, {bench_report.label(row)}: done")
+    except ReferenceMismatch as error:
+        kept = f"{len(rows)} rows measured before are in {partial}" if rows else "nothing was timed"
+        raise CheckFailed(f"{cfg.op} disagrees with its reference, {kept}: {error}") from error
+    except KeyboardInterrupt as stop:
+        raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
+    return rows
 
 
 def _check_sweep(cfg: BenchRunConfig, shape: Shape, options: Options) -> None:
@@ -112,30 +126,35 @@ def _save_faster_tiles(
     path = tiles.save_tiles(rows[0].device, size, swept, faster, commit)
     for kernel in sorted(swept):
         tile, speedup = faster.get(kernel, (None, 1.0))
-        chosen = (
-            f"{'-'.join(map(str, tile))}, {speedup:.3f} x the speed of the shipped tile" if tile else "shipped tile kept"
-        )
+        chosen = f"{'-'.join(map(str, tile))}, {speedup:.3f} x the speed of the shipped tile" if tile else "shipped tile kept"
         console.print(f"{kernel}: {chosen}", markup=False, soft_wrap=True)
     console.print(f"Tiles: [bold]{path}[/bold]", soft_wrap=True)
 
 
 def _problem(cfg: BenchRunConfig) -> tuple[Shape, Options]:
-    device, asked = resolve_device(cfg.device), cfg.bench
+    """Returns the problem and the measurements; sizes that are null depend on the device."""
+    device, chosen = resolve_device(cfg.device), cfg.bench
     lengths, heads = DEFAULT_SIZES[device.type]
-    q_heads, kv_heads = asked.heads or heads
+    q_heads, kv_heads = chosen.heads or heads
     shape = Shape(
         length=0,
-        batch=asked.batch,
+        batch=chosen.batch,
         q_heads=q_heads,
         kv_heads=kv_heads,
-        head_size=asked.head_size,
-        dtype=resolve_dtype(asked.dtype, device),
+        head_size=chosen.head_size,
+        dtype=resolve_dtype(chosen.dtype, device),
         device=device.type,
         seed=cfg.seed,
     )
-    convolutions = [tuple(map(int, kernel.split("x"))) for kernel in asked.kernels]
-    backward = asked.direction == "backward"
-    return shape, Options(asked.lengths or lengths, asked.sparsities, asked.queries, convolutions, backward, asked.peers)
+    options = Options(
+        lengths=chosen.lengths or lengths,
+        sparsities=chosen.sparsities,
+        queries=chosen.queries,
+        kernels=[tuple(map(int, kernel.split("x"))) for kernel in chosen.kernels],
+        backward=chosen.direction == "backward",
+        peers=chosen.peers,
+    )
+    return shape, options
 
 
 def _device_name(device: str) -> str:
