@@ -1,4 +1,4 @@
-"""Shared test set-up: kernels run interpreted where there is no GPU; every test starts from the same seeds."""
+"""Shared fixtures. Without a GPU, Triton kernels run interpreted; every test starts from the same seed."""
 
 import os
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, so it stands before everything that may do so
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it on its first import
 
 import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skips GPU tests on a machine without a GPU."""
     if torch.cuda.is_available():
         return
     for item in items:
@@ -27,7 +27,7 @@ def _seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def _free_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test held on the GPU is there for those that run beside it."""
+    """Returns cached GPU memory after each GPU test, for tests that run at the same time."""
     yield
     if "gpu" in request.keywords:
         torch.cuda.empty_cache()
@@ -35,19 +35,19 @@ def _free_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where the kernels under test run."""
+    """The device that kernels under test run on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
 def steady_device(device: str, backend: str) -> str:
-    """Where a backend gives the same bits each time: on a GPU, PyTorch adds up in another order each time."""
+    """A device on which a backend is deterministic: PyTorch on a GPU adds up in a different order each time."""
     return device if backend == "triton" else "cpu"
 
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN (or the largest integer)."""
+    """Uninitialized memory holds NaN (or the largest integer)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -55,7 +55,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _coarse(device: str) -> Iterator[None]:
-    """Interpreted, a tile costs the same whatever its size: they are larger there than those that ship."""
+    """Larger tiles than the shipped ones: the interpreter takes the same time for a tile of any size."""
     from msattn.kernels import tuned
     from msattn.kernels.multiscale_attention import levels as multiscale_levels
 
@@ -69,7 +69,7 @@ def _coarse(device: str) -> Iterator[None]:
 
 @pytest.fixture
 def round_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For ``msattn bench``, a machine of round figures, looked at once."""
+    """``msattn bench`` with fixed peak rates and few timed runs."""
     from msattn.kernels.bench import run
     from msattn.kernels.bench.rows import Rate
     from msattn.kernels.bench.timing import time_ms

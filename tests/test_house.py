@@ -9,7 +9,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
+import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +105,7 @@ def ours(path: Path) -> set[str]:
 
 
 def test_every_package_on_disk_is_listed() -> None:
-    """What is not listed imports in an editable install and is missing from the wheel."""
+    """A package that is not listed imports in an editable install and is missing from the wheel."""
     on_disk = {"msattn", "msattn.kernels", "msattn.conf", "msattn.trainer"}
     for folder in ("kernels", "trainer"):
         for path in (ROOT / folder).rglob("__init__.py"):
@@ -114,22 +117,53 @@ def test_every_package_on_disk_is_listed() -> None:
     assert all((folder / "__init__.py").exists() for folder in with_modules)
 
 
-def test_the_wheel_holds_what_the_disk_holds(tmp_path: Path) -> None:
-    copy = tmp_path / "source"
-    copy.mkdir()
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the source distribution, built from a copy of the tree as ``make dist`` builds them."""
+    copy = tmp_path_factory.mktemp("source")
     for name in ("conf", "kernels", "trainer"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "cli.py"):
         shutil.copy(ROOT / name, copy)
-    build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=copy, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist")]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    return copy / "dist"
+
+
+def test_the_wheel_holds_what_the_disk_holds(distributions: Path) -> None:
+    (wheel,) = distributions.glob("*.whl")
     held = {name.removeprefix("msattn/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("msattn/")}
-    data = [*(copy / "conf").rglob("*.yaml"), *(copy / "trainer/embedded/model").glob("*")]
-    files = {"__init__.py", "cli.py", *(str(path.relative_to(copy)) for path in data)}
-    files |= {str(path.relative_to(copy)) for name in ("conf", "kernels", "trainer") for path in (copy / name).rglob("*.py")}
+    data = [*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "trainer/embedded/model").glob("*")]
+    files = {"__init__.py", "cli.py", *(str(path.relative_to(ROOT)) for path in data)}
+    files |= {str(path.relative_to(ROOT)) for name in ("conf", "kernels", "trainer") for path in (ROOT / name).rglob("*.py")}
     assert held == files
+    (source,) = distributions.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        assert files <= {name.partition("/")[2] for name in archive.getnames()}
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_into_an_empty_environment(distributions: Path, tmp_path: Path) -> None:
+    """Dependencies come from this environment's folder, which no ``.pth`` file extends: msattn itself from the wheel alone."""
+    (wheel,) = distributions.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env/bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True)
+    purelib = ("-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    (site,) = subprocess.run([python, *purelib], capture_output=True, text=True, check=True).stdout.split()
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = subprocess.run([python, "-c", "import msattn; print(msattn.__file__)"], capture_output=True, text=True, check=True)
+    assert where.stdout.startswith(site)
+    doctor = subprocess.run([tmp_path / "env/bin/msattn", "doctor"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert doctor.returncode == 0, doctor.stderr
+    assert "torch" in doctor.stdout
+    shown = ["msattn", "train-gate", "--cfg", "job"]
+    composed = subprocess.run(
+        [tmp_path / "env/bin" / shown[0], *shown[1:]], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "block_size" in composed.stdout
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -365,7 +399,7 @@ def test_the_documents_commands_are_real(document: str) -> None:
 
 
 def run_example(number: int, folder: Path) -> dict[str, Any]:
-    """What a Python block of the kernels' document defines; run from a file, because Triton reads its functions' source."""
+    """Names that a Python block of docs/kernels.md defines; run from a file, because Triton reads its functions' source."""
     example = folder / "example.py"
     example.write_text(blocks("docs/kernels.md", "python")[number], encoding="utf-8")
     return runpy.run_path(str(example))
@@ -398,7 +432,9 @@ def test_the_kernels_document_has_every_operation() -> None:
     assert measured == {f"op={name}" for name in OPERATIONS}
 
 
-DOCUMENTS = [*sorted(path.name for path in ROOT.glob("*.md")), "docs/guide.md", "docs/kernels.md", "docs/results.md"]
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT)) for folder in (".", "docs", "outputs", ".github") for path in (ROOT / folder).glob("*.md")
+)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
