@@ -1,4 +1,4 @@
-"""Multi-token attention in a Llama model: it starts as the model was, decodes with a cache as without; and the letters task."""
+"""Tests of multi-token attention in a Llama model (initialization, gradients, caches) and of the block retrieval task."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import dense_attention, tap
-from msattn.trainer.mta import block_retrieval as letters
+from msattn.trainer.mta import block_retrieval
 from msattn.trainer.mta.attention import MultiTokenAttention, convert, kv_start_of
 from msattn.trainer.mta.cache import ROLLBACK, QueryWindowLayer
 from tests.factory import left_padded, random_tokens, tiny_model
@@ -37,10 +37,10 @@ def new_weights(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: weight for name, weight in model.named_parameters() if name.endswith(names)}
 
 
-def converted(name: str, *, disturbed: bool = True) -> Any:
-    """A tiny Llama with multi-token attention; ``disturbed``, its new weights are not the identity any more."""
+def converted(name: str, *, perturbed: bool = True) -> Any:
+    """A tiny Llama with multi-token attention, whose new weights are perturbed away from the identity by default."""
     model = convert(tiny_model(), **OPTIONS[name])
-    if disturbed:
+    if perturbed:
         for seed, weight in enumerate(new_weights(model).values()):
             noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
             weight.data.add_(noise, alpha=0.3)
@@ -54,7 +54,7 @@ def padded() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", UNCHANGED)
 @torch.no_grad()
-def test_a_model_starts_unchanged(name: str, implementation: str) -> None:
+def test_conversion_leaves_the_output_unchanged(name: str, implementation: str) -> None:
     ids, mask = padded()
     model = tiny_model()
     model.config._attn_implementation = implementation
@@ -64,7 +64,7 @@ def test_a_model_starts_unchanged(name: str, implementation: str) -> None:
 
 
 @torch.no_grad()
-def test_under_bfloat16_autocast_a_model_starts_unchanged_to_its_rounding() -> None:
+def test_under_bfloat16_autocast_conversion_changes_the_output_by_rounding_only() -> None:
     ids, model = random_tokens(2, 14), tiny_model()
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(ids).logits.float()
@@ -73,7 +73,7 @@ def test_under_bfloat16_autocast_a_model_starts_unchanged_to_its_rounding() -> N
 
 
 @torch.no_grad()
-def test_the_norm_is_of_each_head_apart_and_shrinks_with_depth() -> None:
+def test_the_norm_is_per_head_and_scaled_by_depth() -> None:
     attention = convert(tiny_model(), kernel=None, group_norm=True).model.layers[1].self_attn
     x = torch.randn(2, 4, 3, 16)
     attention.head_norm.weight[2] = 5.0
@@ -83,8 +83,7 @@ def test_the_norm_is_of_each_head_apart_and_shrinks_with_depth() -> None:
 
 
 @torch.no_grad()
-def test_the_group_mixes_probabilities() -> None:
-    """Mixed outputs are what mixed probabilities would give."""
+def test_group_mixing_equals_mixed_probabilities() -> None:
     model = converted("group")
     attention, layer = model.model.layers[0].self_attn, model.model.layers[0]
     q, k, v = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.randn(1, 2, 6, 16)
@@ -140,7 +139,7 @@ def test_generation_with_a_cache_equals_generation_without(name: str, batched: b
 @pytest.mark.parametrize("ends", [(3, 4, 14), (1, 2, 3, 4, 14), (9, 12, 14)])
 @pytest.mark.parametrize("name", ["kernel", "even kernel", "scores"])
 @torch.no_grad()
-def test_chunks_after_a_cache_give_what_one_pass_does(name: str, ends: tuple[int, ...]) -> None:
+def test_chunked_prefill_equals_one_pass(name: str, ends: tuple[int, ...]) -> None:
     model, cache, chunks = converted(name), DynamicCache(), []
     ids, mask = padded()
     for begin, end in zip((0, *ends), ends, strict=False):
@@ -149,8 +148,8 @@ def test_chunks_after_a_cache_give_what_one_pass_does(name: str, ends: tuple[int
     torch.testing.assert_close(torch.cat(chunks, 1)[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_after_a_cache_can_be_learnt_from() -> None:
-    """Decoding is for inference alone; with gradients the convolution is used, which has them."""
+def test_gradients_of_a_token_after_a_cache_equal_those_without() -> None:
+    """Single tokens use the decode kernel only without gradients, and else the differentiable convolution."""
     model, ids, cache = converted("kernel").requires_grad_(True), random_tokens(1, 6), DynamicCache()
     model(ids[:, :5], past_key_values=cache)
     logits = model(ids[:, 5:], past_key_values=cache).logits
@@ -162,9 +161,9 @@ def test_a_token_after_a_cache_can_be_learnt_from() -> None:
 
 
 @torch.no_grad()
-def test_beam_search_and_tokens_taken_back_keep_the_queries() -> None:
+def test_beam_search_and_prompt_lookup_equal_generation_without() -> None:
     model = converted("kernel")
-    ids = random_tokens(1, 4).repeat(1, 3)  # a repetition, so that looking up the prompt guesses something
+    ids = random_tokens(1, 4).repeat(1, 3)  # repeated, so that prompt lookup finds candidates
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(
         model.generate(ids, num_beams=3, **options), model.generate(ids, num_beams=3, use_cache=False, **options)
@@ -173,7 +172,7 @@ def test_beam_search_and_tokens_taken_back_keep_the_queries() -> None:
 
 
 @torch.no_grad()
-def test_rows_repeated_selected_and_forgotten() -> None:
+def test_cache_rows_can_be_repeated_selected_and_reset() -> None:
     model, ids, cache = converted("kernel"), random_tokens(2, 10), DynamicCache()
     expected = model(ids).logits[1]
     model(ids[:, :9], past_key_values=cache)
@@ -184,14 +183,14 @@ def test_rows_repeated_selected_and_forgotten() -> None:
     torch.testing.assert_close(model(ids[1:], past_key_values=cache).logits[0], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("taken_back", "works"), [(0, True), (5, True), (ROLLBACK, True), (ROLLBACK + 1, False)])
-def test_taking_tokens_back_from_the_cache(taken_back: int, works: bool) -> None:
+@pytest.mark.parametrize(("removed", "works"), [(0, True), (5, True), (ROLLBACK, True), (ROLLBACK + 1, False)])
+def test_cropping_the_cache_keeps_the_preceding_queries(removed: int, works: bool) -> None:
     layer, rows = QueryWindowLayer(3), torch.randn(1, 2, 50, 8)
     for part in (rows[:, :, :30], rows[:, :, 30:49], rows[:, :, 49:]):
         layer.extend(part)
         layer.update(part, part)
-    layer.crop(-taken_back)
-    left = 50 - taken_back
+    layer.crop(-removed)
+    left = 50 - removed
     if works:
         assert torch.equal(layer.extend(rows[:, :, left:]), rows[:, :, left - 3 :])
     else:
@@ -200,7 +199,7 @@ def test_taking_tokens_back_from_the_cache(taken_back: int, works: bool) -> None
 
 
 @torch.no_grad()
-def test_the_window_holds_no_more_than_it_needs() -> None:
+def test_the_query_window_is_bounded() -> None:
     model, cache = converted("kernel"), DynamicCache()
     model(random_tokens(1, 100), past_key_values=cache)
     window = cache.layers[0].query_window  # pyright: ignore[reportAttributeAccessIssue]
@@ -210,8 +209,8 @@ def test_the_window_holds_no_more_than_it_needs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
-def test_on_the_gpu(name: str) -> None:
-    """The kernels in a model: logits and gradients of the CPU, in fp32 and under autocast; a cache changes no token."""
+def test_the_gpu_equals_the_cpu(name: str) -> None:
+    """Logits and gradients equal those of the CPU, in fp32 and under autocast; a cache changes no generated token."""
     ids, mask = padded()
     logits: list[Tensor] = []
     gradients: list[list[Tensor]] = []
@@ -235,20 +234,20 @@ def test_on_the_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["kernel and group", "scores", "norm"])
 @torch.no_grad()
-def test_weights_are_saved_and_read_back(name: str, tmp_path: Path) -> None:
+def test_saved_weights_load_into_a_converted_model(name: str, tmp_path: Path) -> None:
     model, ids = converted(name), random_tokens(1, 12)
     save_model(model, str(tmp_path / "model.safetensors"))
     again = convert(tiny_model(seed=1), **OPTIONS[name])
     load_model(again, tmp_path / "model.safetensors")
     assert torch.equal(again(ids).logits, model(ids).logits)
-    plain = tiny_model(seed=2).state_dict()  # a plain model's weights go in as they are, the new ones stay
+    plain = tiny_model(seed=2).state_dict()  # a plain model's weights load; the new ones are unchanged
     missing, unexpected = again.load_state_dict(plain, strict=False)
     assert set(missing) == set(new_weights(again))
     assert not unexpected
 
 
 @torch.no_grad()
-def test_masks_and_caches_that_cannot_be_served_are_refused() -> None:
+def test_unsupported_masks_and_caches_are_refused() -> None:
     model, ids = converted("kernel"), random_tokens(1, 6)
     right, hole = torch.tensor([[1, 1, 1, 1, 0, 0]]), torch.tensor([[1, 1, 0, 1, 1, 1]])
     for mask in (right, hole):
@@ -258,15 +257,15 @@ def test_masks_and_caches_that_cannot_be_served_are_refused() -> None:
             kv_start_of(mask, 6, 6)
     with pytest.raises(UserError, match=r"accepted is \[batch, 6\] or \[batch, 1, 6, 6\]"):
         kv_start_of(right[:, :3], 6, 6)
-    with pytest.raises(UserError, match="one sequence a row"):
+    with pytest.raises(UserError, match="left-padded sequence per row"):
         model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
-    with pytest.raises(UserError, match="one sequence a row"):
+    with pytest.raises(UserError, match="left-padded sequence per row"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
     with pytest.raises(UserError, match="not a StaticLayer"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
     cache = DynamicCache()
     tiny_model()(ids, past_key_values=cache)
-    with pytest.raises(UserError, match="filled by other attention"):
+    with pytest.raises(UserError, match="filled by another attention"):
         model(ids, past_key_values=cache)
     with tap(model, dense_attention), pytest.raises(UserError, match="cannot be tapped"):
         model(ids)
@@ -275,20 +274,20 @@ def test_masks_and_caches_that_cannot_be_served_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head_mixing": "scores"}, "one of them.*as many products"),
+        ({"head_mixing": "scores"}, "cannot be combined.*products"),
         ({"head_mixing": "heads"}, "accepted are 'scores', 'group', None"),
         ({"kernel": (0, 3)}, r"kernel=\(0, 3\)"),
         ({"layers": (0, 2)}, "accepted are 0 to 1"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     model = tiny_model()
     with pytest.raises(UserError, match=message):
         convert(model, **options)
     assert not new_weights(model)
 
 
-def test_other_attention_is_refused() -> None:
+def test_attention_other_than_llamas_is_refused() -> None:
     with pytest.raises(UserError, match="attention=Qwen3Attention: accepted is LlamaAttention"):
         convert(tiny_model("qwen3"))
     with pytest.raises(UserError, match=r"attention_dropout=0\.1"):
@@ -299,13 +298,13 @@ def test_other_attention_is_refused() -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 12), st.data())
 @settings(max_examples=100, deadline=None)
-def test_exactly_one_block_holds_the_letters_and_is_the_answer(seed: int, blocks: int, size: int, data: st.DataObject) -> None:
+def test_only_the_answer_has_all_letters_of_the_question(seed: int, blocks: int, size: int, data: st.DataObject) -> None:
     asked = data.draw(st.integers(1 if blocks == 1 or size < 3 else 2, size))
-    ids = letters.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked)
-    assert np.array_equal(ids, letters.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked))
+    ids = block_retrieval.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked)
+    assert np.array_equal(ids, block_retrieval.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked))
     text, rest = ids[: blocks * (size + 1)].reshape(blocks, -1), ids[blocks * (size + 1) :]
-    assert set(text[:, -1]) == {letters.BLOCK_END}
-    assert rest[0] == letters.QUESTION
+    assert set(text[:, -1]) == {block_retrieval.BLOCK_END}
+    assert rest[0] == block_retrieval.QUESTION
     question, answer = set(rest[1 : 1 + asked]), rest[1 + asked :]
     assert len(question) == asked
     assert len(answer) == size
@@ -313,28 +312,28 @@ def test_exactly_one_block_holds_the_letters_and_is_the_answer(seed: int, blocks
     assert len(held) == 1
     assert np.array_equal(held[0], answer)
     assert all(len(set(block)) == size + 1 for block in text)
-    assert max(text[:, :-1].max(), answer.max()) < letters.ALPHABET
+    assert max(text[:, :-1].max(), answer.max()) < block_retrieval.ALPHABET
 
 
 @pytest.mark.parametrize(("size", "asked"), [(2, 3), (26, 2), (3, 0)])
-def test_problems_that_have_no_answer_are_refused(size: int, asked: int) -> None:
+def test_problems_without_a_unique_answer_are_refused(size: int, asked: int) -> None:
     with pytest.raises(ValueError, match=f"letters={size}, asked={asked}: expected"):
-        letters.problem(np.random.default_rng(0), blocks=3, letters=size, asked=asked)
+        block_retrieval.problem(np.random.default_rng(0), blocks=3, letters=size, asked=asked)
 
 
-def plan(attention: Any = "multi_token", **changes: Any) -> letters.Plan:
-    """Few letters, all of them asked for, and a small model: it learns something within seconds."""
+def plan(attention: Any = "multi_token", **changes: Any) -> block_retrieval.Plan:
+    """A plan with two letters per block and a small model, which learns within seconds."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **heads}
     usual: dict[str, Any] = {"architecture": sizes, "blocks": 3, "letters": 2, "asked": 2, "test_problems": 24}
     usual |= {"steps": 60, "batch_size": 16, "lr": 1e-2, "warmup_steps": 2, "log_every": 10, "eval_every": 20}
-    return letters.Plan(attention, **(usual | changes))
+    return block_retrieval.Plan(attention, **(usual | changes))
 
 
 def test_both_kinds_of_attention_start_with_the_same_loss() -> None:
-    problems = letters.Problems(plan(), 4, seed=(0, 0))
+    problems = block_retrieval.Problems(plan(), 4, seed=(0, 0))
     ids = torch.stack([problems[index]["input_ids"] for index in range(4)])
-    plain, mixed = (letters.build(plan(kind)) for kind in ("plain", "multi_token"))
+    plain, mixed = (block_retrieval.build(plan(kind)) for kind in ("plain", "multi_token"))
     assert all(isinstance(layer.self_attn, MultiTokenAttention) for layer in mixed.model.model.layers)
     losses = [solver(ids)["loss"] for solver in (plain, mixed)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
@@ -342,27 +341,27 @@ def test_both_kinds_of_attention_start_with_the_same_loss() -> None:
     torch.testing.assert_close(losses[0], torch.nn.functional.cross_entropy(logits, ids[:, -2:]), rtol=1e-5, atol=1e-5)
 
 
-def test_an_answer_is_right_only_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver, seen = letters.build(plan()), 0
+def test_exact_match_counts_whole_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    solver, seen = block_retrieval.build(plan()), 0
 
     def logits(input_ids: Tensor) -> Tensor:
         nonlocal seen
         guesses = input_ids[:, -2:].clone()
         wrong = torch.arange(seen, seen + len(guesses)) % 3 == 0
-        guesses[wrong, 1] = letters.QUESTION
+        guesses[wrong, 1] = block_retrieval.QUESTION
         seen += len(guesses)
-        return 9.0 * torch.nn.functional.one_hot(guesses, letters.VOCABULARY)
+        return 9.0 * torch.nn.functional.one_hot(guesses, block_retrieval.VOCAB_SIZE)
 
     monkeypatch.setattr(solver, "logits", logits)
-    figures = letters.accuracy(solver, letters.Problems(plan(), 24, seed=(0, 1)), batch_size=7)
+    figures = block_retrieval.accuracy(solver, block_retrieval.Problems(plan(), 24, seed=(0, 1)), batch_size=7)
     assert figures["exact_match"] == 16 / 24
     assert figures["test_loss"] == pytest.approx(9 * 8 / 48, abs=0.01)
 
 
 @pytest.mark.parametrize("attention", ["plain", "multi_token"])
-def test_letters_are_learnt_and_a_cut_run_goes_on_to_the_same_weights(attention: Any, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    figures = letters.train(plan(attention), whole, device=torch.device("cpu"))
+def test_training_lowers_the_loss_and_resuming_gives_the_same_weights(attention: Any, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    figures = block_retrieval.train(plan(attention), whole, device=torch.device("cpu"))
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.9 * losses[0]
@@ -378,18 +377,20 @@ def test_letters_are_learnt_and_a_cut_run_goes_on_to_the_same_weights(attention:
             raise RuntimeError("killed")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(letters.Solver, "_call_impl", lambda self, *args, **named: (stop(), self.forward(*args, **named))[1])
+        patch.setattr(
+            block_retrieval.Solver, "_call_impl", lambda self, *args, **named: (stop(), self.forward(*args, **named))[1]
+        )
         with pytest.raises(RuntimeError, match="killed"):
-            letters.train(plan(attention), cut, device=torch.device("cpu"))
-    letters.train(plan(attention), cut, device=torch.device("cpu"), resume=True)
-    files = [folder / "checkpoints" / "checkpoint-60" / "model.safetensors" for folder in (whole, cut)]
+            block_retrieval.train(plan(attention), killed, device=torch.device("cpu"))
+    block_retrieval.train(plan(attention), killed, device=torch.device("cpu"), resume=True)
+    files = [folder / "checkpoints" / "checkpoint-60" / "model.safetensors" for folder in (whole, killed)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_writes_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--blocks 2 --letters 2 --asked 1 --steps 2 --batch-size 2 --eval-every 2 --test-problems 4 --warmup-steps 1"
     where = ["--attention", "multi_token", "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
-    letters.main([*where, *sizes.split()])
+    block_retrieval.main([*where, *sizes.split()])
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["plan"]["attention"] == "multi_token"
     assert result["plan"]["steps"] == 2

@@ -1,4 +1,4 @@
-"""Where figures go: metrics.jsonl always, wandb without a key, a prompt or a network."""
+"""Tests of the tracker: metrics.jsonl, and wandb online, offline, unreachable or not installed."""
 
 import builtins
 import getpass
@@ -29,15 +29,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=no_constant) for line in text.splitlines()]
 
 
-def made(folder: Path) -> Path:
-    """What stands for an artifact's folder."""
+def fake_artifact(folder: Path) -> Path:
+    """Creates a folder with the manifest of an artifact."""
     folder.mkdir()
     (folder / "manifest.json").write_text('{"content_hash": "c0ffee"}')
     return folder
 
 
-def test_what_a_run_made_is_linked(tmp_path: Path) -> None:
-    gate = made(tmp_path / "gate")
+def test_artifacts_are_recorded_with_their_content_hash(tmp_path: Path) -> None:
+    gate = fake_artifact(tmp_path / "gate")
     model = tmp_path / "model"
     model.mkdir()
     with start(NONE, tmp_path) as tracker:
@@ -51,12 +51,12 @@ def test_what_a_run_made_is_linked(tmp_path: Path) -> None:
     assert hashes[0] != hashes[1]
 
 
-def test_a_full_disk_leaves_figures_out_whole_and_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_drops_whole_lines_with_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     with start(NONE, tmp_path) as tracker:
         tracker.log({"loss": 1.0}, 1)
         size = (tmp_path / "metrics.jsonl").stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, usual[1]))  # room for a part of a line
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, usual[1]))  # space for a part of a line
         try:
             tracker.log({"loss": 2.0}, 2)
             tracker.log({"loss": 3.0}, 3)
@@ -64,14 +64,14 @@ def test_a_full_disk_leaves_figures_out_whole_and_says_so_once(tmp_path: Path, c
             resource.setrlimit(resource.RLIMIT_FSIZE, usual)
         tracker.log({"loss": 4.0}, 4)
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
-    said = capsys.readouterr().err
-    assert said.count("metrics.jsonl: ") == 1
-    assert said.endswith("figures are left out of it\n")
+    message = capsys.readouterr().err
+    assert message.count("metrics.jsonl: ") == 1
+    assert message.endswith("metrics are dropped\n")
 
 
 @pytest.fixture
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is logged in, and nobody can be asked."""
+    """An environment without a wandb key, in which prompting for one fails."""
     pytest.importorskip("wandb")
 
     def refuse(*_: Any, **__: Any) -> str:
@@ -85,15 +85,15 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(getpass, "getpass", refuse)
 
 
-def test_figures_go_to_a_file_in_a_folder_that_is_made(tmp_path: Path) -> None:
+def test_metrics_are_written_at_once_to_a_file_in_a_new_folder(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with start(NONE, folder) as tracker:
         tracker.log({"loss": 2.5, "recall": float("nan")}, 10)
-        assert lines(folder)[0]["step"] == 10  # at once: a killed run keeps its figures
+        assert lines(folder)[0]["step"] == 10  # unbuffered: a killed run keeps its metrics
         tracker.log({"loss": float("inf")}, 20)
         tracker.offset = 100
         tracker.log({"loss": 1}, 5)
-        tracker.image("grid", tmp_path / "none.png")  # nowhere to show it
+        tracker.image("grid", tmp_path / "none.png")  # ignored without wandb
         tracker.summary({"best": 0.5})
     found = lines(folder)
     assert [line.get("step") for line in found] == [10, 20, 105, None]
@@ -102,16 +102,16 @@ def test_figures_go_to_a_file_in_a_folder_that_is_made(tmp_path: Path) -> None:
     assert found[3] == {"summary": {"best": 0.5}}
 
 
-def test_a_continued_run_appends(tmp_path: Path) -> None:
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         with start(NONE, tmp_path) as tracker:
             tracker.log({"loss": 0.0}, step)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
-def test_only_the_first_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setitem(sys.modules, "wandb", None)  # not even asked for
+    monkeypatch.setitem(sys.modules, "wandb", None)  # must not be imported
     with start(WANDB, tmp_path / "run") as tracker:
         tracker.log({"loss": 1.0}, 1)
         tracker.summary({"best": 1.0})
@@ -119,11 +119,11 @@ def test_only_the_first_process_writes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("no_account")
-def test_wandb_without_a_key_stays_offline_and_says_how_to_upload(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wandb_without_a_key_is_offline_and_prints_how_to_upload(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with start(WANDB, tmp_path) as tracker:
         tracker.log({"loss": 2.5}, 1)
         tracker.summary({"best": 0.5})
-        tracker.artifact(made(tmp_path / "gate"))
+        tracker.artifact(fake_artifact(tmp_path / "gate"))
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.strip()]
     assert line.startswith("wandb sync ")
     folder = Path(line.removeprefix("wandb sync "))
@@ -154,7 +154,7 @@ class FakeRun:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]]:
-    """The runs that wandb, logged in, is asked to start."""
+    """The runs started with a fake wandb that is logged in."""
     wandb = pytest.importorskip("wandb")
     started: list[tuple[FakeRun, dict[str, Any]]] = []
 
@@ -169,14 +169,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]
     return started
 
 
-def test_wandb_with_a_key_is_online_and_gets_everything(
+def test_wandb_with_a_key_is_online_and_receives_everything(
     tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with start(WANDB, tmp_path) as tracker:
         tracker.log({"loss": 2.5}, 1)
         tracker.image("grid", tmp_path / "grid.png")
         tracker.summary({"best": 0.5})
-        tracker.artifact(made(tmp_path / "gate"))
+        tracker.artifact(fake_artifact(tmp_path / "gate"))
     ((run, options),) = runs
     assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
     assert options["config"] == {"lr": 0.1}
@@ -196,7 +196,7 @@ def test_wandb_with_a_key_is_online_and_gets_everything(
     assert len(lines(tmp_path)) == 3
 
 
-def test_the_environment_chooses_the_mode_and_a_failed_run_is_finished(
+def test_wandb_mode_is_respected_and_a_failed_run_is_finished(
     tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -206,7 +206,7 @@ def test_the_environment_chooses_the_mode_and_a_failed_run_is_finished(
     assert runs[0][0].finished
 
 
-def test_wandb_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_wandb_server_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
 
     def unreachable(prompt: bool) -> bool:
@@ -214,11 +214,11 @@ def test_wandb_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "login", unreachable)
-    with pytest.raises(UserError, match=r"tracker=wandb: no answer; WANDB_MODE=offline keeps the run here, or tracker=none"):
+    with pytest.raises(UserError, match=r"tracker=wandb: no answer; WANDB_MODE=offline keeps the run here"):
         start(WANDB, tmp_path)
 
 
-def test_wandb_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wandb_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"tracker=wandb: wandb is not installed"):
         start(WANDB, tmp_path)

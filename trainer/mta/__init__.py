@@ -1,4 +1,4 @@
-"""Multi-token attention: convolved and head-mixed scores in place of a Llama layer's attention.
+"""Multi-token attention for Llama models, and a retrieval task that it is compared on.
 
 Import :func:`~msattn.trainer.mta.attention.convert`.
 """

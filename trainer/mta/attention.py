@@ -1,13 +1,13 @@
-"""Multi-Token Attention (Golovneva et al., 2025, arXiv 2504.00927) in the place of a Llama layer's attention.
+"""Multi-Token Attention (Golovneva et al., 2025, arXiv 2504.00927) for Llama models.
 
-An attention weight of plain attention hangs on one query and one key. Here scores of neighbouring queries and keys, or of other
-heads, are mixed before the softmax, so that a head can look for several things standing together. Every mixing begins as the
-identity: a trained model starts as it was, and learns from there::
+In plain attention a weight depends on one query and one key. Here the scores of neighbouring queries and keys, or of several
+heads, are mixed, so that a head can attend to places where several features occur together. All mixing is initialized to the
+identity, so a pretrained model is unchanged before training::
 
     model = convert(AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B"), layers=(2, 6, 10, 14))
 
-The new weights are fp32 parameters beside the layer's projections. A saved state is read back into a model that was converted
-with the same options. Of a padded batch's mask, only what left padding can look like is accepted, and every layer looks.
+The new weights are fp32 parameters of the attention modules. A saved state loads into a model converted with the same options.
+Every layer checks its attention mask: accepted are causal masks with left padding.
 """
 
 import math
@@ -32,24 +32,26 @@ HeadMixing = Literal["scores", "group"]
 
 
 class MultiTokenAttention(nn.Module):
-    """Takes the place of ``layer.self_attn`` and its projections over.
+    """Replaces ``layer.self_attn`` and takes over its projections.
 
     Parameters
     ----------
     attention : LlamaAttention
     kernel : (c_q, c_k) or None
-        Scores are convolved over so many queries, up to a token's own, and keys around each key; a kernel for each head.
+        Size of the convolution of the scores, with one kernel per head: over the ``c_q`` queries up to the current one and
+        the ``c_k`` keys around each key.
     head_mixing : {"scores", "group"}, optional
-        ``scores``: before the softmax, each head's scores become a sum over all heads'. ``group``: after it, the query heads
-        that share a key/value head mix their probabilities; they share the values as well, so their outputs are mixed.
+        ``scores``: each head's scores become a weighted sum over all heads' scores, before the softmax. ``group``: the
+        query heads of a key/value head mix their probabilities, after the softmax. As they share the values, this is done by
+        mixing their outputs.
     group_norm : bool
-        RMS norm of each head's output with weights of its own, times ``1 - (0.8 - 0.6 exp(-0.3 layer))``: deeper layers
-        begin smaller. With it the model does **not** start unchanged.
+        RMS norm of each head's output with weights per head, times ``1 - (0.8 - 0.6 exp(-0.3 layer))``, which is smaller in
+        deeper layers. It changes the output of a pretrained model.
 
     Raises
     ------
-    UserError : another attention than Llama's, one with dropout, options out of range; while running: padding that is not on
-        the left, packed sequences, caches that do not grow, a model that is tapped.
+    UserError : attention other than Llama's, dropout, options out of range; in the forward pass: padding other than on the
+        left, packed sequences, caches that do not grow, a tapped model.
     """
 
     def __init__(
@@ -87,21 +89,21 @@ class MultiTokenAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,  # what transformers passes to every attention
+        **kwargs: Any,  # transformers passes further arguments to every attention
     ) -> tuple[Tensor, None]:
-        """Attention of ``hidden_states [B, N, hidden]``, as of a ``LlamaAttention``; there are no weights to return."""
+        """Computes attention of ``hidden_states [B, N, hidden]``; the second output, the weights, is always None."""
         if IMPLEMENTATION in kwargs:
-            raise UserError("model: it has multi-token attention, which cannot be tapped (or attached to)")
+            raise UserError("model: multi-token attention cannot be tapped (or attached to)")
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast RoPE leaves fp32
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast RoPE returns fp32
         window = q
         if past_key_values is not None:
             reach = 0 if self.score_kernel is None else self.score_kernel.shape[1] - 1
             window = query_window_layer(past_key_values, self.layer_idx, reach).extend(q)
             k, v = past_key_values.update(k, v, self.layer_idx)
-        out = self._attend(window, q, k, v, kv_start_of(attention_mask, q.shape[2], k.shape[2]))
+        out = self._mixed_attention(window, q, k, v, kv_start_of(attention_mask, q.shape[2], k.shape[2]))
         if self.group_mix is not None:
             mix = self.group_mix.to(out.dtype)
             out = torch.einsum("kgh,bkhnd->bkgnd", mix, out.unflatten(1, mix.shape[:2])).flatten(1, 2)
@@ -109,22 +111,22 @@ class MultiTokenAttention(nn.Module):
             out = self.head_norm(out)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
-    def _attend(self, window: Tensor, q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None) -> Tensor:
-        """``[B, Hq, N, D]``. ``window`` holds the queries before ``q`` that the convolution reaches, then ``q``."""
+    def _mixed_attention(self, window: Tensor, q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None) -> Tensor:
+        """Returns ``[B, Hq, N, D]``; ``window`` holds the earlier queries that the convolution needs, followed by ``q``."""
         if self.score_mix is not None:
             return head_mix_attention(q, k, v, self.score_mix, scale=self.scaling, kv_start=kv_start)
         weight = self.score_kernel
         if weight is None:
             return causal_attention(q, k, v, scale=self.scaling, kv_start=kv_start)
         if q.shape[2] == 1 and not torch.is_grad_enabled():
-            window = F.pad(window, (0, 0, weight.shape[1] - window.shape[2], 0))  # zeros before a sequence's start
+            window = F.pad(window, (0, 0, weight.shape[1] - window.shape[2], 0))  # zeros before the start of a sequence
             return conv_decode(window, k, v, weight, scale=self.scaling, kv_start=kv_start)
         out = conv_attention(window, k, v, weight, scale=self.scaling, kv_start=kv_start)
         return out[:, :, window.shape[2] - q.shape[2] :]
 
 
 class HeadNorm(nn.Module):
-    """RMS norm of each head apart, ``weight [Hq, D]``, scaled down with the layer's depth (as differential attention is)."""
+    """RMS norm per head with ``weight [Hq, D]`` and a factor that falls with depth, as in differential attention."""
 
     EPS = 1e-5
 
@@ -134,7 +136,7 @@ class HeadNorm(nn.Module):
         self.scale = 1 - (0.8 - 0.6 * math.exp(-0.3 * layer))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [B, Hq, N, D]`` in its own dtype, normalised in fp32."""
+        """Normalises ``x [B, Hq, N, D]`` in fp32 and returns its dtype."""
         normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.EPS)
         return (normed * self.weight[:, None] * self.scale).to(x.dtype)
 
@@ -147,34 +149,33 @@ def convert(
     head_mixing: HeadMixing | None = None,
     group_norm: bool = False,
 ) -> Any:
-    """Give ``layers`` (all, by default) of a Llama model :class:`MultiTokenAttention`, in place; returns the model.
+    """Replaces the attention of ``layers`` (default: all) by :class:`MultiTokenAttention`, in place; returns the model.
 
     Raises
     ------
-    UserError : a layer that there is not, or what :class:`MultiTokenAttention` refuses; the model is then as it was.
+    UserError : an index out of range, or as :class:`MultiTokenAttention`; the model is then unchanged.
     """
     decoder: Any = model.base_model.layers
-    chosen = range(len(decoder)) if layers is None else sorted(set(layers))
-    if not all(0 <= index < len(decoder) for index in chosen):
-        raise UserError(f"layers={tuple(chosen)}: accepted are 0 to {len(decoder) - 1}")
+    indices = range(len(decoder)) if layers is None else sorted(set(layers))
+    if not all(0 <= index < len(decoder) for index in indices):
+        raise UserError(f"layers={tuple(indices)}: accepted are 0 to {len(decoder) - 1}")
     options: Any = {"kernel": kernel, "head_mixing": head_mixing, "group_norm": group_norm}
-    made = {index: MultiTokenAttention(decoder[index].self_attn, **options) for index in chosen}
-    for index, attention in made.items():
+    replacements = {index: MultiTokenAttention(decoder[index].self_attn, **options) for index in indices}
+    for index, attention in replacements.items():
         decoder[index].self_attn = attention
     return model
 
 
 def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
-    """What transformers hands a layer as its mask, as ``kv_start``: int32 [B], None where there is no padding.
+    """Converts the mask that transformers passes to a layer to ``kv_start``: int32 [B], or None without padding.
 
     Parameters
     ----------
-    attention_mask : ``[B, M]``, or ``[B, 1, N, M]``, boolean or added to the scores; None where nothing but the order of the
-        tokens hides any.
+    attention_mask : ``[B, M]``, or ``[B, 1, N, M]`` (boolean or additive); None for a plain causal mask.
 
     Raises
     ------
-    UserError : anything but the causal mask of sequences that are padded on the left.
+    UserError : a mask other than the causal mask of left-padded sequences.
     """
     if attention_mask is None:
         return None
@@ -190,7 +191,7 @@ def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) 
     if kv_start is not None:
         expected = expected & (position >= kv_start[:, None, None, None])
     if not torch.equal(visible, expected.expand_as(visible)):
-        raise UserError("attention_mask: accepted is the causal mask of one sequence a row, padded on the left")
+        raise UserError("attention_mask: accepted is the causal mask of one left-padded sequence per row")
     return kv_start
 
 
@@ -198,13 +199,13 @@ def _check(attention: Any, kernel: tuple[int, int] | None, head_mixing: str | No
     if not isinstance(attention, LlamaAttention):
         raise UserError(f"attention={type(attention).__name__}: accepted is LlamaAttention")
     if attention.attention_dropout:
-        raise UserError(f"attention_dropout={attention.attention_dropout}: accepted is 0, multi-token attention drops nothing")
+        raise UserError(f"attention_dropout={attention.attention_dropout}: accepted is 0, multi-token attention has no dropout")
     if kernel is not None and (len(kernel) != 2 or min(kernel) < 1):
         raise UserError(f"kernel={kernel}: accepted are (queries, keys), 1 or more each, or None")
     if head_mixing not in (None, "scores", "group"):
         raise UserError(f"head_mixing={head_mixing!r}: accepted are 'scores', 'group', None")
     if head_mixing == "scores" and kernel is not None:
         raise UserError(
-            f"head_mixing='scores', kernel={kernel}: accepted is one of them, with both every score would be made of as many "
-            "products as the kernel has rows, times the heads; kernel=None, or head_mixing='group', which goes with a kernel"
+            f"head_mixing='scores', kernel={kernel}: these cannot be combined, as each score would need (rows of the kernel) x "
+            "(heads) products; use kernel=None, or head_mixing='group', which can be combined with a kernel"
         )

@@ -1,4 +1,4 @@
-"""A layer's cache that remembers the newest queries too: the convolution of a later token's scores reaches back to them."""
+"""A cache layer that also keeps the latest queries, which the convolution of later scores needs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,20 +9,20 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from msattn.trainer.errors import UserError
 
-ROLLBACK = 32  # tokens that can be taken back; assisted decoding proposes some 20 at once, by default
+ROLLBACK = 32  # tokens that crop() can remove; assisted decoding proposes about 20 at once by default
 
 
 class QueryWindowLayer(DynamicLayer):
-    """Keys and values of all tokens, queries of the last ones.
+    """Cache layer with the keys and values of all tokens and the queries of the latest ones.
 
     Parameters
     ----------
-    reach : queries before a token's own that its attention needs.
+    reach : number of preceding queries that the attention of a token needs.
 
     Attributes
     ----------
     query_window : Tensor [B, Hq, n, D] or None
-        The last queries, after RoPE: ``reach`` and some to spare for :meth:`crop`; fewer while the sequence is shorter.
+        The latest queries after RoPE: up to ``reach``, plus :data:`ROLLBACK` so that :meth:`crop` can remove tokens.
     """
 
     def __init__(self, reach: int) -> None:
@@ -31,33 +31,33 @@ class QueryWindowLayer(DynamicLayer):
         self.query_window: Tensor | None = None
 
     def extend(self, q: Tensor) -> Tensor:
-        """Remember the queries ``q [B, Hq, N, D]`` of the tokens that :meth:`update` is about to add.
+        """Adds the queries ``q [B, Hq, N, D]``; call it before :meth:`update` with the same tokens.
 
         Returns
         -------
-        Tensor [B, Hq, r + N, D] : with the r queries before them, ``reach`` or as many as there are.
+        Tensor [B, Hq, r + N, D] : the r preceding queries, at most ``reach``, followed by ``q``.
 
         Raises
         ------
-        UserError : more tokens were taken back than there are queries to spare.
+        UserError : :meth:`crop` has removed more tokens than the kept queries allow.
         """
         if self.reach == 0:
             return q
         needed = min(self.reach, self.get_seq_length())
         held = q[:, :, :0] if self.query_window is None else self.query_window
         if held.shape[2] < needed:
-            raise UserError(f"past_key_values: cropped by more than {ROLLBACK} tokens, the queries before them are gone")
+            raise UserError(f"past_key_values: cropped by more than {ROLLBACK} tokens, earlier queries are not kept")
         keep = self.reach + ROLLBACK
         self.query_window = torch.cat([held, q[:, :, -keep:]], dim=2)[:, :, -keep:]
         return torch.cat([held[:, :, held.shape[2] - needed :], q], dim=2) if needed else q
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Removes all tokens."""
         self.keys = self.values = self.query_window = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last tokens, by the sign convention of the installed transformers."""
+        """Removes the last tokens; the sign convention is that of the installed transformers."""
         before = self.get_seq_length()
         super().crop(tokens_to_remove)
         if self.query_window is not None:
@@ -65,40 +65,40 @@ class QueryWindowLayer(DynamicLayer):
             self.query_window = self.query_window[:, :, : max(kept, 0)]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
+        """Replaces row b by row ``beam_idx[b]``."""
         super().reorder_cache(beam_idx)
-        self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._map_window(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row ``repeats`` times."""
+        """Repeats each row ``repeats`` times."""
         super().batch_repeat_interleave(repeats)
-        self._rows(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._map_window(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows ``indices``."""
+        """Keeps only the rows ``indices``."""
         super().batch_select_indices(indices)
-        self._rows(lambda x: x[indices, ...])
+        self._map_window(lambda x: x[indices, ...])
 
-    def _rows(self, select: Callable[[Tensor], Tensor]) -> None:
+    def _map_window(self, select: Callable[[Tensor], Tensor]) -> None:
         if self.query_window is not None:
             self.query_window = select(self.query_window)
 
 
 def query_window_layer(cache: Cache, layer: int, reach: int) -> QueryWindowLayer:
-    """The :class:`QueryWindowLayer` of ``layer``, put in the place of an empty layer that grows.
+    """Returns the :class:`QueryWindowLayer` of ``layer``, which replaces an empty ``DynamicLayer``.
 
     Raises
     ------
-    UserError : the layer holds tokens whose queries are unknown, or does not keep all tokens.
+    UserError : the layer holds tokens whose queries are unknown, or is of another type.
     """
     held: Any = cache.layers[layer] if layer < len(cache.layers) else DynamicLayer()
     if isinstance(held, QueryWindowLayer):
         return held
     if type(held) is not DynamicLayer:
-        raise UserError(f"past_key_values: accepted is a cache that grows (DynamicCache), not a {type(held).__name__}")
+        raise UserError(f"past_key_values: accepted is a growing cache (DynamicCache), not a {type(held).__name__}")
     if held.get_seq_length():
         raise UserError(
-            f"past_key_values: layer {layer} was filled by other attention, without queries; accepted is an empty DynamicCache"
+            f"past_key_values: layer {layer} was filled by another attention without queries; accepted: an empty DynamicCache"
         )
     cache.layers[layer : layer + 1] = [QueryWindowLayer(reach)]
     return cache.layers[layer]  # pyright: ignore[reportReturnType]

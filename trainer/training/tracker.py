@@ -1,4 +1,4 @@
-"""Where a run's figures go: always ``metrics.jsonl`` in the work folder, and Weights & Biases when asked for."""
+"""Logging of a run's metrics to ``metrics.jsonl`` in the work folder and, optionally, to Weights & Biases."""
 
 import hashlib
 import json
@@ -15,15 +15,15 @@ from msattn.trainer.errors import UserError
 
 
 class Tracker:
-    """Writes metrics of one run; use as ``with Tracker.start(...) as tracker``.
+    """Writes the metrics of one run; use as ``with Tracker.start(...) as tracker``.
 
-    Only the first process of a ``torchrun`` writes. A resumed run appends: of lines with the same step the later counts. Lines
-    for which the disk has no room are left out whole, and said once: a run does not end for them.
+    Only rank 0 writes. A resumed run appends to the file; of several lines with the same step the last one is valid. On a full
+    disk lines are dropped as a whole with one message, and the run continues.
 
     Attributes
     ----------
-    offset : steps of earlier stages of the same run; added to every logged step.
-    step : the optimizer step that the run is at; the training loop keeps it.
+    offset : steps of earlier stages of the run, added to every logged step.
+    step : current optimizer step, updated by the training loop.
     """
 
     def __init__(self, folder: Path, run: Any | None, *, writes: bool) -> None:
@@ -31,15 +31,15 @@ class Tracker:
         self._run = run
         self._started = time.time()
         self._file = (folder / "metrics.jsonl").open("ab", buffering=0) if writes else None
-        self._complained = False
+        self._warned = False
 
     @classmethod
     def start(cls, cfg: TrackerConfig, *, folder: Path | str, run_name: str, config: dict[str, Any]) -> "Tracker":
-        """Open ``folder/metrics.jsonl`` and, with ``cfg.kind="wandb"``, a run (offline when there is no key).
+        """Opens ``folder/metrics.jsonl`` and, with ``cfg.kind="wandb"``, a wandb run (offline without an API key).
 
         Raises
         ------
-        UserError : wandb is asked for and not installed, or its server cannot be reached with the key that there is.
+        UserError : wandb is requested but not installed, or its server cannot be reached.
         """
         folder = Path(folder)
         writes = os.environ.get("RANK", "0") == "0"
@@ -51,38 +51,38 @@ class Tracker:
         return cls(folder, run, writes=writes)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        """Record ``metrics`` (name -> number) at optimizer step ``step``."""
+        """Records ``metrics`` (name -> number) at optimizer step ``step``."""
         step += self.offset
-        # JSON knows no NaN and no infinity.
+        # JSON has neither NaN nor infinity.
         numbers = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         self._write({"step": step, "seconds": round(time.time() - self._started, 3), **numbers})
         if self._run is not None:
             self._run.log(metrics, step=step)
 
     def image(self, name: str, path: Path | str, step: int | None = None) -> None:
-        """Show the picture file ``path`` beside the run's figures, those of ``step`` or the latest."""
+        """Uploads the picture file ``path`` to wandb at ``step``, by default the latest."""
         if self._run is not None:
             import wandb
 
             self._run.log({name: wandb.Image(str(path))}, step=None if step is None else step + self.offset)
 
     def summary(self, figures: dict[str, Any]) -> None:
-        """Record ``figures`` as the run's outcome."""
+        """Records ``figures`` as the summary of the run."""
         self._write({"summary": figures})
         if self._run is not None:
             self._run.summary.update(figures)
 
     def artifact(self, folder: Path) -> None:
-        """Link what the run made, an artifact's or a model's ``folder``: its kind, place and content hash."""
+        """Records the ``folder`` of an artifact or model that the run wrote, with its kind and content hash."""
         if self._file is None:
             return
-        made = {"kind": folder.name, "folder": str(folder.absolute()), "content_hash": _content_hash(folder)}
-        self._write({"artifact": made})
+        record = {"kind": folder.name, "folder": str(folder.absolute()), "content_hash": _content_hash(folder)}
+        self._write({"artifact": record})
         if self._run is not None:
             import wandb
 
-            self._run.summary.update({f"artifact/{key}": value for key, value in made.items()})
-            linked = wandb.Artifact(f"{self._run.name}-{folder.name}", type=folder.name, metadata=made)
+            self._run.summary.update({f"artifact/{key}": value for key, value in record.items()})
+            linked = wandb.Artifact(f"{self._run.name}-{folder.name}", type=folder.name, metadata=record)
             linked.add_reference(folder.absolute().as_uri(), checksum=False)
             self._run.log_artifact(linked)
 
@@ -99,12 +99,12 @@ class Tracker:
             reason = error.strerror
         if reason is not None:
             self._file.truncate(end)
-            if not self._complained:
-                print(f"{self._file.name}: {reason}; figures are left out of it", file=sys.stderr, flush=True)
-            self._complained = True
+            if not self._warned:
+                print(f"{self._file.name}: {reason}; metrics are dropped", file=sys.stderr, flush=True)
+            self._warned = True
 
     def close(self) -> None:
-        """Finish the run; an offline one says how to upload it."""
+        """Closes the file and the wandb run; prints the upload command of an offline run."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -123,7 +123,7 @@ class Tracker:
 
 
 def _content_hash(folder: Path) -> str:
-    """The one that an artifact's manifest has; of a model's folder, SHA-256 over its weights."""
+    """Returns the content hash of an artifact's manifest, or the SHA-256 of the weight files of a model folder."""
     manifest = folder / "manifest.json"
     if manifest.exists():
         return json.loads(manifest.read_text("utf-8"))["content_hash"]
@@ -138,9 +138,9 @@ def _start_wandb(cfg: TrackerConfig, folder: Path, run_name: str, config: dict[s
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise UserError("tracker=wandb: wandb is not installed; pip install wandb, or tracker=none") from error
+        raise UserError("tracker=wandb: wandb is not installed; run pip install wandb, or use tracker=none") from error
     try:
-        # Online without a key would prompt or fail, so the mode is chosen first.
+        # Online mode without a key would prompt or fail, so the mode is chosen first.
         mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         return wandb.init(
             project=cfg.project,
@@ -151,4 +151,6 @@ def _start_wandb(cfg: TrackerConfig, folder: Path, run_name: str, config: dict[s
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
-        raise UserError(f"tracker=wandb: {error}; WANDB_MODE=offline keeps the run here, or tracker=none") from error
+        raise UserError(
+            f"tracker=wandb: {error}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
+        ) from error
