@@ -1,4 +1,4 @@
-"""The finetune job: from a model and its gates to a folder that anyone can load, on a small random model."""
+"""The job of msattn finetune on a small random model: the folders written, resumption, refusals, several ranks."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig:
-    """A run on two layers and chunks of 96 tokens, 32 more than the model had positions for."""
+    """Settings for two layers and chunks of 96 tokens, 32 more than the model has positions without YaRN."""
     architecture = tiny_architecture(vocab_size=4096, max_position_embeddings=64)
     settings = {
         "model": ModelConfig(name="small", path="none", init="random", architecture=architecture, rope_scaling=YARN),
@@ -56,7 +56,7 @@ def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with texts, and gates of the model that training starts from."""
+    """Folder with texts, and with gates of the model that training starts from."""
     folder = tmp_path_factory.mktemp("finetune")
     words = [f"word{i % 97} and number {i}." for i in range(1500)]
     (folder / "train.txt").write_text(" ".join(words))
@@ -70,7 +70,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(root: Path) -> Path:
-    """What one run in one go ends with."""
+    """Model folder of an uninterrupted run."""
     return finetune(run_config(root))
 
 
@@ -82,12 +82,12 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def served(cfg: FinetuneConfig, folder: Path) -> ModelConfig:
-    """The same YAML, pointed at the result."""
+def served_model(cfg: FinetuneConfig, folder: Path) -> ModelConfig:
+    """Settings of the same model, read from the folder of the result."""
     return replace(cfg.model, path=str(folder), init="pretrained", rope_scaling=None)
 
 
-def test_the_result_is_a_model_that_anyone_can_load(root: Path, trained: Path) -> None:
+def test_the_result_loads_in_transformers(root: Path, trained: Path) -> None:
     cfg = run_config(root)
     assert trained == root / "outputs/small/finetuned/model"
     model = AutoModelForCausalLM.from_pretrained(trained)
@@ -109,11 +109,11 @@ def test_the_result_is_a_model_that_anyone_can_load(root: Path, trained: Path) -
     assert steps[-1]["language"] < steps[0]["language"]
 
 
-def test_its_gates_are_those_of_the_trained_model(root: Path, trained: Path) -> None:
+def test_the_gates_written_are_those_of_the_trained_model(root: Path, trained: Path) -> None:
     cfg = run_config(root)
     gate, before = Gate.load(trained.with_name("gate")), Gate.load(str(cfg.artifacts.gate))
     assert gate.manifest is not None
-    artifacts.check_model(gate.manifest, models.load(served(cfg, trained), device="cpu").fingerprint)
+    artifacts.check_model(gate.manifest, models.load(served_model(cfg, trained), device="cpu").fingerprint)
     assert gate.thresholds is not None
     assert gate.thresholds != before.thresholds
     assert 0 < gate.manifest["metrics"]["recall/gate@0.5"] <= 1
@@ -124,7 +124,7 @@ def test_its_gates_are_those_of_the_trained_model(root: Path, trained: Path) -> 
         artifacts.check_model(gate.manifest, first.fingerprint)
 
 
-def test_eval_takes_both(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_reads_the_model_and_its_gates(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     common = ["tracker=none", "device=cpu", "data=text", "data.path=train.txt", "data.heldout_path=heldout.txt"]
     sizes = ["data.seq_len=96", "eval=perplexity", "eval.baselines=[]", "eval.perplexity.length=96"]
@@ -145,7 +145,7 @@ def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
     resumed = finetune(cfg)
     assert equal(weights(resumed), weights(trained))
     assert equal(weights(resumed.with_name("gate")), weights(trained.with_name("gate")))
-    again = finetune(replace(cfg, overwrite=True))  # nothing is left to do but to write
+    again = finetune(replace(cfg, overwrite=True))  # training is complete, so the job only writes
     assert equal(weights(again), weights(trained))
     with pytest.raises(UserError, match=r"finetune/checkpoints has select.sparsity=0.5, not 0.6"):
         finetune(replace(cfg, overwrite=True, select=SelectConfig(sparsity=0.6)))
@@ -153,7 +153,7 @@ def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
         finetune(replace(cfg, overwrite=True, data=replace(cfg.data, seq_len=95)))
 
 
-def test_from_random_weights_without_gates(root: Path) -> None:
+def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
     cfg = run_config(
         root,
         "scratch",
@@ -162,19 +162,19 @@ def test_from_random_weights_without_gates(root: Path) -> None:
             lr=1e-2, steps=6, batch_size=2, micro_batch_size=2, save_every=6, activation_checkpointing=False
         ),
     )
-    # A YAML may name the place of the result as where the model is read from later.
+    # model.path may name the folder of the result if model.init=random.
     folder = finetune(replace(cfg, model=replace(cfg.model, path=str(root / "outputs/small/scratch/model"))))
     assert not folder.with_name("gate").exists()
     facts = json.loads((folder / "training.json").read_text())
     assert facts["metrics"]["loss"] == facts["metrics"]["language"]
-    loaded = models.load(served(cfg, folder), device="cpu")
+    loaded = models.load(served_model(cfg, folder), device="cpu")
     chunks = job.data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=job.HELDOUT_CHUNKS)
     ids = torch.stack([chunks[i]["input_ids"] for i in range(len(chunks))])
     loss = loaded.model(input_ids=ids, labels=ids).loss
     assert facts["metrics"]["heldout/loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_retrieval_tasks_among_the_text(root: Path) -> None:
+def test_a_share_of_the_chunks_are_retrieval_tasks(root: Path) -> None:
     cfg = run_config(
         root, "tasks", select=SelectConfig(sparsity=0.0), tasks=0.5, data=replace(run_config(root).data, seq_len=256)
     )
@@ -183,7 +183,7 @@ def test_retrieval_tasks_among_the_text(root: Path) -> None:
     assert facts["metrics"]["steps"] == 4
 
 
-def test_bfloat16_keeps_its_weights_in_float32(root: Path) -> None:
+def test_bfloat16_training_keeps_float32_weights(root: Path) -> None:
     folder = finetune(
         run_config(root, "half", dtype="bfloat16", artifacts=ArtifactsConfig(str(new_gates(root, "cpu", "bfloat16"))))
     )
@@ -194,7 +194,7 @@ def test_bfloat16_keeps_its_weights_in_float32(root: Path) -> None:
 
 
 def new_gates(root: Path, device: str, dtype: str) -> Path:
-    """Untrained gates of the model as this device draws it in this dtype."""
+    """Writes untrained gates of the random model; its weights depend on device and dtype."""
     cfg = run_config(root)
     loaded = models.load(cfg.model, device=device, dtype=dtype, seed=cfg.seed)
     gate = Gate.build(loaded.model.config, GateConfig(block_size=16))
@@ -209,7 +209,7 @@ def new_gates(root: Path, device: str, dtype: str) -> Path:
     )
 
 
-def test_what_stands_there_is_kept(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_result_is_kept(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = weights(trained)
     with pytest.raises(UserError, match=r"finetuned/model: an artifact already exists; overwrite=true"):
         finetune(run_config(root))
@@ -218,7 +218,7 @@ def test_what_stands_there_is_kept(root: Path, trained: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(
-        type(models.load(served(run_config(root), trained), device="cpu").tokenizer), "save_pretrained", full_disk
+        type(models.load(served_model(run_config(root), trained), device="cpu").tokenizer), "save_pretrained", full_disk
     )
     with pytest.raises(UserError, match=r"finetuned/model cannot be written .*No space.*resume=true continues"):
         finetune(run_config(root, overwrite=True, resume=True))
@@ -235,17 +235,17 @@ def test_what_stands_there_is_kept(root: Path, trained: Path, monkeypatch: pytes
         ),
         ({"seed": 4}, "gate artifact made for small .random weights, seed 3.: its weights_hash"),
         ({"seq_len": 300}, "seq_len=300: the model has positions for 256 tokens; shorten it, or stretch the model"),
-        ({"train": {"fsdp": True}}, "train.fsdp=true: accelerate shares weights out among GPUs alone"),
+        ({"train": {"fsdp": True}}, "train.fsdp=true: accelerate shards weights on GPUs only"),
         (
             {"train": {"batch_size": 3, "micro_batch_size": 3}, "name": "base"},
-            "artifacts.gate=.*base/gate: the result would go",
+            "artifacts.gate=.*base/gate: the result would overwrite it",
         ),
         ({"train": {"schedule": "cosin"}}, "train.schedule=cosin"),
         ({"device": "cuda"}, "device=cuda: PyTorch sees no CUDA GPU"),
         ({"rope_scaling": None}, "seq_len=96: the model has positions for 64 tokens"),
     ],
 )
-def test_refused_before_any_work(root: Path, changes: dict[str, Any], says: str) -> None:
+def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], says: str) -> None:
     cfg = run_config(root, changes.get("name", "refused"))
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -277,14 +277,14 @@ def test_refused_before_any_work(root: Path, changes: dict[str, Any], says: str)
         ({"data": DataConfig("stdlib", seq_len=1)}, "data.seq_len=1: 2 tokens or more"),
     ],
 )
-def test_refused_by_the_schema(root: Path, changes: dict[str, Any], says: str) -> None:
+def test_settings_are_refused_by_the_schema(root: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         run_config(root, **changes)
     with pytest.raises(UserError, match=r"select.sparsity=1.0: in \[0, 1\)"):
         SelectConfig(sparsity=1.0)
 
 
-def test_sharing_weights_takes_several_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_needs_several_ranks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = run_config(root, train=FinetuneTrainConfig(lr=1.0, steps=1, fsdp=True))
     with pytest.raises(UserError, match=r"train.fsdp=true: .* there is one; torchrun --nproc-per-node"):
         job._check_fsdp(cfg, torch.device("cuda"))
@@ -306,14 +306,14 @@ finetune(cfg)
 
 
 def assert_near(one: Path, other: Path) -> None:
-    """Two runs that add the same gradients in another order."""
+    """Compares two runs that sum the same gradients in another order."""
     for kind in ("model", "gate"):
         for name, weight in weights(one / kind).items():
             torch.testing.assert_close(weights(other / kind)[name], weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_the_same_model_as_one(root: Path, trained: Path, tmp_path: Path) -> None:
     gate, runs = str(run_config(root).artifacts.gate), root / "outputs/small"
     cfg = run_config(root, "one", dtype="float32")
     finetune(replace(cfg, train=replace(cfg.train, batch_size=4)))
@@ -324,7 +324,7 @@ def test_two_processes_learn_what_one_does(root: Path, trained: Path, tmp_path: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_shared_weights_learn_what_whole_ones_do(root: Path, tmp_path: Path) -> None:
+def test_fsdp_trains_the_same_model_as_one_gpu(root: Path, tmp_path: Path) -> None:
     gate, runs = str(new_gates(root, "cuda", "float32")), root / "outputs/small"
     LaunchedGpuJob(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").output()
     LaunchedGpuJob(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).output()
@@ -337,7 +337,7 @@ def test_shared_weights_learn_what_whole_ones_do(root: Path, tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sparsity", [0.5, 0.0])
-def test_on_a_gpu(root: Path, sparsity: float) -> None:
+def test_the_loss_falls_on_a_gpu(root: Path, sparsity: float) -> None:
     train = FinetuneTrainConfig(lr=1e-3, steps=8, batch_size=2, log_every=1, compile=sparsity == 0)
     gates = ArtifactsConfig(str(new_gates(root, "cuda", "bfloat16")))
     cfg = run_config(

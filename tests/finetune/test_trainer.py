@@ -1,4 +1,4 @@
-"""A model in training: gradients against plain autograd, with checkpointing, in slices, shared out by FSDP2."""
+"""FineTuner: gradients against plain autograd, with checkpointing, sliced loss, torch.compile and FSDP2."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def fine_tuner(family: str = "llama", *, sparse: bool = True, dtype: torch.dtype
 
 
 def gradients(module: FineTuner, ids: Tensor = IDS) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a pass gives, and the gradient of every weight."""
+    """Outputs of a pass, and the gradient of every weight."""
     with module.attached():
         outputs = module(ids)
         outputs["loss"].backward()
@@ -47,7 +47,7 @@ def gradients(module: FineTuner, ids: Tensor = IDS) -> tuple[dict[str, Any], dic
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dense_training_is_that_of_transformers(family: str) -> None:
+def test_dense_training_equals_that_of_transformers(family: str) -> None:
     module, plain = fine_tuner(family, sparse=False), tiny_model(family, "yarn").requires_grad_(True)
     outputs, found = gradients(module)
     loss = plain(input_ids=IDS, labels=IDS).loss
@@ -59,20 +59,20 @@ def test_dense_training_is_that_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sparse_training_is_one_graph_over_everything(family: str) -> None:
-    """Against the straightforward way: each gate's loss and the language model's in one graph, gates fed detached inputs."""
+def test_sparse_training_equals_one_autograd_graph(family: str) -> None:
+    """The reference has the losses of the gates, on detached inputs, and of the language model in one graph."""
     module, plain = fine_tuner(family), fine_tuner(family)
     outputs, found = gradients(module)
     gate, losses = plain.gate, []
     assert gate is not None
 
-    def plainly(x: LayerInputs) -> Tensor:
+    def gated_attention(x: LayerInputs) -> Tensor:
         cfg = gate.cfg
         pooled = maxpool_attention(x.q.detach(), x.k.detach(), x.v.detach(), block_size=16, scale=x.scale).pooled
         losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(97, 97, 16, None, x.q.device), cfg))
         return selected_attention(x, Selection.from_config(SELECT, gate).blocks(x), 16).out
 
-    with tap(plain.model, plainly):
+    with tap(plain.model, gated_attention):
         logits = plain.model.lm_head(run_backbone(plain.model, IDS))
         language = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
         (language + 0.5 * sum(losses)).backward()
@@ -96,14 +96,14 @@ def test_checkpointing_changes_nothing_and_maps_blocks_once(
     layers = []
     again.model.get_submodule("model.layers.0.mlp.gate_proj").register_forward_hook(lambda *_: layers.append(1))
     (before, expected), (after, found) = gradients(kept), gradients(again)
-    assert len(layers) == 2, "the layer did not run again"
+    assert len(layers) == 2, "the layer must run again in the backward pass"
     assert len(maps) == (4 if sparse else 0)  # two layers, two modules
     assert torch.equal(before["loss"], after["loss"])
     for name, gradient in expected.items():
         assert torch.equal(gradient, found[name]), name
 
 
-def test_bfloat16_is_near_float32_and_leaves_the_weights() -> None:
+def test_bfloat16_products_are_near_float32_and_weights_stay_float32() -> None:
     whole, half = fine_tuner(), fine_tuner(dtype=torch.bfloat16)
     expected, outputs = gradients(whole)[0], gradients(half)[0]
     assert {weight.dtype for weight in half.parameters()} == {torch.float32}
@@ -111,7 +111,7 @@ def test_bfloat16_is_near_float32_and_leaves_the_weights() -> None:
     torch.testing.assert_close(outputs["loss"], expected["loss"], rtol=0.02, atol=0)
 
 
-def test_a_held_out_pass_trains_nothing_and_keeps_nothing() -> None:
+def test_evaluation_computes_no_gate_targets() -> None:
     module = fine_tuner()
     with module.attached():
         trained = module(IDS)["parts"]["language"]
@@ -123,7 +123,7 @@ def test_a_held_out_pass_trains_nothing_and_keeps_nothing() -> None:
     assert not module._targets
 
 
-def test_the_loss_in_slices_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sliced_loss_equals_the_whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     head, rows = nn.Linear(8, 32, bias=False), []
     head.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
     hidden, targets = torch.randn(2, 13, 8, requires_grad=True), torch.randint(32, (2, 13))
@@ -144,7 +144,7 @@ def test_the_loss_in_slices_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close([hidden.grad, head.weight.grad], gradients)
 
 
-def test_the_loss_is_not_rounded_by_autocast() -> None:
+def test_autocast_does_not_round_the_loss() -> None:
     head, hidden, targets = nn.Linear(8, 32, bias=False), torch.randn(2, 300, 8), torch.randint(32, (2, 300))
     with torch.autocast("cpu", torch.bfloat16):
         loss = language_loss(head, hidden, targets, torch.ones(2, 300))
@@ -153,7 +153,7 @@ def test_the_loss_is_not_rounded_by_autocast() -> None:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_a_batch_may_be_split_whatever_its_tokens_weigh(sparse: bool) -> None:
+def test_splitting_a_batch_with_token_weights_changes_nothing(sparse: bool) -> None:
     weights = torch.rand(IDS.shape) * torch.tensor([[1.0], [9.0]])
     weights[0, :50] = 0
     whole, split = fine_tuner(sparse=sparse), fine_tuner(sparse=sparse)
@@ -174,7 +174,7 @@ def test_dense_training_compiles_to_one_graph() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_tasks_are_new_every_time_and_weigh_their_answers() -> None:
+def test_retrieval_tasks_are_distinct_and_weight_their_answers() -> None:
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
     text = np.random.default_rng(0).integers(len(tokenizer), size=(3, 256), dtype=np.int32)
     items = RetrievalMixture(Chunks(text, tokenizer), tokenizer, share=0.5, length=40, seed=1)
@@ -215,6 +215,6 @@ destroy_process_group()
 
 
 @pytest.mark.slow
-def test_shared_out_by_fsdp2(tmp_path: Path) -> None:
-    """accelerate shards on GPUs alone; PyTorch does on CPUs too, layer by layer in the same way."""
+def test_fsdp2_gradients_equal_those_of_one_process(tmp_path: Path) -> None:
+    """Applies FSDP2 as accelerate does, which shards on GPUs only, to each layer on CPUs."""
     Job(SHARED, tmp_path, processes=2).output()

@@ -23,7 +23,7 @@ class TrainConfig:
     warmup_steps, weight_decay : optimizer steps of warm-up; weight decay of AdamW.
     max_grad_norm : gradients are clipped to this norm; 0 does not clip.
     beta2 : decay of AdamW's second moment.
-    log_every, eval_every, save_every : optimizer steps between log lines, health checks (0: none) and checkpoints.
+    log_every, eval_every, save_every : optimizer steps between log lines, evaluations (0: none) and checkpoints.
     num_workers : processes that prepare batches.
     compile : run the trained module through ``torch.compile``.
     """
