@@ -1,4 +1,4 @@
-"""What users get wrong, through the real entry point: exit code 2, one line that names it, and nothing of theirs is harmed."""
+"""User errors through the command line: exit code 2, one line that names the error, and no file is changed."""
 
 import hashlib
 import json
@@ -13,7 +13,6 @@ import torch
 
 from msattn import cli
 
-Run = Callable[..., tuple[int, str]]
 SMALL = [
     "model.init=random",
     "model.architecture.num_hidden_layers=2",
@@ -37,15 +36,15 @@ def run(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-def state(folder: Path) -> dict[str, str]:
-    """Every file below a folder and its hash."""
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of every file below a folder."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text and the three artifacts of a random model, made by the commands themselves."""
+    """A folder with a text and the three artifacts of a random model, written by the commands."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -67,32 +66,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the trained folder, to be spoilt."""
+    """A copy of the trained folder, which is also the working directory."""
     shutil.copytree(trained, tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"
 
 
 @pytest.fixture
-def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused; returns its one line. Artifacts and texts stay as they were."""
+def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must exit with code 2 and leave artifacts and texts unchanged; returns its message."""
 
     def check(*arguments: str) -> str:
-        kept = {name: digest for name, digest in state(here).items() if "/runs/" not in name}
+        before = {name: digest for name, digest in file_hashes(here).items() if "/runs/" not in name}
         capsys.readouterr()
         code = run(*arguments)
         error = capsys.readouterr().err
         lines = [line for line in error.splitlines() if line.startswith("msattn: ")]
         assert (code, len(lines)) == (2, 1), error
         assert "Traceback" not in error
-        assert {name: digest for name, digest in state(here).items() if "/runs/" not in name} == kept
+        assert {name: digest for name, digest in file_hashes(here).items() if "/runs/" not in name} == before
         return lines[0]
 
     return check
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["model.init=pretrained", "model.path=./nowhere"], "nowhere: no such folder"),
         (["model.init=pretrained", "model.path=outputs"], "no config.json"),
@@ -119,36 +118,36 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
         ([], "outputs/tiny/base/gate: an artifact already exists"),
     ],
 )
-def test_train_gate_refuses(here: Path, refused: Callable[..., str], overrides: list[str], says: str) -> None:
+def test_train_gate_rejects(here: Path, rejected: Callable[..., str], overrides: list[str], message: str) -> None:
     (here / "empty.txt").write_text("")
     (here / "short.txt").write_text("a few words")
     (here / "latin1.txt").write_bytes(b"caf\xe9 au lait " * 500)
     (here / "text.csv").write_text(text(4000))
-    held = ["data.heldout_path=heldout.txt"]
+    heldout = ["data.heldout_path=heldout.txt"]
     name = ["name=new"] if overrides else []
-    assert says in refused("train-gate", *SMALL, *held, *name, *overrides)
+    assert message in rejected("train-gate", *SMALL, *heldout, *name, *overrides)
     assert not (here / "outputs/tiny/new/gate").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_cuda_without_a_gpu(refused: Callable[..., str]) -> None:
-    assert "device=cuda: PyTorch sees no CUDA GPU" in refused("train-gate", *SMALL, "name=new", "device=cuda")
+def test_cuda_without_a_gpu_is_rejected(rejected: Callable[..., str]) -> None:
+    assert "device=cuda: PyTorch sees no CUDA GPU" in rejected("train-gate", *SMALL, "name=new", "device=cuda")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["kmeans.num_buckets=100000"], "kmeans.num_buckets=100000"),
         (["kmeans.iterations=0"], "kmeans.iterations=0: a positive number"),
         (["kmeans.engine=fais"], "kmeans.engine=fais: accepted are auto, batched, faiss (did you mean faiss?)"),
     ],
 )
-def test_fit_kmeans_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
-    assert says in refused("fit-kmeans", *SMALL, "name=new", "data.heldout_path=heldout.txt", *overrides)
+def test_fit_kmeans_rejects(rejected: Callable[..., str], overrides: list[str], message: str) -> None:
+    assert message in rejected("fit-kmeans", *SMALL, "name=new", "data.heldout_path=heldout.txt", *overrides)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["name=new"], "there is no k-means in"),
         (["name=new", "artifacts.kmeans=outputs/tiny/base/gate"], "kind=gate: accepted is kmeans"),
@@ -163,12 +162,12 @@ def test_fit_kmeans_refuses(refused: Callable[..., str], overrides: list[str], s
         (["name=new", "train.max_grad_norm=1"], "train.max_grad_norm=1.0: accepted is 0"),
     ],
 )
-def test_train_qmodel_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
-    assert says in refused("train-qmodel", *SMALL, "data.heldout_path=heldout.txt", "qmodel.long_range=8", *overrides)
+def test_train_qmodel_rejects(rejected: Callable[..., str], overrides: list[str], message: str) -> None:
+    assert message in rejected("train-qmodel", *SMALL, "data.heldout_path=heldout.txt", "qmodel.long_range=8", *overrides)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["select.sparsity=1.0"], "select.sparsity=1.0: in [0, 1)"),
         (["select.sparsity=-0.1"], "select.sparsity=-0.1: in [0, 1)"),
@@ -181,8 +180,8 @@ def test_train_qmodel_refuses(refused: Callable[..., str], overrides: list[str],
         (["model.architecture.num_hidden_layers=3"], "num_layers is 2, this model's is 3"),
     ],
 )
-def test_eval_refuses(refused: Callable[..., str], overrides: list[str], says: str) -> None:
-    assert says in refused("eval", *SMALL_EVAL, *overrides)
+def test_eval_rejects(rejected: Callable[..., str], overrides: list[str], message: str) -> None:
+    assert message in rejected("eval", *SMALL_EVAL, *overrides)
 
 
 def truncate(artifact: Path) -> None:
@@ -190,75 +189,77 @@ def truncate(artifact: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-7])
 
 
-def lose_manifest(artifact: Path) -> None:
+def remove_manifest(artifact: Path) -> None:
     (artifact / "manifest.json").unlink()
 
 
-def alter(artifact: Path) -> None:
+def flip_bit(artifact: Path) -> None:
     weights = artifact / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
 
 
-def next_format(artifact: Path) -> None:
+def raise_format_version(artifact: Path) -> None:
     manifest = json.loads((artifact / "manifest.json").read_text())
     (artifact / "manifest.json").write_text(json.dumps({**manifest, "format_version": 2}))
 
 
 @pytest.mark.parametrize("kind", ["gate", "kmeans", "qmodel"])
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("damage", "message"),
     [
         (truncate, "model.safetensors is damaged"),
-        (lose_manifest, "manifest.json is missing"),
-        (alter, "content_hash"),
-        (next_format, "format_version=2: accepted is 1"),
+        (remove_manifest, "manifest.json is missing"),
+        (flip_bit, "content_hash"),
+        (raise_format_version, "format_version=2: accepted is 1"),
     ],
 )
-def test_spoilt_artifacts(here: Path, refused: Callable[..., str], kind: str, spoil: Callable[[Path], None], says: str) -> None:
-    spoil(here / f"outputs/tiny/base/{kind}")
-    assert says in refused("eval", *SMALL_EVAL)
+def test_damaged_artifacts_are_rejected(
+    here: Path, rejected: Callable[..., str], kind: str, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(here / f"outputs/tiny/base/{kind}")
+    assert message in rejected("eval", *SMALL_EVAL)
 
 
-def test_generate_refuses(here: Path, refused: Callable[..., str]) -> None:
-    assert "no artifact to try" in refused("generate", *SMALL, "name=none", "--prompt", "a")
-    assert "positions for 4096 tokens" in refused("generate", *SMALL, "--prompt", text(4096))
-    assert "--prompt: empty" in refused("generate", "--prompt", " ")
+def test_generate_rejects(here: Path, rejected: Callable[..., str]) -> None:
+    assert "no artifact to try" in rejected("generate", *SMALL, "name=none", "--prompt", "a")
+    assert "positions for 4096 tokens" in rejected("generate", *SMALL, "--prompt", text(4096))
+    assert "--prompt: empty" in rejected("generate", "--prompt", " ")
 
 
 @pytest.mark.parametrize("command", ["train-gate", "fit-kmeans", "train-qmodel", "eval"])
-def test_a_file_where_outputs_should_go(here: Path, refused: Callable[..., str], command: str) -> None:
-    long = [*SMALL, "data.seq_len=512"]  # as far as classifiers look back by default, and farther
+def test_outputs_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., str], command: str) -> None:
+    long = [*SMALL, "data.seq_len=512"]  # longer than the default of qmodel.long_range
     (here / "taken").write_text("mine")
-    assert "outputs=taken" in refused(command, *long, "outputs=taken")
+    assert "outputs=taken" in rejected(command, *long, "outputs=taken")
     (here / "half/tiny").mkdir(parents=True)
     (here / "half/tiny/base").write_text("mine")
-    assert "outputs=half" in refused(command, *long, "outputs=half")
+    assert "outputs=half" in rejected(command, *long, "outputs=half")
 
 
-def test_a_file_where_the_artifact_should_go(here: Path, refused: Callable[..., str]) -> None:
+def test_an_artifact_folder_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., str]) -> None:
     (here / "outputs/tiny/new").mkdir()
     (here / "outputs/tiny/new/gate").write_text("mine")
-    assert "no artifact stands there" in refused("train-gate", *SMALL, "data.heldout_path=heldout.txt", "name=new")
+    assert "no artifact stands there" in rejected("train-gate", *SMALL, "data.heldout_path=heldout.txt", "name=new")
 
 
-def test_a_loss_that_is_not_finite(here: Path, refused: Callable[..., str]) -> None:
-    """A poisoned weight of the frozen model: the layer is named, no artifact is written, what was there stays."""
+def test_a_non_finite_loss_is_reported(here: Path, rejected: Callable[..., str]) -> None:
+    """A NaN weight of the frozen model: the message names the layer, and no artifact is written."""
     from msattn.trainer import models
     from msattn.trainer.commands.compose import compose
 
     loaded = models.load(compose("train-gate", SMALL).model, device="cpu", dtype="float32")
     with torch.no_grad():
         loaded.model.get_parameter("model.layers.1.self_attn.k_proj.weight")[0, 0] = float("nan")
-    loaded.model.save_pretrained("poisoned")
-    loaded.tokenizer.save_pretrained("poisoned")
+    loaded.model.save_pretrained("nan_weight")
+    loaded.tokenizer.save_pretrained("nan_weight")
     small = [override for override in SMALL if not override.startswith("model.")]
-    line = refused(
+    line = rejected(
         "train-gate",
         *small,
         "data.heldout_path=heldout.txt",
-        "model.path=./poisoned",
+        "model.path=./nan_weight",
         "name=new",
         "train.steps=2",
         "train.batch_size=1",
@@ -269,8 +270,8 @@ def test_a_loss_that_is_not_finite(here: Path, refused: Callable[..., str]) -> N
 
 
 @pytest.mark.parametrize("arguments", ["trian-gate", "train-gate model=lama3", "train-gate data=text data.path=nowhere.txt"])
-def test_as_a_user_sees_it(tmp_path: Path, arguments: str) -> None:
-    """The installed command in a process of its own: exit code and both streams."""
+def test_exit_code_and_streams_of_the_installed_command(tmp_path: Path, arguments: str) -> None:
+    """Runs in a separate process."""
     command = [str(Path(sys.executable).with_name("msattn")), *arguments.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
