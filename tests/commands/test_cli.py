@@ -1,4 +1,4 @@
-"""The command line: speed, exit codes, one clear line for each mistake, sweeps, completion."""
+"""The command line: start-up time, exit codes, one-line errors, sweeps and completion."""
 
 import os
 import resource
@@ -20,7 +20,7 @@ MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
 @pytest.fixture
 def msattn(capsys: pytest.CaptureFixture[str]):
-    """Run the entry point in this process; returns (exit code, stdout, stderr)."""
+    """Runs the entry point in this process; returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as caught:
@@ -33,7 +33,7 @@ def msattn(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Stand in for the jobs: collect the configurations they are called with."""
+    """Replaces all jobs; collects the configurations and arguments that they are called with."""
     called = []
 
     def run(self: compose.Command, cfg: object, arguments: dict) -> str:
@@ -50,22 +50,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _spent_by_children() -> float:
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
+def _children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
-def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom msattn.cli import main\ntry: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
         "heavy = {'torch', 'transformers', 'triton', 'hydra', 'omegaconf', 'wandb', 'faiss', 'numpy', 'matplotlib'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     seconds = []
-    for _ in range(5):  # processor time, the best of five: other processes share this machine
-        start = _spent_by_children()
+    for _ in range(5):  # the fastest of five, in processor time: other processes share this machine
+        start = _children_cpu_seconds()
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-        seconds.append(_spent_by_children() - start)
+        seconds.append(_children_cpu_seconds() - start)
         assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
     assert min(seconds) < 0.3
@@ -123,7 +123,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("demo modle=tiny", "unknown key modle"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(msattn, here: Path, job: list, arguments: str, says: str) -> None:
+def test_user_errors_are_one_line_and_exit_code_2(msattn, here: Path, job: list, arguments: str, says: str) -> None:
     code, _, err = msattn(*arguments.split(" "))
     assert code == 2
     assert err.startswith("msattn: ")
@@ -131,10 +131,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(msattn, here: Path, job: list, ar
     assert err.count("\n") == 1
     if "-m" not in arguments:
         assert not job
-        assert not list(here.iterdir()), "a mistake leaves nothing behind"
+        assert not list(here.iterdir()), "a mistake must leave no files"
 
 
-def test_a_run_keeps_its_configuration(msattn, here: Path, job: list) -> None:
+def test_a_run_writes_its_configuration(msattn, here: Path, job: list) -> None:
     code, _, err = msattn("train-gate", "train.steps=3", "outputs=out", "name=mine")
     assert (code, err) == (0, "")
     ((cfg, arguments),) = job
@@ -166,7 +166,7 @@ def test_config_dir_adds_options(msattn, here: Path, job: list) -> None:
     assert job[0][0].gate.hidden == 256
 
 
-def test_the_prompt_never_goes_through_hydra(msattn, here: Path, job: list) -> None:
+def test_prompts_are_not_parsed_by_hydra(msattn, here: Path, job: list) -> None:
     prompt = "What's = (this), ~ #1? \u00fc ${x}"
     assert msattn("generate", "--prompt", prompt)[0] == 0
     (here / "p.txt").write_text(prompt, encoding="utf-8")
@@ -182,7 +182,7 @@ def test_bad_prompt_files(msattn, here: Path, content: bytes, says: str) -> None
     assert says in err
 
 
-def test_a_fault_is_not_a_users_mistake(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_job_is_raised(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: compose.Command, cfg: object, arguments: dict) -> None:
         raise RuntimeError("broken")
 
@@ -191,7 +191,7 @@ def test_a_fault_is_not_a_users_mistake(msattn, here: Path, monkeypatch: pytest.
         cli.main(["train-gate"])
 
 
-def test_a_mistake_found_by_the_job_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: compose.Command, cfg: object, arguments: dict) -> None:
         raise UserError("data.path=x: no such\nfile")
 
@@ -199,24 +199,24 @@ def test_a_mistake_found_by_the_job_is_one_line(msattn, here: Path, monkeypatch:
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
 
 
-def test_a_run_that_does_not_fit_the_gpu_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_gpu_memory_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(self: compose.Command, cfg: object, arguments: dict) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(compose.Command, "run", run_out)
     code, _, err = msattn("train-gate")
     assert code == 2
-    assert err.startswith("msattn: device=cuda: the run does not fit (CUDA out of memory); a smaller data.seq_len")
+    assert err.startswith("msattn: device=cuda: the GPU has too little memory (CUDA out of memory); reduce data.seq_len")
 
 
-def test_interrupted(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: compose.Command, cfg: object, arguments: dict) -> None:
-        raise KeyboardInterrupt("saved in out; resume=true goes on from there")
+        raise KeyboardInterrupt("saved in out; resume=true continues")
 
     monkeypatch.setattr(compose.Command, "run", interrupt)
     code, _, err = msattn("train-gate")
     assert code == 130
-    assert err == "msattn: interrupted: saved in out; resume=true goes on from there\n"
+    assert err == "msattn: interrupted: saved in out; resume=true continues\n"
 
 
 def test_other_ranks_write_no_run_folder(msattn, here: Path, job: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The evaluation job on a small random model: what reads everything equals dense attention, and nothing is written in parts."""
+"""The evaluation job on a small random model: full reads equal dense attention, and results are replaced as a whole."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ BUCKETS = 4
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A haystack of plain words."""
+    """A folder with a text of plain words, the haystack."""
     folder = tmp_path_factory.mktemp("text")
     words = ["the", "river", "ran", "past", "an", "old", "mill", "and", "nobody", "knew", "where", "it", "came", "from"]
     (folder / "essay.txt").write_text(" ".join(words[i * i % len(words)] for i in range(4000)), encoding="utf-8")
@@ -54,7 +54,7 @@ def loaded() -> Loaded:
 
 
 def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
-    """Everything small; ``changes`` replace fields of ``eval``."""
+    """A small configuration; ``changes`` replace fields of ``eval``."""
     tasks = EvalConfig(
         perplexity=PerplexityConfig(length=160, num_chunks=3, sparsities=[0.0, 0.6]),
         recall=RecallConfig(length=160, num_chunks=2, num_queries=8, sparsities=[0.0, 0.6], probes=[0, 1, BUCKETS]),
@@ -66,7 +66,7 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
         tracker=TrackerConfig(kind="none"),
         outputs=str(outputs),
         device="cpu",
-        select=SelectConfig(block_size=16, dense_below=10**6),  # which is for serving: what is measured is sparse
+        select=SelectConfig(block_size=16, dense_below=10**6),  # an evaluation ignores dense_below
         eval=replace(tasks, **changes),  # pyright: ignore[reportArgumentType]
         recent=16,
         sink=1,
@@ -75,7 +75,7 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Outputs that hold an untrained gate and random centroids for the model that :func:`config` names."""
+    """An output folder with an untrained gate and random centroids for the model of :func:`config`."""
     outputs = tmp_path_factory.mktemp("outputs")
     model = models.load(config(outputs, "unused").model, device="cpu")
     gate = Gate.build(model.model.config, GateConfig(block_size=16))
@@ -102,7 +102,7 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     rows = {(row["task"], row["method"], row["setting"]): row for row in results["rows"]}
     assert len(rows) == len(results["rows"])
 
-    for method in ("gate", "oracle", "sink_local"):  # what reads every block is dense attention
+    for method in ("gate", "oracle", "sink_local"):  # at sparsity 0 equal to dense attention
         full = rows["perplexity", method, "sparsity 0"]
         assert full["ratio_to_dense"] == pytest.approx(1, abs=1e-5)
         assert full["recall"] == pytest.approx(1, abs=1e-5)
@@ -115,7 +115,7 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     scores = {method: rows["recall", method, "sparsity 0.6"]["score"] for method in ("oracle", "sink_local")}
     assert scores["sink_local"] < scores["oracle"] < 1
 
-    for routing in ("k-means", "oracle routing"):  # and so is what visits every bucket
+    for routing in ("k-means", "oracle routing"):  # with all buckets equal to dense attention
         every = rows["recall", routing, f"{BUCKETS} probes"]
         assert every["score"] == pytest.approx(1, abs=1e-5)
         assert every["selectivity"] == pytest.approx(1)
@@ -125,11 +125,11 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     assert one["k-means"]["score"] <= one["oracle routing"]["score"]
     assert rows["needle", "k-means", f"{BUCKETS} probes"]["selectivity"] == pytest.approx(1)
     window = rows["needle", WINDOW, "0 probes"]["selectivity"]
-    assert 17 / 192 < window < 80 / 192  # sink, recent, and the decoded tokens that no list holds yet
+    assert 17 / 192 < window < 80 / 192  # sink, recent, and decoded tokens that are in no bucket list yet
     assert all(row["latency_s"] > 0 and row["peak_memory_mb"] > 0 for key, row in rows.items() if key[0] != "recall")
 
 
-def test_without_artifacts_baselines_stand_alone(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_baselines_run_without_artifacts(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = config(tmp_path, text, tasks=["perplexity"], baselines=["mean_pool"])
     results = json.loads((evaluate(cfg) / "results.json").read_text())
     assert [row["method"] for row in results["rows"]] == ["dense", "mean_pool", "mean_pool"]
@@ -139,7 +139,7 @@ def test_without_artifacts_baselines_stand_alone(tmp_path: Path, text: str, caps
     assert "mean pooling" in shown
 
 
-def test_rerun_keeps_earlier_results_unless_told(tmp_path: Path, text: str) -> None:
+def test_a_rerun_keeps_earlier_results_unless_overwrite(tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, tasks=["perplexity"], baselines=[])
     folder = evaluate(cfg)
     evaluate(cfg)
@@ -150,7 +150,7 @@ def test_rerun_keeps_earlier_results_unless_told(tmp_path: Path, text: str) -> N
     assert {path.name for path in folder.parent.iterdir()} == kept
 
 
-def test_failed_run_leaves_earlier_results(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_keeps_earlier_results(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(tmp_path, text, tasks=["perplexity"], baselines=[])
     before = (evaluate(cfg) / "results.json").read_bytes()
     monkeypatch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
@@ -161,23 +161,23 @@ def test_failed_run_leaves_earlier_results(tmp_path: Path, text: str, monkeypatc
 
 
 @pytest.mark.parametrize("question", ["dense", "sparse"])
-def test_routing_that_reads_everything_predicts_as_dense(loaded: Loaded, trained: Path, text: str, question: str) -> None:
+def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Path, text: str, question: str) -> None:
     cfg = config(trained, text)
     cfg = replace(cfg, eval=replace(cfg.eval, needle=replace(cfg.eval.needle, question=question, needles=3)))
     samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
     found = methods.find_methods(cfg, models.load(cfg.model, device="cpu"), torch.device("cpu"))
     routing = replace(found.bucket_routings[0], dense_layers=())
-    routing.router.artifact = None  # the routed model is another one than the artifact's
+    routing.router.artifact = None  # skips the check of the model: this one has other weights
     dense = needle.prefill_samples(loaded, samples, lambda: None)
     plan = {"all": BUCKETS, "none": 0, "all again": BUCKETS}
     routed = needle.decode_samples(loaded, samples, routing, plan, lambda: None)
     assert torch.equal(routed["all"].predicted, dense.predicted)
-    assert torch.equal(routed["all again"].predicted, dense.predicted)  # the shared context was not disturbed
+    assert torch.equal(routed["all again"].predicted, dense.predicted)  # the shared cache is unchanged
     assert routed["all"].selectivity == pytest.approx(1)
     assert (routed["none"].selectivity or 1) < 0.5
 
 
-def test_samples_hide_what_they_ask_for(loaded: Loaded, tmp_path: Path, text: str) -> None:
+def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text)
     haystack = needle.read_haystack(cfg, loaded.tokenizer)
     samples = needle.make_samples(cfg, loaded.tokenizer, haystack, 192)
@@ -197,7 +197,7 @@ def test_samples_hide_what_they_ask_for(loaded: Loaded, tmp_path: Path, text: st
     assert samples.found(right) == [True, True, False, True]
 
 
-def test_losses_in_pieces_are_the_models_own(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_in_pieces_equal_the_models_losses(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "LOGIT_ROWS", 7)
     ids = torch.randint(1, 4096, (60,), generator=torch.Generator().manual_seed(0))
     losses = torch.cat(list(perplexity.token_losses(loaded, perplexity.prefill(loaded, ids), ids)))
@@ -205,7 +205,7 @@ def test_losses_in_pieces_are_the_models_own(loaded: Loaded, monkeypatch: pytest
     torch.testing.assert_close(losses, F.cross_entropy(logits[:-1], ids[1:], reduction="none"))
 
 
-def test_recall_beside_perplexity_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
+def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, baselines=["sink_local"])
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     (row,) = [row for row in perplexity.run(loaded, cfg, found, Progress(disable=True)) if row.setting == "sparsity 0.6"]
@@ -220,8 +220,8 @@ def test_recall_beside_perplexity_is_the_mean_over_chunks(loaded: Loaded, tmp_pa
     assert row.recall == pytest.approx(sum(shares) / 2)
 
 
-def test_recall_shows_every_method_the_dense_inputs(loaded: Loaded, tmp_path: Path, text: str) -> None:
-    """The rows of one method do not hang on which others run beside it."""
+def test_recall_of_a_method_does_not_depend_on_other_methods(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    """Every method reads the inputs of the dense model."""
     cfg = config(tmp_path, text)
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     rows = recall.run(loaded, cfg, found, Progress(disable=True))
@@ -234,7 +234,7 @@ def test_recall_shows_every_method_the_dense_inputs(loaded: Loaded, tmp_path: Pa
 
 
 def test_probes_of_each_query_head(trained: Path, text: str) -> None:
-    """Independent probes: the mass is that of the dense attention in each head's own best bucket and in the window."""
+    """With independent probes the mass is that of dense attention in the window and the best bucket of each head."""
     cfg = config(trained, text)
     cfg = replace(cfg, dense_layers=[], eval=replace(cfg.eval, recall=replace(cfg.eval.recall, num_chunks=1, independent=True)))
     loaded = models.load(cfg.model, device="cpu")
@@ -249,7 +249,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
 
     expected: dict[int, torch.Tensor] = {}
 
-    def attend(x: LayerInputs) -> torch.Tensor:
+    def dense_attention_with_expected_mass(x: LayerInputs) -> torch.Tensor:
         positions = torch.linspace(cfg.recent + cfg.sink, x.num_keys - 1, cfg.eval.recall.num_queries).round().long()
         k = x.k.repeat_interleave(2, 1)[0]
         seen = torch.arange(x.num_keys) <= positions[:, None]
@@ -263,7 +263,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
         return dense_attention(x)
 
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
-    with torch.inference_mode(), tap(loaded.model, attend):
+    with torch.inference_mode(), tap(loaded.model, dense_attention_with_expected_mass):
         perplexity.prefill(loaded, chunks[0]["input_ids"])
     heads = torch.tensor(by_name["k-means, independent", "1 probe"].extra["heads"])
     torch.testing.assert_close(heads, torch.stack([expected[0], expected[1]]), rtol=1e-4, atol=1e-5)
@@ -274,7 +274,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
 
 
 def test_named_artifacts(trained: Path, text: str) -> None:
-    """A k-means that is named stands beside this name's own; a gate that is named takes its place."""
+    """A given k-means is compared with the k-means of this name; a given gate replaces the gate of this name."""
     cfg = config(trained, text)
     loaded, folder = models.load(cfg.model, device="cpu"), trained / "rand" / "base"
     own = artifacts.read(folder / "kmeans")
@@ -294,13 +294,13 @@ def test_named_artifacts(trained: Path, text: str) -> None:
         assert [note.split()[1] for note in found.notes] == ["qmodel"]
 
 
-def test_policies_other_than_topk_stand_once(tmp_path: Path, text: str) -> None:
+def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:
     cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
     block = methods.BlockSelectionMethod("oracle", replace(cfg.select, scores="oracle"))
     assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]
 
 
-def test_multiscale_stands_beside_as_many_tokens_read_whole(tmp_path: Path, text: str) -> None:
+def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text: str) -> None:
     select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
     evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
     (multiscale, zooms), (whole, topk) = methods.BlockSelectionMethod("oracle", replace(select, scores="oracle")).settings(
@@ -331,7 +331,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         evaluate(replace(cfg, artifacts=ArtifactsConfig(gate=str(tmp_path / "nowhere"))))
     with pytest.raises(UserError, match="made for"):
-        evaluate(replace(cfg, seed=1))  # other random weights: another model
+        evaluate(replace(cfg, seed=1))  # other random weights, thus another model
     with pytest.raises(UserError, match="sparsities"):
         PerplexityConfig(sparsities=[1.0])
     (tmp_path / "file").write_text("")
@@ -339,7 +339,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         evaluate(replace(cfg, outputs=str(tmp_path / "file")))
 
 
-def test_evaluation_reads_held_out_documents_alone(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_reads_only_held_out_documents(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * 300)
     cfg = replace(config(tmp_path / "out", str(tmp_path)), data=DataConfig("text", path=str(tmp_path), seq_len=64))
@@ -358,7 +358,7 @@ def test_evaluation_reads_held_out_documents_alone(loaded: Loaded, tmp_path: Pat
     assert not seen & trained_on
 
 
-def test_recall_needs_more_than_the_window(trained: Path, text: str) -> None:
+def test_recall_needs_more_keys_than_the_window(trained: Path, text: str) -> None:
     cfg = config(trained, text)
     short = replace(cfg, recent=cfg.eval.recall.length)
     with pytest.raises(UserError, match=r"eval\.recall\.length"):

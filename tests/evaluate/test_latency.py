@@ -1,4 +1,4 @@
-"""Time to the first token and tokens a second, on a CPU: what is run is what is said, and rows add up."""
+"""Latency and decoding tasks on a CPU: settings, ratios and notes of their rows."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ BUCKETS = 4
 
 
 def config(outputs: Path, **changes: object) -> EvalRunConfig:
-    """Both tasks, small; ``changes`` replace fields."""
+    """A small configuration of both tasks; ``changes`` replace fields."""
     presets = ModelPresets(num_buckets=BUCKETS, qmodel_hidden=8)
     architecture = tiny_architecture(vocab_size=4096)
     cfg = EvalRunConfig(
@@ -72,7 +72,7 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
             assert row["ratio_to_dense"] == pytest.approx(row["score"] / dense["score"])
             assert row["extra"]["times_SDPA"] == pytest.approx(dense["score"] / row["score"])
             assert row["sparsity"] == pytest.approx(sparsity, abs=0.3), "short rows round their shares"
-            assert row["sparsity"] > 0, "what is measured is the sparse path"
+            assert row["sparsity"] > 0, "the sparse path must be measured"
             assert 0 < row["extra"]["selection_s"] + row["extra"]["attention_s"] < row["score"] * 2
     for length in (128, 1000):
         dense = rows["decoding", "dense, SDPA", "", length]
@@ -92,12 +92,12 @@ def test_break_even() -> None:
     assert break_even({1024: 1.5, 4096: 0.5}) == round(1024 * 4 ** (0.405465 / 1.098612)) + 1
     assert break_even({1024: 2.0, 4096: 0.5}) == 2048
     assert break_even({1024: 0.9, 4096: 0.5}) == 1024, "shorter prompts were not measured"
-    assert break_even({1024: 0.9, 2048: 1.0, 4096: 0.5}) == 2048, "faster for good"
+    assert break_even({1024: 0.9, 2048: 1.0, 4096: 0.5}) == 2048, "sparse must stay faster"
     assert break_even({1024: 0.9, 2048: 1.1}) is None
     assert break_even({}) is None
 
 
-def test_a_row_says_how_much_faster_than_each_dense_kernel() -> None:
+def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     run = LatencyRun(seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, selection_s=0.2, attention_s=0.5)
     row = latency.as_row("gate", "sparsity 0.9", 1024, run, {"cuDNN": 3.0, "flash": 8.0})
     assert (row.score, row.ratio_to_dense, row.samples) == (2.0, 2 / 3, 3)
@@ -110,7 +110,7 @@ def test_a_row_says_how_much_faster_than_each_dense_kernel() -> None:
     assert (decoded.extra["times_flash"], decoded.extra["device_times_flash"]) == (2, 3)
 
 
-def test_what_cannot_run_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_methods_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measure = latency.measure
 
     def fails(model, ids, attached, seconds) -> LatencyRun:
@@ -123,22 +123,22 @@ def test_what_cannot_run_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder = evaluate(replace(cfg, eval=replace(cfg.eval, tasks=["latency"])))
     rows = json.loads((folder / "results.json").read_text())["rows"]
     assert {row["extra"]["length"] for row in rows} == {96}
-    assert "dense, SDPA at 240 tokens, absent: out of memory" in capsys.readouterr().out
+    assert "dense, SDPA at 240 tokens is missing: out of memory" in capsys.readouterr().out
 
 
-def test_what_is_absent_says_why() -> None:
+def test_unavailable_backends_give_the_reason() -> None:
     with pytest.raises(BackendUnavailable, match="no such SDPA backend"), use_backend(SDPA_BACKENDS["cuda"]["cuDNN"]):
-        raise RuntimeError("No available kernel. Aborting execution.")  # as PyTorch says it
+        raise RuntimeError("No available kernel. Aborting execution.")  # the message of PyTorch
     with pytest.raises(BackendUnavailable, match="out of memory"), use_backend(None):
         raise torch.OutOfMemoryError
     with pytest.raises(RuntimeError, match="something else"), use_backend(None):
         raise RuntimeError("something else")
 
 
-def test_a_filled_cache_is_read_as_one_that_grew(tmp_path: Path) -> None:
+def test_a_filled_cache_decodes_like_a_grown_one(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
-    routing = decoding._untrained(cfg, model)
+    routing = decoding._untrained_router(cfg, model)
     cache = decoding.filled_cache(model, routing.router, (0,), 100, seed=0)
     assert [isinstance(layer, BucketLayer) for layer in cache.layers] == [False, True]
     assert cache.get_seq_length() == 100
@@ -154,7 +154,7 @@ def test_a_filled_cache_is_read_as_one_that_grew(tmp_path: Path) -> None:
     assert torch.equal(tokens[0], decoding.next_token(model, other, torch.zeros(1, 1, dtype=torch.long)))
 
 
-def test_spans_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phase_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 3.0, 10.0, 10.5])
     monkeypatch.setattr("msattn.trainer.models.timing.time.perf_counter", lambda: next(clock))
     timer = PhaseTimer(torch.device("cpu"))
@@ -165,7 +165,7 @@ def test_spans_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert timer.seconds("selection") is None
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_user_errors(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     with pytest.raises(UserError, match="seq_len=512"):
         evaluate(replace(cfg, eval=replace(cfg.eval, latency=LatencyConfig(lengths=[512]))))
@@ -180,7 +180,7 @@ def test_mistakes(tmp_path: Path) -> None:
         DecodingConfig(tokens=0)
 
 
-def test_the_summary_names_lengths() -> None:
+def test_summary_keys_contain_the_length() -> None:
     from msattn.trainer.evaluate.run import summary
 
     row = EvalRow("latency", "gate", "sparsity 0.9", 2.0, "seconds to the first token", extra={"length": 1024})

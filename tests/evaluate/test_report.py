@@ -1,4 +1,4 @@
-"""Intervals, tables, figures and files of a result."""
+"""Confidence intervals, tables, figures and files of the report."""
 
 import csv
 import json
@@ -87,16 +87,16 @@ def test_mean_interval() -> None:
     assert mean_interval([1.0]) is None
 
 
-def test_cost_sees_memory_and_time() -> None:
+def test_cost_measures_memory_and_time() -> None:
     with cost(torch.device("cpu")) as before:
         pass
     with cost(torch.device("cpu")) as spent:
-        torch.frombuffer(mmap.mmap(-1, 2**28), dtype=torch.uint8).fill_(1)  # an allocator may have as much left
+        torch.frombuffer(mmap.mmap(-1, 2**28), dtype=torch.uint8).fill_(1)  # torch.empty may reuse freed memory
     assert spent.seconds > 0
     assert spent.peak_mb > before.peak_mb + 150
 
 
-def test_files(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
+def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
     figures = report.write(tmp_path, rows, about)
     assert list(figures) == ["perplexity", "recall", "recall_heads", "needle", "needle_grid"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
@@ -139,7 +139,7 @@ def test_page_is_self_contained_and_well_formed(tmp_path: Path, rows: list[EvalR
     assert "f" * 16 in page
 
 
-def test_only_figures_with_data(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
+def test_figures_without_data_are_left_out(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
     assert list(report.write(tmp_path, rows[:2], about)) == ["perplexity"]
     assert report.write(tmp_path, rows[:1], about) == {}  # dense alone is a number, not a curve
 
@@ -155,5 +155,5 @@ def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: 
     assert ("512 MiB" in text) == (width == 160)
 
 
-def test_nothing_infinite_in_json() -> None:
+def test_json_has_null_for_infinity_and_nan() -> None:
     assert report.finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}

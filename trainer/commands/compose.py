@@ -200,7 +200,7 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
         return UserError(str(error))
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[0]
-        return UserError(f"device=cuda: out of GPU memory ({reason}); a smaller data.seq_len or batch takes less memory")
+        return UserError(f"device=cuda: the GPU has too little memory ({reason}); reduce data.seq_len or the batch size")
 
 
 def _typed(composed: Any, command: str) -> JobConfig:

@@ -74,7 +74,7 @@ class DecodingRun:
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
     """Returns, for each length, a row for each dense kernel and one for each routing with ``probes`` buckets."""
     model, settings = loaded.model, cfg.eval.decoding
-    routings = methods.bucket_routings or [_untrained(cfg, model)]
+    routings = methods.bucket_routings or [_untrained_router(cfg, model)]
     cases = [
         DecodingCase(f"{DENSE_PREFIX}{name}", "", kernel, routings[0].router, (), partial(tap, model, dense_attention))
         for name, kernel in SDPA_BACKENDS[model.device.type].items()
@@ -92,7 +92,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
                 with use_backend(case.kernel):
                     done.append((case, measure(model, case, length, cfg)))
             except BackendUnavailable as reason:
-                methods.notes.append(f"{case.method} after {length:,} keys, absent: {reason}")
+                methods.notes.append(f"{case.method} after {length:,} keys is missing: {reason}")
             progress.advance(bar)
         methods.notes.extend(f"{case.method} after {length:,} keys: {each.note}" for case, each in done if each.note)
         dense = {case.method.removeprefix(DENSE_PREFIX): each for case, each in done if case.method.startswith(DENSE_PREFIX)}
@@ -100,7 +100,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     return rows
 
 
-def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
+def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
     """Returns untrained classifiers over random centroids, which have the cost of trained ones."""
     config, presets = model.config, cfg.model.presets
     layers, heads = models.num_layers(config), models.num_kv_heads(config)

@@ -65,10 +65,14 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     settings, model = cfg.eval.latency, loaded.model
     kernels = SDPA_BACKENDS[model.device.type]
     trained = any(block.gate for block in methods.block_selections)
-    blocks = methods.block_selections if trained else [_untrained(cfg, model), *methods.block_selections]
+    blocks = methods.block_selections if trained else [_untrained_gate(cfg, model), *methods.block_selections]
     plan = [(block, label, select) for block in blocks for label, select in block.settings(settings.sparsities)]
-    cases = [LatencyCase(f"{DENSE_PREFIX}{name}", "", kernel, partial(_dense, model)) for name, kernel in kernels.items()]
-    cases += [LatencyCase(block.name, label, None, partial(_sparse, model, block, select)) for block, label, select in plan]
+    cases = [
+        LatencyCase(f"{DENSE_PREFIX}{name}", "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()
+    ]
+    cases += [
+        LatencyCase(block.name, label, None, partial(_attach_sparse, model, block, select)) for block, label, select in plan
+    ]
     bar = progress.add_task("latency", total=len(cases) * len(settings.lengths))
     rows: list[EvalRow] = []
     for length in settings.lengths:
@@ -79,7 +83,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
                 with use_backend(case.kernel):
                     done.append((case, measure(model, ids.to(model.device), case.attached, settings.seconds)))
             except BackendUnavailable as reason:
-                methods.notes.append(f"{case.method} at {length:,} tokens, absent: {reason}")
+                methods.notes.append(f"{case.method} at {length:,} tokens is missing: {reason}")
             progress.advance(bar)
         dense = {
             case.method.removeprefix(DENSE_PREFIX): each.median_s for case, each in done if case.method.startswith(DENSE_PREFIX)
@@ -88,17 +92,17 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     return _with_break_even(rows, methods.notes)
 
 
-def _untrained(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
+def _untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
     """Returns an untrained gate, which has the cost of a trained one."""
     presets = cfg.model.presets
     shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
-    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # thresholds come with training
+    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # an untrained gate has no thresholds
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
     return BlockSelectionMethod("gate, untrained", cfg.select.with_policy(policy, scores="gate"), gate)
 
 
 @contextmanager
-def _dense(model: "PreTrainedModel") -> Iterator[ReadStats]:
+def _attach_dense(model: "PreTrainedModel") -> Iterator[ReadStats]:
     timer = PhaseTimer(model.device)
 
     def timed_dense_attention(x: LayerInputs) -> Tensor:
@@ -110,7 +114,7 @@ def _dense(model: "PreTrainedModel") -> Iterator[ReadStats]:
 
 
 @contextmanager
-def _sparse(model: "PreTrainedModel", block: BlockSelectionMethod, select: SelectConfig) -> Iterator[ReadStats]:
+def _attach_sparse(model: "PreTrainedModel", block: BlockSelectionMethod, select: SelectConfig) -> Iterator[ReadStats]:
     with block.attach(model, select, measure_time=True) as sparse:
         yield sparse.stats
 

@@ -72,7 +72,7 @@ class BucketRoutingMethod:
         """Returns ``(label, probes)`` for each number of probes; raises UserError if there are fewer buckets."""
         for count in probes:
             if count > self.router.num_buckets:
-                raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets a key/value head")
+                raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets for each key/value head")
         return [(f"{count} probe" + "s" * (count != 1), count) for count in probes]
 
     def attach(self, model: "PreTrainedModel", probes: int) -> AbstractContextManager["Sparse"]:
@@ -106,17 +106,17 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
     UserError
         A given artifact is missing, or an artifact belongs to another model.
     """
-    paths, notes = _paths(cfg)
+    paths, notes = _artifact_paths(cfg)
     manifests, found = {}, {}
     for label, (kind, path) in paths.items():
         manifest = artifacts.read(path, kind=kind).manifest
         artifacts.check_model(manifest, loaded.fingerprint)
         manifests[label] = {"path": str(path), **manifest}
         found[label] = load(path).to(device)
-    return ComparedMethods(_blocks(cfg, found.get("gate")), _routing(cfg, found), manifests, notes)
+    return ComparedMethods(_block_selections(cfg, found.get("gate")), _bucket_routings(cfg, found), manifests, notes)
 
 
-def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:
+def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:
     """Returns ``{label: (kind, path)}`` of the artifacts to read, and a note for each missing kind.
 
     A k-means of ``cfg.artifacts`` is compared with the k-means of this name, e.g. with and without RoPE; gates and query
@@ -125,20 +125,20 @@ def _paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[
     paths: dict[str, tuple[str, str | Path]] = {}
     notes = []
     for kind, command in COMMANDS.items():
-        own, named = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind), getattr(cfg.artifacts, kind)
-        if own.exists() and (named is None or kind == "kmeans"):
+        own, given = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind), getattr(cfg.artifacts, kind)
+        if own.exists() and (given is None or kind == "kmeans"):
             paths[kind] = (kind, own)
-        if named is not None:
-            beside = kind in paths and Path(named).resolve() != own.resolve()
-            paths[f"{kind} (named)" if beside else kind] = (kind, named)
+        if given is not None:
+            both = kind in paths and Path(given).resolve() != own.resolve()
+            paths[f"{kind} (named)" if both else kind] = (kind, given)
         if kind not in paths:
-            notes.append(f"No {kind} at {own}: `msattn {command} model={cfg.model.name} name={cfg.name}` makes one.")
+            notes.append(f"No {kind} at {own}: `msattn {command} model={cfg.model.name} name={cfg.name}` creates it.")
     return paths, notes
 
 
-def _blocks(cfg: EvalRunConfig, gate: "Gate | None") -> list[BlockSelectionMethod]:
-    size = gate.cfg.block_size if gate else cfg.select.block_size  # baselines choose among the gate's own blocks
-    # Only gates carry thresholds.
+def _block_selections(cfg: EvalRunConfig, gate: "Gate | None") -> list[BlockSelectionMethod]:
+    size = gate.cfg.block_size if gate else cfg.select.block_size  # baselines select among the same blocks as the gate
+    # The thresholds of the calibrated policy are stored with a gate; baselines have none.
     fixed = cfg.select.with_policy("topk") if cfg.select.policy == "calibrated" else cfg.select
     trained = [BlockSelectionMethod("gate", replace(cfg.select, scores="gate"), gate)] if gate else []
     if gate and fixed != cfg.select:
@@ -146,7 +146,7 @@ def _blocks(cfg: EvalRunConfig, gate: "Gate | None") -> list[BlockSelectionMetho
     return trained + [BlockSelectionMethod(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
 
 
-def _routing(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:
+def _bucket_routings(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:
     window = (cfg.recent, cfg.sink, tuple(cfg.dense_layers))
     names = {"qmodel": "classifier", "kmeans": "k-means", "kmeans (named)": "k-means (named)"}
     rope = {label: ", RoPE" if getattr(router, "rope", False) else "" for label, router in found.items()}
