@@ -1,1 +1,5 @@
-"""Code that several operations share: argument checks, Triton primitives, registration, splits, block and bucket lists."""
+"""Code shared by several operations.
+
+Argument checks, Triton primitives, operator registration, split heuristics, block and bucket lists, counts for statistics.
+Imports nothing from an operation.
+"""
