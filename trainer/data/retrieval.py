@@ -280,10 +280,10 @@ def needle_prompt(
     keys, values = random_keys(rng, count), [random_value(rng) for _ in range(count)]
     hidden = [_encode(tokenizer, f" {needle(key, value)}") for key, value in zip(keys, values, strict=True)]
     asked, answer = _encode(tokenizer, f" {question(keys[0])}"), _encode(tokenizer, f" {values[0]}")
-    room = length - sum(map(len, hidden)) - len(asked) - len(answer)
-    if room < count:
-        raise ValueError(f"length={length}: {count} needles and a question need at least {length - room + count} tokens")
-    text = crop(rng, room)
+    text_length = length - sum(map(len, hidden)) - len(asked) - len(answer)
+    if text_length < count:
+        raise ValueError(f"length={length}: {count} needles and a question need at least {length - text_length + count} tokens")
+    text = crop(rng, text_length)
     tokens = tokenizer.convert_ids_to_tokens(text.tolist())
     allowed = _insert_positions(np.array([token.startswith("Ġ") for token in tokens], bool))
     positions = rng.choice(allowed, size=count)

@@ -79,7 +79,7 @@ def resume_settings(
 
 
 def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
-    """Returns the checkpoint to resume from, or None, and removes the others that are incomplete or not resumed.
+    """Returns the checkpoint to resume from, or None, and removes incomplete ones; without ``resume``, all of them.
 
     Parameters
     ----------
