@@ -241,7 +241,7 @@ def test_outputs_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., 
 def test_an_artifact_folder_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., str]) -> None:
     (here / "outputs/tiny/new").mkdir()
     (here / "outputs/tiny/new/gate").write_text("mine")
-    assert "no artifact stands there" in rejected("train-gate", *SMALL, "data.heldout_path=heldout.txt", "name=new")
+    assert "files that are not an artifact" in rejected("train-gate", *SMALL, "data.heldout_path=heldout.txt", "name=new")
 
 
 def test_a_non_finite_loss_is_reported(here: Path, rejected: Callable[..., str]) -> None:
