@@ -234,7 +234,7 @@ def test_an_existing_result_is_kept(root: Path, trained: Path, monkeypatch: pyte
             r"artifacts.gate: .*nowhere: no such folder; msattn train-gate model=small",
         ),
         ({"seed": 4}, "gate artifact made for small .random weights, seed 3.: its weights_hash"),
-        ({"seq_len": 300}, "seq_len=300: the model has positions for 256 tokens; shorten it, or stretch the model"),
+        ({"seq_len": 300}, "seq_len=300: the model has positions for 256 tokens; shorten it, or extend the context"),
         ({"train": {"fsdp": True}}, "train.fsdp=true: accelerate shards weights on GPUs only"),
         (
             {"train": {"batch_size": 3, "micro_batch_size": 3}, "name": "base"},
