@@ -1,11 +1,11 @@
-"""msattn: long-context language models that read only what matters.
+"""msattn: sparse attention for pretrained long-context language models.
 
-Public API, loaded on first use so that ``import msattn`` stays instant and free of torch:
+Public API, loaded on first use so that ``import msattn`` is fast and does not import torch:
 
-- ``msattn.attach``: puts trained artifacts onto a running Hugging Face model, as a context manager.
+- ``msattn.attach``: context manager that runs a Hugging Face model with sparse attention through trained artifacts.
 - ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and checks it.
-- ``msattn.SelectConfig``: which blocks of a prompt are read.
-- ``msattn.UserError``: raised for every mistake that the caller can mend; a ``ValueError``.
+- ``msattn.SelectConfig``: policy that selects the blocks of a prompt that are read.
+- ``msattn.UserError``: raised for every mistake that the caller can correct; a ``ValueError``.
 - ``msattn.<operation>``: each attention operation, e.g. ``msattn.block_sparse_attention(q, k, v, mask)``.
 """
 

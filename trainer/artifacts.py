@@ -86,7 +86,7 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
-    """Checks that :func:`write` will accept ``folder``, so that a run fails before it starts and not at its end.
+    """Checks that :func:`write` will accept ``folder``, so that a run fails at its start and not at its end.
 
     Parameters
     ----------
@@ -239,7 +239,7 @@ def _finite(figures: Any) -> Any:
 
 
 def print_summary(folder: Path, metrics: Mapping[str, float]) -> None:
-    """Prints the folder of an artifact and its metrics in one line, without those of single layers."""
+    """Prints the folder of an artifact and its metrics in one line, without the metrics of single layers."""
     figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "layer" not in name)
     print(f"{folder}  {figures}", flush=True)
 

@@ -55,13 +55,14 @@ def attach(
 ) -> Iterator[Sparse]:
     """Runs ``model`` with sparse attention inside the context, in forward passes and ``generate``.
 
-    Whatever has no artifact stays dense. Leaving the context restores the model.
+    Prefill without ``gate`` or ``select`` stays dense, as does decoding without ``qmodel``. Leaving the context restores the
+    model.
 
     Parameters
     ----------
     model : a Llama, Mistral, Qwen2 or Qwen3 decoder.
     gate : path, Hub id or loaded gate. Prompts read the blocks that ``select`` chooses from its scores.
-    select : policy of block selection. None with a gate is the top blocks at 90 % sparsity; baselines need no gate. A
+    select : policy of block selection. None with a gate selects the top blocks at 90 % sparsity; baselines need no gate. A
         ``Selection`` object applies to prompts of every length.
     qmodel : path, Hub id or loaded query classifier or k-means. New tokens read the dense window and ``probes`` buckets.
     probes : number of buckets that a new token visits, for each key/value head.
@@ -76,8 +77,8 @@ def attach(
 
     Raises
     ------
-    UserError : there is nothing to attach, an artifact is of another model or kind, the model is not supported or already
-        attached, or a number is out of range.
+    UserError : there is nothing to attach, an artifact has another kind or was made for another model, the model is not
+        supported or already attached, or a number is out of range.
 
     Notes
     -----
@@ -148,7 +149,7 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     cfg = select or SelectConfig()
     if isinstance(cfg.dense_below, int):
         return cfg.dense_below
-    if cfg.scores == "gate" and isinstance(cfg, SparsityConfig):  # break-even was measured for these alone
+    if cfg.scores == "gate" and isinstance(cfg, SparsityConfig):  # break-even was measured only for these
         return break_even(cfg.sparsity, device)
     return 0
 

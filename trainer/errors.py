@@ -33,7 +33,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of the message without a final stop or colon, or the exception's class name."""
+    """Returns the first line of the message without a final period or colon, or the exception's class name."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .:") if lines else type(error).__name__
 
@@ -74,7 +74,7 @@ def exit_process(code: int) -> NoReturn:
 
 def _first_to_print(line: str) -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True  # ranks started by hand: the store may have ended with the rank that hosted it
+        return True  # without torchrun's agent, the store may have ended with the rank that hosted it
     from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     try:

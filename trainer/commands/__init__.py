@@ -1,5 +1,4 @@
-"""Composition of every command, and those that neither train nor evaluate.
+"""Composition and launch of all commands, and the jobs of demo, doctor, bench and generate.
 
-These are demo, doctor, bench and generate. ``compose``, ``demo`` and ``doctor`` have no heavy imports. Only ``cli.py`` imports
-this package.
+``compose``, ``demo`` and ``doctor`` have no heavy imports. Only ``cli.py`` imports this package.
 """

@@ -28,9 +28,9 @@ DEFAULT_SIZES = {  # lengths; query heads, key/value heads
 
 
 def bench(cfg: BenchRunConfig) -> Path:
-    """Measures ``cfg.op`` and writes the results of this device.
+    """Measures ``cfg.op`` on this device and writes the results.
 
-    The files are ``<direction>-<device>.csv`` and ``.png``, or ``<direction>-sweep-<device>`` for a sweep over tiles; they
+    The files are ``<direction>-<device>.csv`` and ``.png``, or ``<direction>-sweep-<device>`` for a sweep over tiles. They
     replace earlier results of the same name. With ``bench.tune``, tiles that are faster than the shipped ones are saved for
     this user and GPU. During the run, rows are written to ``<name>.partial.csv``, which remains if the run is interrupted.
 
@@ -132,7 +132,7 @@ def _save_faster_tiles(
 
 
 def _problem(cfg: BenchRunConfig) -> tuple[Shape, Options]:
-    """Returns the problem and the measurements; sizes that are null depend on the device."""
+    """Returns the shape of the problem and the measurements to make; sizes that are null depend on the device."""
     device, chosen = resolve_device(cfg.device), cfg.bench
     lengths, heads = DEFAULT_SIZES[device.type]
     q_heads, kv_heads = chosen.heads or heads

@@ -28,7 +28,7 @@ MARKERS = "os^vDPX*<>"
 
 
 def label(row: BenchRow) -> str:
-    """Returns the name of a row's line: its variant and setting."""
+    """Returns the label of a row in table and figure: its variant and setting."""
     return f"{row.variant}, {row.setting}" if row.setting else row.variant
 
 
@@ -157,7 +157,7 @@ def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
 def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
     """Returns the style of each line, unique in its pair of colour and marker.
 
-    A variant has one colour and a setting one marker, except that variants beyond the colour cycle start a new set of markers.
+    A variant has one colour and a setting one marker. Variants beyond the colour cycle reuse its colours with other markers.
     """
     settings = list(dict.fromkeys(row.setting for row in rows))
     cycled = [variant for variant in dict.fromkeys(row.variant for row in rows) if variant not in COLORS]

@@ -37,7 +37,7 @@ class Command:
         return issubclass(self.schema, schemas.RunConfig) and not issubclass(self.schema, schemas.ServingConfig)
 
     def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
-        """Import the job and call it."""
+        """Imports the job and calls it."""
         module, function = self.job.split(":")
         return getattr(importlib.import_module(f"msattn.trainer.{module}"), function)(cfg, **arguments)
 
@@ -74,8 +74,8 @@ def launch(
     command : a key of :data:`COMMANDS`.
     overrides : Hydra overrides.
     config_dir : an additional folder of configuration groups.
-    multirun : sweep over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. The ``name`` of a training
-        job is its number, unless ``name`` is given or interpolates other values.
+    multirun : sweeps over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. The ``name`` of a
+        training job is its number, unless ``name`` is given or interpolates other values.
     **arguments : passed to the job with its configuration.
 
     Returns
@@ -125,7 +125,7 @@ def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
 def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     """Composes and types every point of ``sweep``, so that a mistake in a later point stops the sweep before its first job.
 
-    Only for Hydra's basic sweeper. Other sweepers choose points while they run.
+    Applies only to Hydra's basic sweeper, because other sweepers choose points while they run.
 
     Raises
     ------
@@ -186,7 +186,7 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
 
 
 def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
-    """Runs a job as Hydra's task function. Errors of one line are returned: Hydra would add lines to those that are raised."""
+    """Runs a job as Hydra's task function. One-line errors are returned, because Hydra would add lines to raised ones."""
     import torch
 
     from msattn.trainer.training.distributed import fail_together
@@ -248,7 +248,7 @@ def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # Names of runs are made of other values: ${joined:${gate.q_pool}} of a list, ${parent_name:${artifacts.gate}} of a folder.
+    # For names of runs: ${joined:${gate.q_pool}} joins a list, ${parent_name:${artifacts.gate}} is the name of a folder's parent.
     OmegaConf.register_new_resolver("joined", "-".join, replace=True)
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):

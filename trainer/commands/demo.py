@@ -1,7 +1,4 @@
-"""``msattn demo``: all steps from text to report on the embedded model.
-
-It takes a few minutes on two CPU cores.
-"""
+"""``msattn demo``: all steps from text to report on the embedded model, in a few minutes on two CPU cores."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""``msattn generate``: answers a prompt densely and with a model's artifacts."""
+"""``msattn generate``: answers a prompt with dense attention and with a model's artifacts."""
 
 import time
 from contextlib import nullcontext
@@ -84,7 +84,7 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
 
 
 def _artifacts(cfg: GenerateConfig) -> dict[str, str | None]:
-    """Returns the artifacts in the configuration, else those in the model's folder."""
+    """Returns the paths of the artifacts by kind: those of the configuration, else those in the model's folder."""
     from msattn.trainer.artifacts import artifact_folder
 
     chosen: dict[str, str | None] = {}

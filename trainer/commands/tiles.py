@@ -40,7 +40,7 @@ def save_tiles(
     head_bytes : size of the heads that the tiles are for (``tuned.head_bytes``).
     swept : kernels whose tiles were compared; those that are not in ``faster`` return to their shipped tile.
     faster : ``{kernel: (tile, speedup over the shipped tile)}``.
-    commit : of the checkout that was timed.
+    commit : commit of the checkout that was timed.
 
     Returns
     -------
