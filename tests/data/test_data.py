@@ -286,7 +286,7 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl: line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(it has: body\)"),
         ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(it has: a list, not an object\)"),
-        ("number.jsonl", b'{"text": 7}', r"data\.column=text: .*line 1 holds 7 there, not text"),
+        ("number.jsonl", b'{"text": 7}', r"data\.column=text: .*line 1 has 7 in this column, accepted is text"),
     ],
 )
 def test_refused_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
@@ -301,7 +301,7 @@ def test_refused_parquet_columns(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.column=text: .*rows\.parquet has no such column \(it has: id, body\)"):
         all_of(tmp_path / "rows.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "gap.parquet")
-    with pytest.raises(UserError, match=r"data\.column=text: .*row 1 holds None there, not text"):
+    with pytest.raises(UserError, match=r"data\.column=text: .*row 1 has None in this column, accepted is text"):
         all_of(tmp_path / "gap.parquet")
 
 

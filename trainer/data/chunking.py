@@ -46,7 +46,7 @@ class Chunks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(self._tokens[index].astype(np.int64))}
 
     def num_bytes(self, index: int) -> int:
-        """Returns the UTF-8 bytes of chunk ``index`` after its first token, the normalizer of bits per byte."""
+        """Returns the number of UTF-8 bytes of chunk ``index`` after its first token, the denominator of bits per byte."""
         chunk = self._tokens[index].tolist()
         text, first = self._tokenizer.batch_decode(
             [chunk, chunk[:1]], skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -93,7 +93,7 @@ def chunks(
 
 
 def _source_name(cfg: DataConfig, heldout: bool) -> str:
-    """Returns the name of the training or held-out documents in messages, with the setting they come from."""
+    """Returns a phrase for messages that names the training or held-out documents and the setting they come from."""
     if heldout and cfg.heldout_path is not None:
         return f"documents of data.heldout_path={cfg.heldout_path}"
     setting = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source}"

@@ -13,7 +13,7 @@ from msattn.trainer.errors import UserError
 
 
 class RetrievalMixture(Dataset[dict[str, Tensor]]):
-    """Chunks of text, a share of which are replaced by needles, key-value lists and copied passages.
+    """Chunks of text, of which a share is replaced by needles, key-value lists and copied passages.
 
     Item ``i`` depends on (seed, i) alone. Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
     ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted.

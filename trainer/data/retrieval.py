@@ -63,7 +63,7 @@ def random_value(rng: np.random.Generator) -> str:
 def inject_needles(text: str, name: str, min_distance: int = 350, window: int = 16) -> str:
     """Inserts needles between the lines of ``text``: half of them new, half repetitions of recent ones.
 
-    Natural text seldom asks for an earlier statement, so training on retrieval needs such examples.
+    Natural text seldom repeats an earlier fact, so training for retrieval needs such examples.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def insert_spans(text: Tokens, spans: Sequence[Span]) -> tuple[Tokens, Weights]:
 
 
 class PhraseEncoder:
-    """Builds the tokens of the tasks' statements from pieces encoded in advance, as encoding each statement is too slow.
+    """Builds the tokens of the tasks' statements from pieces encoded in advance, because encoding each statement is too slow.
 
     The pieces are words with a leading space, single digits and punctuation. The embedded model's tokenizer never merges
     them, so the result equals the encoding of the whole statement.
@@ -147,7 +147,7 @@ class PhraseEncoder:
         }
 
     def random_key(self, rng: np.random.Generator) -> Tokens:
-        """Draws a key as evaluation uses, or one to three vocabulary words, so that no fixed list of keys is learnt."""
+        """Draws a key like those of evaluation, or one to three vocabulary words, so that no fixed list of keys is learned."""
         if rng.random() < 0.5:
             colour = rng.integers(len(_COLOURS))
             thing = len(_COLOURS) + rng.integers(len(_THINGS))
@@ -216,13 +216,14 @@ def copies(
     shuffled = rng.random() < 0.5
     if shuffled:
         passage = rng.permutation(passage)
-    again = np.ones(size, np.float32)
-    again[:2] = 0.0  # the start of a repetition cannot be predicted
-    first = np.full(size, 0.0 if shuffled else 1.0, np.float32)
+    repeat_weights = np.ones(size, np.float32)
+    repeat_weights[:2] = 0.0  # the start of a repetition cannot be predicted
+    first_weights = np.full(size, 0.0 if shuffled else 1.0, np.float32)
     repeats = int(rng.integers(1, 3))
     text = crop(rng, length - size * (1 + repeats))
     positions = np.sort(rng.integers(0, len(text) + 1, size=1 + repeats))
-    return insert_spans(text, [Span(int(at), passage, again if n else first) for n, at in enumerate(positions)])
+    spans = [Span(int(at), passage, repeat_weights if n else first_weights) for n, at in enumerate(positions)]
+    return insert_spans(text, spans)
 
 
 def _statements(

@@ -31,20 +31,20 @@ def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     """Yields the training documents of ``cfg``, or the held-out ones, in a fixed order.
 
     Held-out documents are those of ``cfg.heldout_path``, if it is set. Otherwise a hash of the names holds out a tenth of the
-    documents; if all documents hash to one side (as with a single one), the last tenth of each text is held out instead.
-    ``cfg.needles`` injects needles into both sides (:func:`msattn.trainer.data.retrieval.inject_needles`).
+    documents; if this would leave one split empty (as with a single document), the last tenth of each text is held out instead.
+    ``cfg.needles`` injects needles into both splits (:func:`msattn.trainer.data.retrieval.inject_needles`).
 
     Raises
     ------
     UserError : a path that does not exist or has no text file, a damaged file or one of another type, text that is not UTF-8
         (the message names the byte), a missing column, a Hub dataset that does not load.
     """
-    for document in _documents_of_side(cfg, heldout=heldout):
+    for document in _plain_documents(cfg, heldout=heldout):
         yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
 
 
-def _documents_of_side(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
-    """Yields the documents without needles."""
+def _plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
+    """Yields the documents of :func:`documents` without needles."""
     if cfg.source == "text" and cfg.heldout_path is not None:
         key, path = ("data.heldout_path", cfg.heldout_path) if heldout else ("data.path", str(cfg.path))
         yield from _local_documents(key, path, cfg.column)
@@ -59,7 +59,7 @@ def _documents_of_side(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
 
 
 def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
-    """Yields the training or the held-out documents of ``found``; neither side is empty."""
+    """Yields the training or the held-out documents of ``found``; neither split is empty."""
     first: list[Document] = []
     for document in found:
         first.append(document)
@@ -182,7 +182,7 @@ def _text_of(row: Any, column: str, where: str) -> str:
         names = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
         raise UserError(f"data.column={column}: {where} has no such column (it has: {names})")
     if not isinstance(row[column], str):
-        raise UserError(f"data.column={column}: {where} holds {row[column]!r:.40} there, not text")
+        raise UserError(f"data.column={column}: {where} has {row[column]!r:.40} in this column, accepted is text")
     return row[column]
 
 
