@@ -248,7 +248,7 @@ def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # For names of runs: ${joined:${gate.q_pool}} joins a list, ${parent_name:${artifacts.gate}} is the name of a folder's parent.
+    # For run names: ${joined:${gate.q_pool}} joins a list, ${parent_name:${artifacts.gate}} is the name of a folder's parent.
     OmegaConf.register_new_resolver("joined", "-".join, replace=True)
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
