@@ -202,9 +202,12 @@ def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: P
     rejects(cfg, "there is no k-means in .*; run msattn fit-kmeans")
     cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
     rejects(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
-    rejects(cfg, "qmodel.long_range=127: no query has its top key so far away in 4 prompts", long_range=127, causal=True)
+    rejects(cfg, "qmodel.long_range=127: no query has its top key that far away in 4 prompts", long_range=127, causal=True)
     rejects(
-        cfg, "qmodel.min_distance=126: some head has no query with keys so far away in 4 prompts", min_distance=126, causal=True
+        cfg,
+        "qmodel.min_distance=126: some head has no query with keys that far away in 4 prompts",
+        min_distance=126,
+        causal=True,
     )
     rejects(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
     rejects(cfg, "qmodel.min_distance=-1: null, or 0 or more tokens", min_distance=-1)

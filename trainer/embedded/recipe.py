@@ -1,9 +1,9 @@
-"""Trains the embedded model:
+"""Trains the embedded model.
 
     python -m msattn.trainer.embedded.recipe --text BOOKS --out FOLDER
 
-The model is trained on text and retrieval tasks in three stages of growing length. It learns retrieval, abruptly, on short
-sequences with many tasks; the last stage extends it to 4096 tokens and is mostly text. Each stage is one call of
+The model is trained on text and retrieval tasks in three stages of growing length. It learns retrieval on short sequences with
+many tasks; the last stage extends it to 4096 tokens and is mostly text. Each stage is one call of
 :func:`msattn.trainer.training.loop.fit` that continues the previous one. After an interruption ``--resume`` continues to the
 same model. The model is written to ``FOLDER/model``, metrics to ``FOLDER/metrics.jsonl`` and ``FOLDER/model/training.json``.
 """
@@ -35,8 +35,8 @@ from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
 EMBEDDED_MODEL = Path(__file__).parent / "model"
-LIBRARY_SHARE = 0.2  # of the text crops, taken from the Python library; the others are from books
-DEV_SHARE = 0.02  # the end of every book, held out for the metrics during training
+LIBRARY_SHARE = 0.2  # share of the text crops that come from the Python library; the others come from books
+DEV_SHARE = 0.02  # share of every book, at its end, that is held out for the metrics during training
 DEV_PROMPTS = 64
 TEST_PROMPTS = 200
 

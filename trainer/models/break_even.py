@@ -5,7 +5,7 @@ import sys
 import torch
 
 # Compute capability -> sparsity -> prompt length in tokens from which a forward pass with gates, selection included, is
-# faster than the fastest dense one. For a model of Llama-3.1-8B's shape; `msattn eval eval=latency` measures them.
+# faster than the fastest dense one. Measured by `msattn eval eval=latency` on a model of Llama-3.1-8B's shape.
 BREAK_EVEN: dict[int, dict[float, int]] = {
     90: {0.5: 4082, 0.8: 4053, 0.9: 3963, 0.95: 3924},  # one H200, 2026-11-21
 }
@@ -14,8 +14,8 @@ BREAK_EVEN: dict[int, dict[float, int]] = {
 def break_even(sparsity: float, device: torch.device) -> int:
     """Returns the prompt length in tokens from which prefill with gates at ``sparsity`` beats dense attention.
 
-    Uses the measurement at the next lower sparsity, and ``sys.maxsize`` if there is none. Returns 0 on a CPU and on GPUs older
-    than the measured ones.
+    Uses the measurement at the nearest sparsity that is not higher; without one the result is ``sys.maxsize``. Returns 0 on a
+    CPU and on GPUs older than the measured ones.
     """
     if device.type != "cuda":
         return 0

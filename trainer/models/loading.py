@@ -91,7 +91,7 @@ def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
 
 
 def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, seed: int) -> "PreTrainedModel":
-    """Draws the weights on their device and in their final dtype, so that an 8B model takes seconds and no second copy."""
+    """Draws the weights on their device and in their final dtype: an 8B model takes seconds and no second copy in memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -116,7 +116,7 @@ def _no_retry_warnings() -> Iterator[None]:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Disables transformers' progress bar, for loading and saving local files, which takes seconds."""
+    """Disables transformers' progress bar inside the context, for local files, which load and save in seconds."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()

@@ -18,7 +18,7 @@ def use_backend(kernel: str | None) -> Iterator[None]:
 
     Raises
     ------
-    BackendUnavailable : the block ran out of device memory, or PyTorch has no such backend for its inputs.
+    BackendUnavailable : the body ran out of device memory, or PyTorch has no such backend for its inputs.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

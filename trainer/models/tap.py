@@ -68,7 +68,7 @@ Attend = Callable[[LayerInputs], Tensor]
 
 
 class _LayerTap:
-    """Hooks of one attention module. They keep q and k before RoPE from the projections until the attention function runs."""
+    """Hooks of one attention module, which keep q and k before RoPE until the attention function runs."""
 
     def __init__(self, module: Any, attend: Attend) -> None:
         self.attend = attend
@@ -201,7 +201,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
 
     Raises
     ------
-    UserError : the model is already tapped; in the forward pass: right padding, 4D masks, packed sequences, static caches.
+    UserError : the model is already tapped; in a forward pass, right padding, a 4D mask, packed sequences or a static cache.
     """
     _register()
     before = model.config._attn_implementation

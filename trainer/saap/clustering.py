@@ -59,7 +59,7 @@ def split_empty(sums: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
     rank = torch.arange(counts.shape[1], device=counts.device)
     donor = rank < torch.minimum(num_empty, counts.shape[1] - num_empty)
     ordered = means.gather(1, by_size[..., None].expand_as(means))
-    receiver = donor.flip(-1)  # the e-th fullest is split with the e-th from the end
+    receiver = donor.flip(-1)  # the e-th bucket from the end, an empty one, takes the other half of the e-th fullest
     sign = torch.where(torch.arange(means.shape[2], device=means.device) % 2 == 0, SPLIT_EPS, -SPLIT_EPS)
     moved = torch.where(donor[..., None], ordered * (1 + sign), ordered)
     moved = torch.where(receiver[..., None], ordered.flip(1) * (1 - sign), moved)

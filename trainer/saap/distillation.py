@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.targets import QueryTargets
 
-MAX_PROBES = 32  # routing recall is measured for at most so many probes
+MAX_PROBES = 32  # largest number of probes for which routing recall is measured
 RECALL_ROWS = 1024  # rows of a classifier evaluated at once
 SALT = 0x9E3779B9  # separates the hashes of small seeds and batch numbers from those of layers, heads and rows
 

@@ -143,7 +143,7 @@ class QModel(nn.Module):
     def _folded_weights(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns one layer's weights in ``dtype``, with batch norm folded into the first product.
 
-        A residual classifier gets 2 D more hidden units: relu(q) - relu(-q) = q is multiplied with the centroids.
+        A residual classifier gets 2 D more hidden units, relu(q) and relu(-q); their difference, q, multiplies the centroids.
         """
         if (index, dtype) not in self._folded:
             factor = self.gain[index] * torch.rsqrt(self.variance[index] + BATCH_NORM_EPS)

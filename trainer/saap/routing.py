@@ -1,4 +1,4 @@
-"""Routing: the buckets of keys, and the buckets that a query visits (SAAP, arXiv 2502.08246, sections 4 and 5)."""
+"""Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
 
 from typing import TYPE_CHECKING, Protocol
 

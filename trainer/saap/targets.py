@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CANDIDATES = 8  # query positions examined for each that is kept: about a fifth of the queries are long-range
-MIN_QUERIES = 16  # of a head and prompt: if fewer are long-range, those with the most distant top key are added
-ENTROPY_BYTES = 4  # of a row, in addition to its fp16 query and target
+MIN_QUERIES = 16  # minimum per head and prompt: if fewer are long-range, those with the most distant top key are added
+ENTROPY_BYTES = 4  # bytes per row, in addition to its fp16 query and target
 
 
 def layer_targets(
@@ -101,8 +101,8 @@ def prompt_targets(
 
     def recording_attention(x: LayerInputs) -> Tensor:
         if x.layer in partition.layers:
-            of_layer = layer_targets(x, partition, cfg, positions, generator)
-            found.update({f"{x.layer}.{name}": value for name, value in of_layer.items()})
+            tensors = layer_targets(x, partition, cfg, positions, generator)
+            found.update({f"{x.layer}.{name}": value for name, value in tensors.items()})
         return dense_attention(x)
 
     with tap(model, recording_attention), torch.no_grad():
@@ -135,7 +135,7 @@ class TargetCache:
 
     Parameters
     ----------
-    parts : the files; both splits share them.
+    parts : the files, one per prompt; both splits share the folder.
     split : ``train`` or ``heldout``.
     """
 
@@ -150,7 +150,7 @@ class TargetCache:
         return f"{self.split}_{prompt:04d}"
 
     def compute_missing(self, model: "PreTrainedModel", ranks: PartialState) -> None:
-        """Computes the prompts that are not cached, shared among the ``ranks``. Each part's note is its seconds.
+        """Computes the targets of prompts that are not cached, divided among ``ranks``; a part's note is its time in seconds.
 
         Raises
         ------
@@ -192,7 +192,7 @@ class TargetCache:
         return torch.stack([torch.stack([file[f"{layer}.{name}"] for layer in self.partition.layers]) for file in files]).sum(0)
 
     def seconds(self) -> float:
-        """Returns the time in which all files were computed, summed over ranks."""
+        """Returns the seconds that computing all files took, summed over ranks."""
         return sum(self.parts.load(self.part_name(i))[1] for i in range(len(self.chunks)))
 
     def long_range_share(self) -> float:
@@ -203,9 +203,9 @@ class TargetCache:
         """Raises UserError if a head has no query, or if no query is long-range."""
         cfg, where = self.cfg.qmodel, f"in {len(self.chunks)} prompts of {self.cfg.data.seq_len} tokens; lower it"
         if not self.totals("counts").all():
-            raise UserError(f"qmodel.min_distance={cfg.min_distance}: some head has no query with keys so far away {where}")
+            raise UserError(f"qmodel.min_distance={cfg.min_distance}: some head has no query with keys that far away {where}")
         if not self.totals("long_range").any():
-            raise UserError(f"qmodel.long_range={cfg.long_range}: no query has its top key so far away {where}")
+            raise UserError(f"qmodel.long_range={cfg.long_range}: no query has its top key that far away {where}")
 
     def max_layer_bytes(self) -> int:
         """Returns the memory that the rows of the largest layer take, in bytes."""

@@ -1,9 +1,9 @@
 """``msattn train-qmodel``: distils the frozen model's attention over buckets (SAAP, arXiv 2502.08246, section 4).
 
 Queries and targets are cached first (:mod:`msattn.trainer.saap.targets`). Then groups of layers train together, as many at
-once as the device memory holds, which spreads the host's cost of a step over many heads. The ranks of ``torchrun`` share the
-prompts, then the layers. Weights and batches of a layer depend on the seed and the layer alone, and layers are independent of
-each other, so the result is the same for every grouping and number of ranks.
+once as fit in device memory, so that one step's launch overhead on the host serves many heads. The ranks of ``torchrun`` divide
+the prompts, then the layers. Weights and batches of a layer depend on the seed and the layer alone, and layers are independent
+of each other, so the result is the same for every grouping and number of ranks.
 """
 
 import shutil
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 HELDOUT_PROMPTS = 4
-MEMORY_SHARE = 0.8  # of the free device memory
+MEMORY_SHARE = 0.8  # share of the free device memory that training may fill
 STATE_BYTES = 18  # per weight: itself, its gradient and Adam's two moments in fp32, and a bf16 copy for the product
 ACTIVATION_BYTES = 32  # per element of the hidden layer and the logits: tensors saved for backward, and gradients
 NOT_CACHED = ("hidden", "heads", "batch_queries", "residual", "layers_at_once")  # settings without effect on the targets
@@ -77,7 +77,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         cache.compute_missing(loaded.model, ranks)
         cache.check()
     if (share := train.long_range_share()) < 1 and ranks.is_main_process:
-        print(f"{1 - share:.1%} of the cached queries are not long-range: they are from heads with few long-range queries")
+        print(f"{1 - share:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
     config, fingerprint = loaded.model.config, loaded.fingerprint
     heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
     del loaded
@@ -203,7 +203,7 @@ def train_layers(
     work: Path,
     trained: FinishedParts,
 ) -> None:
-    """Trains the classifiers of ``layers`` together and saves each layer as a part, with its metrics and seconds as note."""
+    """Trains the classifiers of ``layers`` together and saves each layer as a part; its note has the metrics and seconds."""
     began = time.perf_counter()
     whole = train.partition
     device = whole.centroids.device
@@ -284,6 +284,6 @@ def write_artifact(
         tracker.summary(metrics)
         tracker.artifact(folder)
     trained.remove()
-    for leftover in work.glob("layers_*/checkpoints"):  # a resumed run may have grouped the layers otherwise
+    for leftover in work.glob("layers_*/checkpoints"):  # a resumed run may have grouped the layers differently
         shutil.rmtree(leftover)
     artifacts.print_summary(folder, metrics)

@@ -34,7 +34,7 @@ MIN_FREE = 256  # smallest number of free positions in a grown buffer
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer, for inference, as views of buffers with free positions.
 
-    Appending a token writes that token alone; DynamicLayer copies the whole cache.
+    Appending a token writes only that token, whereas DynamicLayer copies the whole cache.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class BucketLayer(GrowingLayer):
         return self._index
 
     def assign(self, router: Router, x: "LayerInputs") -> None:
-        """Assigns buckets to the keys of the last :meth:`update`, and rebuilds the index if it is due.
+        """Assigns buckets to the keys of the last :meth:`update`, and rebuilds the index every ``rebuild_every`` tokens.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1.
 

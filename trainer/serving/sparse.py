@@ -63,7 +63,7 @@ class Sparse:
         self._dense_fallbacks = self._dense_by_choice = 0
 
     def stats(self) -> dict[str, Any]:
-        """Returns statistics since the context began, means over layers and passes; None for what did not happen.
+        """Returns statistics since the context began, as means over layers and passes; None where nothing was measured.
 
         Returns
         -------
@@ -163,7 +163,7 @@ class Sparse:
         return args, {**kwargs, "past_key_values": cache}
 
     def _check_partition(self, cache: Any) -> None:
-        """Raises UserError if the buckets of ``cache`` belong to another partition, and marks new layers with this one."""
+        """Raises UserError if the buckets of ``cache`` belong to another partition; records the partition in new layers."""
         partition: Any = getattr(self.router, "partition", self.router)  # a QModel has a KMeans, a KMeans routes itself
         for layer in cache.layers:
             if not isinstance(layer, BucketLayer):

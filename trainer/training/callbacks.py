@@ -154,7 +154,7 @@ class TrainingCallback(TrainerCallback):
         sums, finite_batches = torch.stack([sums / args.world_size, finite_batches]).tolist()
         first = min(finite_batches)
         if first < self._batches:
-            # A bad weight makes every part non-finite within a step, so only the first ones are named.
+            # A bad weight makes every part non-finite within a step, so only the earliest ones are named.
             earliest = [name for name, count in zip(self._names, finite_batches, strict=True) if count == first]
             parts = [name for name in earliest if name != "loss"]
             self._raise_diverged(step, args, f"the loss of {', '.join(parts)}" if parts else "the loss")
@@ -174,7 +174,7 @@ class TrainingCallback(TrainerCallback):
         )
 
     def _seconds_left(self, state: TrainerState) -> float:
-        """Remaining time, from the rate since the first step (which compiles), evaluations and checkpoints included."""
+        """Returns the remaining time, from the rate since the first step (which compiles), with evaluations and checkpoints."""
         first, ended = self._first_step or (0, self._started)
         if state.global_step == first:
             first, ended = self.previous.steps, self._started
@@ -184,7 +184,7 @@ class TrainingCallback(TrainerCallback):
     def _run_evaluation(self, step: int, args: TrainingArguments) -> None:
         self.module.eval()
         started = time.perf_counter()
-        # A stopping run skips an evaluation; a forked random state keeps the resumed run bit-identical.
+        # A stopping run skips its evaluation, so evaluations must not advance the random state of training.
         with torch.random.fork_rng([args.device] if args.device.type == "cuda" else []):
             self.metrics = cast(Callable[[], dict[str, float]], self.evaluate)()
         self._interval_started += time.perf_counter() - started
@@ -227,12 +227,12 @@ class TrainingCallback(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        usual = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
         def finish_step(number: int, frame: FrameType | None) -> None:
             self.signal = number
             for each in STOP_SIGNALS:
-                signal.signal(each, usual[each])
+                signal.signal(each, previous_handlers[each])
             if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
                 os.write(2, f"{name}: finishing and saving this step\n".encode())
@@ -243,11 +243,11 @@ class TrainingCallback(TrainerCallback):
             yield
         finally:
             for number in STOP_SIGNALS:
-                signal.signal(number, usual[number])
+                signal.signal(number, previous_handlers[number])
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Returns the peak memory of tensors on a GPU, or of this process on a CPU, in GiB."""
+    """Returns the peak memory of tensors on a GPU, or of this process if ``device`` is a CPU, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

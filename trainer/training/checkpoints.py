@@ -21,7 +21,7 @@ from msattn.trainer.errors import UserError, write_error
 WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
 MARKER = "complete.json"  # written last: a checkpoint without it is incomplete and ignored
-MAX_CHECKPOINTS = 2  # complete ones that are kept
+MAX_CHECKPOINTS = 2  # number of complete checkpoints that are kept
 # Settings that a resumed run may change, as they do not affect the result.
 _CHANGEABLE = ("log_every", "save_every", "num_workers")
 
@@ -84,7 +84,7 @@ def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool,
     Parameters
     ----------
     settings : must equal those that the checkpoint was written with.
-    writes : whether this process removes checkpoints.
+    writes : True in the process that removes checkpoints.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool,
 
 @contextmanager
 def handle_write_errors(checkpoint: Path) -> Iterator[None]:
-    """Turns failed writes of ``checkpoint`` into a one-line error and removes the incomplete checkpoint.
+    """Turns a failed write of ``checkpoint`` into a one-line error and removes the incomplete checkpoint.
 
     Raises
     ------
@@ -117,9 +117,9 @@ def handle_write_errors(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        # A collective save fails on every rank, with the errors of the ranks that could not write.
+        # A collective save fails on every rank; the exception holds the errors of the ranks that could not write.
         cause: Any = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        # PyTorch's writer raises a RuntimeError without a reason; other RuntimeErrors, as of a lost connection, pass.
+        # PyTorch's writer raises a RuntimeError without a reason; others, such as that of a lost connection, are not ours.
         if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in ("iostream", "inline_container")):
             raise
         failure = write_error(checkpoint, cause, kept=describe_last_checkpoint(checkpoint.parent))

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from msattn.trainer.data.chunking import Chunks
 
 POLL_INTERVAL = 1.0  # seconds between checks of the other ranks' processes
-# Seconds that a rank's exit may take to become visible after its connection breaks, and that this rank has to end by itself.
+# Seconds to wait for the exit of a rank after its connection broke, and for this rank to end by itself after another was lost.
 GRACE_PERIOD = 5.0
 LOST_RANK_MESSAGE = "another rank of this run ended, so this one stops; resume=true continues from the last checkpoint"
 TIMEOUT = timedelta(days=7)  # a rank may have hours more work than another; torchrun ends all ranks when one fails
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_entries = count()
+_entries = count()  # numbers the uses of fail_together, which share torchrun's store
 
 
 class StopConsensus:
@@ -102,10 +102,10 @@ def fail_together() -> Iterator[None]:
     except (RuntimeError, Terminated) as error:
         # A connection may break shortly before the end of its process is visible.
         grace_period = 0.0 if isinstance(error, Terminated) else GRACE_PERIOD
-        usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM would interrupt the error message
+        previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's SIGTERM would interrupt the error message
         if not isinstance(error, Fault | TrainingDiverged) and ranks.any_lost(grace_period):
             raise RankLost(LOST_RANK_MESSAGE) from error  # the thread keeps running, in case the shutdown hangs
-        signal.signal(signal.SIGTERM, usual)
+        signal.signal(signal.SIGTERM, previous)
         done.set()
         if isinstance(error, Terminated):
             ranks.mark_exit()
@@ -154,7 +154,7 @@ class _LocalRanks:
 
     def mark_exit(self) -> None:
         """Records that this rank ends as intended."""
-        with suppress(dist.DistError):  # torchrun has ended, and with it all ranks that could ask
+        with suppress(dist.DistError):  # torchrun has ended, and with it all ranks that could read the mark
             self._store.set(f"exited {self._rank}", "")
 
     def _exit_marked(self, rank: int) -> bool:

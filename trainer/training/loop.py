@@ -2,7 +2,7 @@
 
 :func:`fit` trains any module whose forward returns ``{"loss": scalar, "parts": {name: scalar}}``. It adds to the Trainer:
 completion markers for checkpoints, bit-identical resuming, an error that names the part whose loss is not finite, and a
-checkpoint on Ctrl-C or SIGTERM. A step does not synchronize with the device: losses are summed there and read only for
+checkpoint on Ctrl-C or SIGTERM. A step does not synchronize with the device: losses are summed on the device and read only for
 logging and before a checkpoint.
 """
 
@@ -138,7 +138,7 @@ def release_memory() -> None:
 
 
 class _Arguments(TrainingArguments):
-    """Uses the current device alone: by default the Trainer applies DataParallel to all visible GPUs."""
+    """Training arguments that use only the current device: by default the Trainer applies DataParallel to all visible GPUs."""
 
     @property
     def n_gpu(self) -> int:
@@ -194,7 +194,7 @@ def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed
 
 
 class _ShuffledPasses(Dataset[Any]):
-    """The whole run as one epoch of ``length`` items: pass ``n`` over ``dataset`` is permuted by a generator of (seed, n)."""
+    """Passes over ``dataset`` as one epoch of ``length`` items; pass ``n`` is permuted by a generator of (seed, n)."""
 
     def __init__(self, dataset: "Dataset[Any]", length: int, seed: int) -> None:
         self.dataset = dataset
