@@ -2,9 +2,10 @@
 
     P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
 
-The dQ kernel owns query rows. It also stores their row statistics, fp32 ``[B, Hq, 2, N]``: the LSE in base 2, and ``row_delta =
-rowsum(dO * O) - dlse`` (delta in FlashAttention, less the gradient of the LSE). Queries count from the start of the sequence.
-The dK/dV kernel owns keys and loads these statistics through a tensor descriptor, whose loads can be pipelined.
+A program of the dQ kernel owns query rows. It also stores their row statistics, fp32 ``[B, Hq, 2, N]``: the LSE in base 2, and
+``row_delta = rowsum(dO * O) - dlse`` (delta in FlashAttention, less the gradient of the LSE). Queries count from the start of
+the sequence. A program of the dK/dV kernel owns keys and loads these statistics through a tensor descriptor, whose loads can be
+pipelined.
 """
 
 import torch
@@ -40,7 +41,7 @@ def load_query_rows(
     out = load_tile(out_desc, b, h, first_query + t0, BM, COLS)
     row_delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     row_delta -= tl.load(p_dlse + head * num_queries + first_query + t, mask=t < queries, other=0.0)
-    row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)  # the loss may give an LSE of -inf any gradient
+    row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)  # the gradient of an LSE of -inf may be any number, also NaN
     p_stats += head * 2 * stride_stats + t
     tl.store(p_stats, lse2, mask=t < num_queries)
     tl.store(p_stats + stride_stats, row_delta, mask=t < num_queries)

@@ -1,8 +1,8 @@
 """Compacts a block mask into lists of blocks, on the device.
 
-The lists hold the column blocks of each row block, or the row blocks of each column block. A kernel that iterates over a list
-costs what it reads. The host never reads the lengths, which would synchronise with the device: each list has room for all the
-blocks that it may hold.
+The lists hold the column blocks of each row block, or the row blocks of each column block, so that the cost of a kernel is
+proportional to the blocks that it reads. Reading the lengths on the host would synchronize with the device; each list therefore
+has room for all the blocks that it may hold.
 
 Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in FlexAttention), the others are partial.
 
@@ -123,8 +123,8 @@ def _visible_column_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL
 def _visible_row_blocks(u0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """Returns the range of row blocks that see the column block at u0.
 
-    It is ``[begin, end)``, followed by the range of those that see all of its keys. Keys and queries past the end count as
-    seen: the gradient of such a key is a row of its own, which is not stored.
+    It is ``[begin, end)``, followed by the range of those that see all of its keys. Keys and queries past the end of a sequence
+    count as seen: the gradients of such keys are not stored, and such queries are loaded as 0.
     """
     begin, full_begin = 0, 0
     end = tl.cdiv(queries, BLOCK)

@@ -43,9 +43,8 @@ def keys_read(
     start = torch.zeros(len(probes), 1, dtype=torch.int32) if kv_start is None else kv_start[:, None]
     first = start + torch.arange(sink)
     last = torch.arange(num_keys - recent, num_keys).expand(len(start), -1)
-    exact = torch.cat([first < num_keys, last >= start + sink], dim=1)[
-        :, None
-    ]  # [B, 1, sink + recent]: positions that exist, each once
+    # Keys of the dense window that exist, each counted once: [B, 1, sink + recent].
+    exact = torch.cat([first < num_keys, last >= start + sink], dim=1)[:, None]
     position = torch.cat([first.clamp(max=num_keys - 1), last], dim=1)[:, None].expand(-1, probes.shape[1], -1)
     bucket = buckets.gather(2, position.long()).clamp(min=0).long()
     listed_too = exact & (position < indexed) & visited.gather(2, bucket)

@@ -22,7 +22,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Backend:
-    """Returns the backend for ``q``: as named, else Triton on CUDA, reference on CPU.
+    """Returns the backend for ``q``: the given one, else Triton on CUDA, torch on CPU.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Back
         if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 f"backend='triton' with {name}.device={q.device}: expected a CUDA tensor, "
-                "or TRITON_INTERPRET=1 in the environment before the start"
+                "or TRITON_INTERPRET=1 set before the process starts"
             )
         if q.dtype not in FLOATS:
             raise ValueError(f"{name}.dtype={q.dtype}: the Triton kernels accept float32, float16 and bfloat16")
@@ -60,7 +60,7 @@ def resolve_scale(scale: float | None, head_size: int) -> float:
     Raises
     ------
     ValueError
-        If the scale is not positive and finite. The kernels rely on its sign: scaling keeps the largest score the largest.
+        If the scale is not positive and finite. The kernels take maxima of unscaled scores, which requires a positive scale.
     """
     if scale is None:
         return head_size**-0.5
@@ -105,7 +105,7 @@ def has_aligned_rows(x: Tensor) -> bool:
 
 
 def check_layout(**tensors: Tensor) -> None:
-    """Checks that rows are contiguous and aligned to 16 bytes, as descriptors need."""
+    """Checks that rows are contiguous and 16-byte aligned, as tensor descriptors require."""
     for name, x in tensors.items():
         if not has_aligned_rows(x):
             raise ValueError(

@@ -56,7 +56,7 @@ def check_states(outs: Tensor, lses: Tensor) -> None:
     """Checks ``outs [S, B, H, N, D]`` and ``lses [S, B, H, N]`` of ``merge_states``."""
     if outs.dim() != 5 or min(outs.shape) < 1 or outs.dtype not in (*FLOATS, torch.float64):
         raise ValueError(
-            f"outs is {outs.dtype} {tuple(outs.shape)}: expected a floating [parts, batch, heads, tokens, head size], "
+            f"outs is {outs.dtype} {tuple(outs.shape)}: expected a floating-point [parts, batch, heads, tokens, head size], "
             "each size at least 1"
         )
     statistics = statistics_dtype(outs)

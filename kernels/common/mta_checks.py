@@ -27,12 +27,12 @@ def check_head_weight(weight: Tensor, q: Tensor) -> None:
 
 
 def key_taps_before(weight: Tensor) -> int:
-    """Returns the number of taps before the key itself, rounded down."""
+    """Returns the number of taps before the current key, ``(c_k - 1) // 2``."""
     return (weight.shape[2] - 1) // 2
 
 
 def key_taps_after(weight: Tensor) -> int:
-    """Returns the number of taps after the key itself."""
+    """Returns the number of taps after the current key."""
     return weight.shape[2] - 1 - key_taps_before(weight)
 
 

@@ -63,13 +63,13 @@ def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> 
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # Descriptors require strides that are multiples of 16 bytes, but PyTorch leaves the stride of a size-1 dimension open.
+    # Descriptors require strides that are multiples of 16 bytes; the stride of a size-1 dimension is arbitrary in PyTorch.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, heads, rows, cols or padded_head(x.shape[-1])])
 
 
 def num_processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors.
+    """Returns the number of streaming multiprocessors (SMs).
 
     It is 3 where kernels are interpreted, to keep the number of programs small.
     """
@@ -118,10 +118,10 @@ def pdl_launch_dependents(PDL: tl.constexpr):
 
 @triton.jit
 def sequence_span(kv_start_ptr, b, num_queries, num_keys, offset):
-    """Returns the bounds of sequence b.
+    """Returns the bounds of sequence b without its left padding.
 
-    They are: first key, first query, number of keys, number of queries, and ``delta`` (see the module docstring). ``offset``
-    is the position of the first query, from :func:`msattn.kernels.common.checks.query_offset`.
+    They are the first key, the first query, the number of keys, the number of queries, and ``delta`` (see the module
+    docstring). ``offset`` is the position of query 0, from :func:`msattn.kernels.common.checks.query_offset`.
     """
     first_key = tl.zeros((), tl.int32)
     if kv_start_ptr is not None:
@@ -146,7 +146,7 @@ def load_tile(desc, b, h, row, ROWS: tl.constexpr, COLS: tl.constexpr):
 def mask_scores(s, t, u, num_keys, delta, CAUSAL: tl.constexpr):
     """Masks scores ``s [BM, BN]`` of queries t and keys u with -inf.
 
-    Masked are keys that do not exist or, if causal, come after the query.
+    A score is masked if its key does not exist or, if causal, comes after the query.
     """
     seen = (u < num_keys)[None, :]
     if CAUSAL:

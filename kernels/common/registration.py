@@ -137,8 +137,8 @@ def _zero_padding(
 ) -> tuple[Tensor, ...]:
     """Replaces left padding by zeros.
 
-    Padding may hold NaN, and kernels multiply it by 0. Kernels that zeroed a factor inside the product loop had a race
-    (Triton 3.6).
+    Padding may hold NaN, and kernels multiply it by 0. They do not mask factors inside the product loop, because code compiled
+    by Triton 3.6 then has a race.
     """
     if kv_start is None:
         return *queries, *keys
@@ -156,7 +156,7 @@ def _zero_rows_before(x: Tensor, first: Tensor) -> Tensor:
 
 
 def _aligned_gradient(dout: Tensor) -> Tensor:
-    """Copies a gradient that tensor descriptors cannot read.
+    """Returns a gradient that tensor descriptors can read, copied if necessary.
 
     Autograd may pass an expanded scalar, a transposed tensor, or one that is not aligned to 16 bytes.
     """
@@ -166,9 +166,9 @@ def _aligned_gradient(dout: Tensor) -> Tensor:
 
 
 def _register_autograd(operator: Operator, backward_operator: Operator) -> None:
-    """Registers the fake kernel and the gradient of an operator.
+    """Registers the fake kernel and the autograd formula of an operator.
 
-    Its arguments are four tensors, ``kv_start``, then options without gradients.
+    The operator's arguments are four tensors, ``kv_start``, then options without gradients.
     """
 
     @operator.register_fake

@@ -1,15 +1,15 @@
 """Matrix products of materialized probabilities or score gradients.
 
-The gradients of :mod:`msattn.kernels.conv_attention` and :mod:`msattn.kernels.head_mix_attention` write probabilities or score
-gradients of a chunk of query rows to a scratch, ``matrix [B, H, rows, M]``, and multiply it from there:
+The backward passes of :mod:`msattn.kernels.conv_attention` and :mod:`msattn.kernels.head_mix_attention` write probabilities or
+score gradients of a chunk of query rows to a scratch buffer, ``matrix [B, H, rows, M]``, which is a factor of these products:
 
     matmul_accumulate             out_h += matrix_h Y_z                                      Y: keys, ``out [B, H, N, D]``
     matmul_accumulate_transposed  out_z += sum over heads h of group z of matrix_h^T X_h     X: queries, ``out [B, Z, M, D]``
 
-With ``terms > 1``, term t pairs query i with row ``i + t - (terms - 1)`` of the output (of X, transposed). The plain product
-sums over the terms; the transposed one has an output for each. Before the start of a sequence the matrix is 0, and X and Y
-are finite. Each output tile is summed by one program in a fixed order, so that results are bitwise reproducible. Prefix: p_
-pointer. Programs: (tile, output, sequence).
+With ``terms > 1``, term t pairs row i of the matrix with row ``i + t - (terms - 1)`` of the output (of X, if transposed). The
+plain product sums over the terms; the transposed one has an output for each. Before the start of a sequence the matrix is 0,
+and X and Y are finite. Each output tile is summed by one program in a fixed order, so that results are bitwise reproducible.
+Prefix: p_ pointer. Grid: (tile, output, sequence).
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from msattn.kernels import tuned
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.common.primitives import capability, load_tile, padded_head, precision, sequence_span, tile_view, tl, triton
 
-SCRATCH_ELEMENTS = 2**29  # limit for a scratch, and for prepared keys: 1 GiB in 16 bits
+SCRATCH_ELEMENTS = 2**29  # limit for a scratch buffer, and for prepared keys: 1 GiB in 16 bits
 
 
 class Rows(NamedTuple):
-    """Chunk of queries ``begin <= i < end``, with their mask.
+    """Chunk of queries ``begin <= i < end``, and the parameters of their mask.
 
     Query i has position ``i + offset``.
     """
@@ -41,10 +41,10 @@ class Rows(NamedTuple):
 def row_chunks(
     q: Tensor, k: Tensor, dtype: torch.dtype, matrices: int, min_rows: int, causal: bool, kv_start: Tensor | None
 ) -> Iterator[tuple[Rows, Tensor]]:
-    """Yields chunks of rows, each with a scratch ``[matrices, B, H, rows, M]``.
+    """Yields chunks of rows, each with a scratch buffer ``[matrices, B, H, rows, M]``.
 
-    A chunk has as many rows as :data:`SCRATCH_ELEMENTS` allows, at least ``min_rows``. Scratch is uninitialized. Products read
-    whole tiles, so writers must zero :func:`reach` keys past the causal limit; keys further on are never read.
+    A chunk has as many rows as :data:`SCRATCH_ELEMENTS` allows, at least ``min_rows``. The buffer is uninitialized. Products
+    read whole tiles, so writers must zero :func:`reach` keys past the causal limit; later keys are never read.
     """
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     columns = -(-num_keys // 16) * 16  # a row starts at a multiple of 16 bytes
@@ -59,7 +59,7 @@ def row_chunks(
 def reach(x: Tensor) -> int:
     """Returns the number of keys past the causal limit that a product may read.
 
-    For a product with ``x`` these are the rows and the keys of a tile.
+    It is the number of rows plus the number of keys of the tile for ``x``.
     """
     tile = _tile(x)
     return tile.rows + tile.keys
@@ -150,7 +150,7 @@ def _matmul_kernel(
 def add_tile(
     p_out, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Adds a tile to rows of a head of ``out [heads, num_rows, D]``, from ``row`` on.
+    """Adds a tile to a head of ``out [heads, num_rows, D]``, from ``row`` on.
 
     Only rows in ``[first, end)`` are changed.
     """

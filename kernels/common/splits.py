@@ -12,26 +12,26 @@ from torch import Tensor
 from msattn.kernels.common.primitives import LN_2, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 
 MAX_SPLITS = 512
-START = 2  # duration of starting a program, in tiles; merging takes one tile
+START = 2  # estimated time to start a program, in units of the time of a key tile; merging takes one unit
 
 
 @lru_cache
 def choose_splits(
     blocks: int, slots: int, tiles: int, efficiency: float = 1.0, saturation: float = 0.8, extra_tiles: int = 0
 ) -> int:
-    """Returns the fewest splits with ``efficiency`` times the best estimated speed.
+    """Returns the fewest splits with at least ``efficiency`` times the best speed.
 
-    Programs run in waves of ``slots``.
+    Speed is estimated for programs that run in waves of ``slots``.
 
     Parameters
     ----------
     efficiency : float
-        Smallest accepted ratio of the shortest estimated time to the chosen one; below 1 where fewer splits save merging.
+        Smallest accepted ratio of the shortest estimated time to that of the result; below 1 where merging is expensive.
     saturation : float
-        Share of the slots that already draws the full memory bandwidth: the programs of a last wave that leaves slots free run
-        faster, down to this share of a full wave's time. 1 for kernels that memory bandwidth does not limit.
+        Share of the slots that saturates the memory bandwidth: programs of a partial last wave run faster, down to this share
+        of a full wave's time. 1 for kernels that are not memory-bound.
     extra_tiles : int
-        Duration, in tiles, of one more program per block that is launched before the splits. A wave that does not fit beside
+        Time, in key tiles, of one more program per block that is launched before the splits. A wave that does not fit beside
         these programs waits for them.
     """
 
@@ -49,7 +49,7 @@ def choose_splits(
 def one_wave_splits(blocks: int, slots: int, tiles: int, limit: int | None = None) -> int:
     """Returns the most splits whose programs all run at once, at most ``tiles``.
 
-    Needs no estimate of the work per split, which depends on the data in ``bucket_decode``: the keys of the probed buckets.
+    Used where the work per split depends on the data, as in ``bucket_decode``, and cannot be estimated.
     """
     splits = max(1, min(slots // blocks, tiles))
     return splits if limit is None else min(splits, limit)
@@ -70,7 +70,7 @@ def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tens
         False if all splits of a row used the same maximum, so that sums add up without rescaling.
     """
     splits, head = part_out.shape[-2:]
-    # Up to 32 splits fit one warp, which waits for memory once. For more, parts of the head go to separate programs.
+    # One warp loads up to 32 splits at once. With more splits, programs divide the head.
     at_once, cols, warps = (32, min(128, triton.next_power_of_2(head)), 1) if splits <= 32 else (128, 32, 4)
     _merge_kernel[(lse.numel(), triton.cdiv(head, cols))](
         part_max, part_sum, part_out, out, lse, splits, HEAD=head, BS=at_once, BD=cols, REBASE=rebase,
