@@ -2,7 +2,7 @@
 
     lse = log(sum_s exp(lse_s))        out = sum_s exp(lse_s - lse) * out_s
 
-Layouts: ``outs [S, B, H, N, D]``, ``lses [S, B, H, N]``; a program owns ROWS of the B * H * N rows.
+Layouts: ``outs [S, B, H, N, D]``, ``lses [S, B, H, N]``. A program owns ROWS of the B * H * N rows.
 """
 
 import torch
@@ -58,7 +58,7 @@ def _(outs, lses, backend):
 
 
 def _backward(ctx, *gradients):
-    raise NotImplementedError("merge_states has no gradient: it serves inference; call it under torch.no_grad()")
+    raise NotImplementedError("merge_states is for inference and has no gradient: call it under torch.no_grad()")
 
 
 _operator.register_autograd(_backward)
@@ -100,8 +100,8 @@ def _merge_states_kernel(
         m_new = tl.maximum(m, part_lse)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         weight, alpha = tl.exp(part_lse - base), tl.exp(m - base)
-        counts = inside & (weight > 0)  # outputs of weight 0 are not read
-        part = tl.load(p_outs, mask=counts[:, None] & (d < HEAD)[None, :], other=0.0)
+        needed = inside & (weight > 0)  # outputs of weight 0 are not read
+        part = tl.load(p_outs, mask=needed[:, None] & (d < HEAD)[None, :], other=0.0)
         acc = acc * alpha[:, None] + part.to(tl.float32) * weight[:, None]
         l = l * alpha + weight
         m = m_new

@@ -53,7 +53,7 @@ def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = 
     ValueError
         If an argument is invalid.
     NotImplementedError
-        In the backward pass, which does not exist.
+        In the backward pass, which is not implemented.
     """
     check_nearest_centroid(k, centroids)
     return NearestCentroid(*_nearest_operator(k, centroids, resolve_backend(backend, k, name="k")))
@@ -85,7 +85,7 @@ def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backen
     ValueError
         If an argument is invalid.
     NotImplementedError
-        In the backward pass, which does not exist.
+        In the backward pass, which is not implemented.
     """
     check_bucket_sums(k, buckets, num_buckets)
     return BucketSums(*_sums_operator(k, buckets, num_buckets, resolve_backend(backend, k, name="k")))

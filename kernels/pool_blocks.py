@@ -1,8 +1,8 @@
 """Average, maximum and minimum pooling of token blocks.
 
-    pooled[t] = concatenation of reduce(x_i over the tokens i of block t), one reduction per pooling
+    pooled[t] = concatenation of the requested reductions (avg, max, min) of the tokens of block t
 
-These are the inputs of SeerAttention's gate (section 3.1). The kernel is in :mod:`msattn.kernels.common.block_pooling`;
+The results are the inputs of SeerAttention's gate (section 3.1). The kernel is in :mod:`msattn.kernels.common.block_pooling`;
 :mod:`msattn.kernels.gate_scores` uses it too.
 """
 
@@ -45,7 +45,7 @@ def pool_blocks(
     ValueError
         If an argument is invalid.
     NotImplementedError
-        In the backward pass, which does not exist.
+        In the backward pass, which is not implemented.
     """
     check_pool_blocks(x, poolings, block_size, start)
     return _operator(x, ",".join(poolings), block_size, start, resolve_backend(backend, x, name="x"))

@@ -5,14 +5,15 @@ of its queries q::
 
     score[c] = sum over the queries of softmax_c(relu(q W_in + b_in) W_out + b_out)        probes = the L largest
 
-One token has few rows and the classifiers have many weights, so that the time is that of reading the weights. Those of the
-second layer are read once, and a program starts all its loads before it needs the first one. A program takes a slice of the
-hidden layer (columns of W_in and the corresponding rows of W_out) and a block of buckets, and writes its share of the logits. A
-second kernel adds the shares of a query group and finds the L largest scores by bisection over their bits: positive floats are
-ordered like integers.
+Routing is bound by the memory traffic of the weights: a step has one query per head, and classifiers are large. The weights of
+the second layer are read once, and a program starts all its loads before it needs the first one. The first kernel is split-K:
+a program takes a slice of the hidden layer (columns of W_in and the corresponding rows of W_out) and a block of buckets, and
+writes partial logits. The second kernel adds the partial logits of a query group and finds the L largest scores by bisection
+over their bits, because positive floats have the order of their bits as integers.
 
-Tiles: BM queries of a classifier; STEPS times BF hidden units, a slice; BC buckets; BD head size; BG queries of a group, BP all
-buckets. Prefixes: b_ tile, p_ pointer, m_ mask. Grid: (slice and block, classifier, row tile), then (key/value head, sequence).
+Tiles: BM queries of a classifier; a slice of STEPS times BF hidden units; BC buckets; BD head size; BG queries of a group; BP
+all buckets. Prefixes: b_ tile, p_ pointer, o_ offset, m_ mask. Grid: (slice and block, classifier, row tile), then (key/value
+head, sequence).
 """
 
 import torch
@@ -34,7 +35,7 @@ from msattn.kernels.common.primitives import (
 from msattn.kernels.types import Backend
 
 LOG2_E_ = tl.constexpr(LOG2_E)
-BYTES_IN_FLIGHT = 96 * 1024  # shared memory for slices of logits that are loaded together
+BYTES_IN_FLIGHT = 96 * 1024  # shared memory for partial logits that are loaded at the same time
 
 
 def probe_buckets(
@@ -71,7 +72,7 @@ def probe_buckets(
     Returns
     -------
     Tensor int32 ``[B, kv_heads, L]``
-        In no particular order; among buckets that tie for the last place, the kernel takes those with lower numbers.
+        The selected buckets in no particular order. Of buckets that tie for the last place, the kernel selects the first.
 
     Raises
     ------
@@ -114,33 +115,33 @@ def launch(
     units, columns = (32, 64) if q.dtype == torch.float32 else (128, 256)
     heads_each, rows = q_heads // classifiers, batch * q_heads // classifiers
     slices, blocks = triton.cdiv(hidden, units), triton.cdiv(num_buckets, columns)
-    shares = q.new_empty((slices, batch, q_heads, num_buckets), dtype=torch.float32)
-    _share_kernel[(slices * blocks, classifiers, triton.cdiv(rows, 16))](
-        q, *weights[:3], shares, q.stride(0), q.stride(1), q.stride(3),
+    part_logits = q.new_empty((slices, batch, q_heads, num_buckets), dtype=torch.float32)
+    _partial_logits_kernel[(slices * blocks, classifiers, triton.cdiv(rows, 16))](
+        q, *weights[:3], part_logits, q.stride(0), q.stride(1), q.stride(3),
         heads_each, rows, hidden, num_buckets, blocks,
         HEAD=head, STEPS=2, BM=16, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
         num_warps=8, num_stages=3, **pdl_args(q.device),
     )  # fmt: skip
-    chosen = q.new_empty((batch, kv_heads, probes), dtype=torch.int32)
+    selected = q.new_empty((batch, kv_heads, probes), dtype=torch.int32)
     group = q_heads // kv_heads
     groups, padded = triton.next_power_of_2(group), triton.next_power_of_2(num_buckets)
     if probes:
-        _choose_kernel[(kv_heads, batch)](
-            shares, weights[3], chosen, slices, group, heads_each, num_buckets, probes,
+        _select_kernel[(kv_heads, batch)](
+            part_logits, weights[3], selected, slices, group, heads_each, num_buckets, probes,
             BG=groups, BP=padded, STAGES=1 + min(7, BYTES_IN_FLIGHT // (4 * padded * groups)),
             num_warps=4, **pdl_args(q.device),
         )  # fmt: skip
-    return chosen
+    return selected
 
 
 @triton.jit(do_not_specialize=["heads_each", "rows", "blocks"])
-def _share_kernel(
-    q, weight_in, bias_in, weight_out, shares, stride_qb, stride_qh, stride_qd,
+def _partial_logits_kernel(
+    q, weight_in, bias_in, weight_out, part_logits, stride_qb, stride_qh, stride_qd,
     heads_each, rows, hidden, num_buckets, blocks,
     HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``shares [slices, B, Hq, C]`` of the logits, without the bias."""
+    """Writes ``part_logits [slices, B, Hq, C]``, without the bias of the second layer."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     hidden_slice, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
@@ -150,12 +151,12 @@ def _share_kernel(
     bucket, o_d = block * BC + tl.arange(0, BC), tl.arange(0, BD)
     m_bucket, m_d = bucket < num_buckets, o_d < HEAD
     p_q = q + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :] * stride_qd
-    o_step, every = tl.arange(0, STEPS), hidden_slice * STEPS * BF + tl.arange(0, STEPS * BF)
-    biases = tl.load(bias_in + classifier * hidden + every, mask=every < hidden, other=0.0).to(tl.float32)
+    o_step, all_units = tl.arange(0, STEPS), hidden_slice * STEPS * BF + tl.arange(0, STEPS * BF)
+    biases = tl.load(bias_in + classifier * hidden + all_units, mask=all_units < hidden, other=0.0).to(tl.float32)
     biases = tl.reshape(biases, [STEPS, BF])
-    share = tl.zeros([BM, BC], tl.float32)
-    # There are as many buffers as steps, so that all loads start before the first product. The mask of the queries names the
-    # step: else their load would be hoisted out of the loop and waited for.
+    part_logit = tl.zeros([BM, BC], tl.float32)
+    # There are as many buffers as steps, so that all loads start before the first product. The mask of the queries depends on
+    # the step; otherwise the compiler would hoist their load out of the loop and wait for it.
     for step in tl.range(0, STEPS):
         unit = (hidden_slice * STEPS + step) * BF + tl.arange(0, BF)
         m_unit = unit < hidden
@@ -166,14 +167,14 @@ def _share_kernel(
         b_out = tl.load(p_out, mask=m_unit[:, None] & m_bucket[None, :], other=0.0)  # [BF, BC]
         bias = tl.sum(tl.where((o_step == step)[:, None], biases, 0.0), 0)
         h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0)  # [BM, BF]
-        share = tl.dot(h.to(q.dtype.element_ty), b_out, share, input_precision=PRECISION)
+        part_logit = tl.dot(h.to(q.dtype.element_ty), b_out, part_logit, input_precision=PRECISION)
     row = (hidden_slice * tl.cdiv(rows, heads_each) + batch).to(tl.int64) * tl.num_programs(1) * heads_each + head
-    tl.store(shares + row[:, None] * num_buckets + bucket[None, :], share, mask=m_row[:, None] & m_bucket[None, :])
+    tl.store(part_logits + row[:, None] * num_buckets + bucket[None, :], part_logit, mask=m_row[:, None] & m_bucket[None, :])
 
 
 @triton.jit(do_not_specialize=["slices", "group", "heads_each", "probes"])
-def _choose_kernel(
-    shares, bias_out, chosen, slices, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr,
+def _select_kernel(
+    part_logits, bias_out, selected, slices, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Selects the ``probes`` best buckets of one query group."""
@@ -182,14 +183,14 @@ def _choose_kernel(
     o_head, bucket = tl.arange(0, BG), tl.arange(0, BP)
     m_bucket = bucket < num_buckets
     m_logit = (o_head < group)[:, None] & m_bucket[None, :]
-    p_share = shares + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
+    p_part_logit = part_logits + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
     p_bias = bias_out + (kv_head * group + o_head) // heads_each * num_buckets
     logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    # Pipelined as asynchronous copies: plain loads that add to registers run one after the other, even if unrolled.
+    # Pipelined, because the loads then are asynchronous copies; plain loads that add to registers are serialized.
     for hidden_slice in tl.range(0, slices, num_stages=STAGES):  # type: ignore[misc]
-        logit += tl.load(p_share + hidden_slice * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
+        logit += tl.load(p_part_logit + hidden_slice * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
     p = tl.exp2(logit - tl.max(logit, 1)[:, None])
     score = tl.sum(tl.where(m_logit, p / tl.sum(p, 1)[:, None], 0.0), 0)
@@ -204,9 +205,9 @@ def _choose_kernel(
         low = tl.where(count >= probes, middle, low)
         high = tl.where(count >= probes, high, middle)
         reached = tl.where(count >= probes, count, reached)
-    take = bits >= low
+    is_selected = bits >= low
     if reached != probes:  # scores equal to `low` tie: take the first
         last = (bits == low).to(tl.int32)
-        take = take & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
-    place = tl.cumsum(take.to(tl.int32), 0) - 1
-    tl.store(chosen + (batch * tl.num_programs(0) + kv_head) * probes + place, bucket, mask=take & (place < probes))
+        is_selected = is_selected & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
+    place = tl.cumsum(is_selected.to(tl.int32), 0) - 1
+    tl.store(selected + (batch * tl.num_programs(0) + kv_head) * probes + place, bucket, mask=is_selected & (place < probes))
