@@ -23,7 +23,7 @@ class Cost:
 
 @contextmanager
 def cost(device: torch.device) -> Iterator[Cost]:
-    """Measures the block, with the work that it queues on the device and without work queued before."""
+    """Measures the body, including the device work that it launches and excluding work launched before."""
     measured = Cost()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

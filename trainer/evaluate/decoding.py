@@ -1,8 +1,8 @@
-"""Tokens a second in decoding, dense and routed, with caches of random keys instead of a prompt.
+"""Tokens per second in decoding, with dense attention and with bucket routing, after caches of random keys instead of a prompt.
 
 Decoding time depends on the number of keys that are read, so no prompt is needed and the cache may be longer than the model's
-positions. All layers, dense ones too, use a cache with spare room, which is faster than the cache of transformers: that one
-copies all keys for each token.
+positions. All layers, also dense ones, use a cache with free positions, because transformers' cache copies all keys for each
+token.
 """
 
 from collections.abc import Callable
@@ -58,9 +58,9 @@ class DecodingRun:
 
     Attributes
     ----------
-    rate : tokens a second, each launched by the host.
-    device_rate : tokens a second of a CUDA graph; None on a CPU, or for the reason in ``note``.
-    peak_mb : MiB.
+    rate : tokens per second, each launched by the host.
+    device_rate : tokens per second of a CUDA graph; None on a CPU, or for the reason in ``note``.
+    peak_mb : peak memory in MiB.
     selectivity : share of the keys that is read.
     """
 
@@ -92,7 +92,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
                 with use_backend(case.kernel):
                     done.append((case, measure(model, case, length, cfg)))
             except BackendUnavailable as reason:
-                methods.notes.append(f"{case.method} after {length:,} keys is missing: {reason}")
+                methods.notes.append(f"{case.method} after {length:,} keys: not timed: {reason}")
             progress.advance(bar)
         methods.notes.extend(f"{case.method} after {length:,} keys: {each.note}" for case, each in done if each.note)
         dense = {case.method.removeprefix(DENSE_PREFIX): each for case, each in done if case.method.startswith(DENSE_PREFIX)}
@@ -114,7 +114,7 @@ def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRou
 
 @torch.inference_mode()
 def filled_cache(model: "PreTrainedModel", router: Router, dense_layers: tuple[int, ...], length: int, seed: int) -> "Cache":
-    """Returns a cache of ``length`` random keys and values, in buckets of ``router`` except in ``dense_layers``."""
+    """Returns a cache of ``length`` random keys and values, with buckets of ``router`` except in ``dense_layers``."""
     from transformers import DynamicCache
 
     config = model.config
@@ -126,7 +126,7 @@ def filled_cache(model: "PreTrainedModel", router: Router, dense_layers: tuple[i
         k, v = layer.update(*torch.randn(size, generator=generator, dtype=model.dtype, device=model.device))
         if isinstance(layer, BucketLayer):
             x = LayerInputs(number, k, k, v, k, k, cos=k, sin=k, scale=1.0, kv_start=None, cache=layer)
-            layer.assign(router, x)  # uses the keys alone
+            layer.assign(router, x)  # reads only the keys of x
     return cache
 
 
@@ -149,23 +149,23 @@ def measure(model: "PreTrainedModel", case: DecodingCase, length: int, cfg: Eval
             for _ in range(tokens):
                 token = next_token(model, cache, token)
         selectivity = sparse.stats()["selectivity"] if sparse else None
-    driven = DecodingRun(tokens / spent.seconds, None, spent.peak_mb, selectivity)
+    host_run = DecodingRun(tokens / spent.seconds, None, spent.peak_mb, selectivity)
     if device.type != "cuda":
-        return driven
+        return host_run
     try:
         with case.attached():
-            alone = time_ms(graphed(partial(step, model, cache, token), device.type), device.type)
+            graph_ms = time_ms(graphed(partial(step, model, cache, token), device.type), device.type)
     except RuntimeError as error:
-        return replace(driven, note=f"no CUDA graph ({' '.join(str(error).split())})")
-    return replace(driven, device_rate=1e3 / alone.median)
+        return replace(host_run, note=f"not timed as a CUDA graph: {' '.join(str(error).split())}")
+    return replace(host_run, device_rate=1e3 / graph_ms.median)
 
 
 @torch.inference_mode()
 def step(model: "PreTrainedModel", cache: Any, token: Tensor) -> Tensor:
     """Runs :func:`next_token` and removes the token from the cache again, so that every call has the same shapes."""
-    following = next_token(model, cache, token)
+    following_token = next_token(model, cache, token)
     cache.crop(-1)
-    return following
+    return following_token
 
 
 def as_row(method: str, setting: str, length: int, done: DecodingRun, dense: dict[str, DecodingRun], tokens: int) -> EvalRow:

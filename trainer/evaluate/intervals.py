@@ -8,9 +8,9 @@ Z = 1.959963985  # 97.5 % quantile of the normal distribution
 
 
 def student_t(degrees: int) -> float:
-    """Returns the 97.5 % quantile of Student's t; from three degrees of freedom by its expansion in 1 / degrees (within 1 %).
+    """Returns the 97.5 % quantile of Student's t distribution.
 
-    Source: Abramowitz and Stegun, 26.7.5.
+    From three degrees of freedom on, the expansion in 1 / degrees of Abramowitz and Stegun, 26.7.5, is within 1 %.
     """
     if degrees < 3:
         return {1: 12.7062, 2: 4.3027}[degrees]
@@ -32,7 +32,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 def wilson(successes: int, trials: int) -> tuple[float, float]:
     """Returns Wilson's score interval of a proportion, which stays in [0, 1] and holds near 0 and 1."""
     if not 0 <= successes <= trials or trials < 1:
-        raise ValueError(f"successes={successes} of trials={trials}: at least one trial, no more successes than trials")
+        raise ValueError(f"successes={successes}, trials={trials}: expected 0 <= successes <= trials and trials >= 1")
     share = successes / trials
     center = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))

@@ -1,8 +1,8 @@
 """Time to the first token with dense and sparse attention, its parts, and the break-even length.
 
-Prompts are random tokens: time depends on shapes and on the number of blocks that are read. Each prompt fills a cache, as in
-``generate``. Dense attention runs behind the same hooks, with each of PyTorch's fused SDPA kernels; the rest of the model is
-the same.
+Prompts are random tokens, because time depends on shapes and on the number of blocks that are read. Each prompt fills a cache,
+as in ``generate``. Dense attention is called through the same hooks, with each of PyTorch's fused SDPA kernels, so that the
+rest of the model is the same.
 """
 
 import math
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from msattn.trainer.models.loading import Loaded
 
-ReadStats = Callable[[], dict[str, Any]]  # returns sparsity and seconds of each part, since the context began
+ReadStats = Callable[[], dict[str, Any]]  # returns the sparsity and the seconds of each part, since the context began
 
-DENSE_PREFIX = "dense, "  # of the method's name; the name of the SDPA kernel follows
+DENSE_PREFIX = "dense, "  # start of a method's name, followed by the name of the SDPA kernel
 
 
 class LatencyCase(NamedTuple):
@@ -83,7 +83,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
                 with use_backend(case.kernel):
                     done.append((case, measure(model, ids.to(model.device), case.attached, settings.seconds)))
             except BackendUnavailable as reason:
-                methods.notes.append(f"{case.method} at {length:,} tokens is missing: {reason}")
+                methods.notes.append(f"{case.method} at {length:,} tokens: not timed: {reason}")
             progress.advance(bar)
         dense = {
             case.method.removeprefix(DENSE_PREFIX): each.median_s for case, each in done if case.method.startswith(DENSE_PREFIX)
@@ -134,15 +134,15 @@ def measure(
         first_token(model, ids)
     taken: list[float] = []
     peaks: list[float] = []
-    with attached() as figures:
+    with attached() as read_stats:
         while sum(taken) < seconds:
             with cost(model.device) as spent:
                 first_token(model, ids)
             taken.append(spent.seconds)
             peaks.append(spent.peak_mb)
-        found = figures()
-    parts = {part: (found[part] or 0.0) / len(taken) for part in ("selection_s", "attention_s")}
-    return LatencyRun(taken, max(peaks), found["sparsity"], **parts)
+        stats = read_stats()
+    parts = {part: (stats[part] or 0.0) / len(taken) for part in ("selection_s", "attention_s")}
+    return LatencyRun(taken, max(peaks), stats["sparsity"], **parts)
 
 
 def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict[str, float]) -> EvalRow:
@@ -173,11 +173,12 @@ def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     """Returns the rows with the break-even length of their setting, and appends a note on each setting to ``notes``."""
     found: dict[tuple[str, str], int | None] = {}
-    for line in dict.fromkeys((each.method, each.setting) for each in rows if each.setting):
-        ratios = {each.extra["length"]: each.ratio_to_dense for each in rows if (each.method, each.setting) == line}
-        found[line] = tokens = break_even({length: ratio for length, ratio in ratios.items() if ratio})
+    for method, setting in dict.fromkeys((each.method, each.setting) for each in rows if each.setting):
+        own = (each for each in rows if (each.method, each.setting) == (method, setting))
+        ratios = {each.extra["length"]: each.ratio_to_dense for each in own if each.ratio_to_dense}
+        found[method, setting] = tokens = break_even(ratios)
         where = "at no measured length" if tokens is None else f"from {tokens:,} tokens on"
-        notes.append(f"{line[0]}, {line[1]}: faster than the fastest dense attention {where}.")
+        notes.append(f"{method}, {setting}: faster than the fastest dense attention {where}.")
     return [replace(each, extra=each.extra | {"break_even": found.get((each.method, each.setting))}) for each in rows]
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from msattn.trainer.seer.gate import Gate
 
 Router = KMeans | QModel
-COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # kind of artifact: command that makes it
+COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # by kind of artifact that they create
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class BlockSelectionMethod:
             return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
         if isinstance(self.select, MultiscaleConfig):
             shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
-            as_many_whole = self.select.with_policy("topk", sparsity=1 - cost)
-            return [(f"shares {shares}", self.select), (f"sparsity {1 - cost:.4g}", as_many_whole)]
+            topk_of_equal_cost = self.select.with_policy("topk", sparsity=1 - cost)
+            return [(f"shares {shares}", self.select), (f"sparsity {1 - cost:.4g}", topk_of_equal_cost)]
         (key,) = own_keys(type(self.select))
         return [(f"{self.select.policy} {getattr(self.select, key):g}", self.select)]
 
     def attach(
         self, model: "PreTrainedModel", select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
     ) -> AbstractContextManager["Sparse"]:
-        """Attaches the selection to ``model`` without ``dense_below``, so that prompts of every length are read sparsely."""
-        always = replace(select, dense_below=0)
-        return attach(model, gate=self.gate, select=always, measure_recall=measure_recall, measure_time=measure_time)
+        """Attaches the selection to ``model`` with ``dense_below=0``, so that prompts of every length use sparse attention."""
+        sparse_select = replace(select, dense_below=0)
+        return attach(model, gate=self.gate, select=sparse_select, measure_recall=measure_recall, measure_time=measure_time)
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class ComparedMethods:
 
     Attributes
     ----------
-    block_selections : of sparse prefill.
-    bucket_routings : of sparse decoding.
-    manifests : of the artifacts, by kind.
-    notes : for the reader, e.g. a missing artifact and the command that makes it.
+    block_selections : methods of sparse prefill.
+    bucket_routings : methods of sparse decoding.
+    manifests : manifests of the artifacts, by kind.
+    notes : remarks for the reader, e.g. a missing artifact and the command that creates it.
     """
 
     block_selections: list[BlockSelectionMethod]

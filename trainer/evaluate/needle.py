@@ -1,8 +1,9 @@
 """Needle in a haystack: retrieval of a number that the context states once.
 
-Answers are scored with teacher forcing: a sample is correct if every answer token is the model's most likely token, as greedy
-decoding would need. Block selections read prompt and answer in one sparse prefill. Routing reads the context densely, then
-decodes the question (read densely too with ``question=dense``) and the answer token by token. All methods see the same samples.
+Answers are scored with teacher forcing: a sample is correct if every answer token is the model's most likely token, as it must
+be for greedy decoding to find the answer. Block selections run prompt and answer through one sparse prefill. Routing runs a
+dense prefill of the context, then decodes the question and the answer token by token; with ``question=dense`` the question is
+part of the prefill. All methods use the same samples.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class Samples:
     ----------
     ids : LongTensor ``[n, length]``.
     answers : number of answer tokens at the end of each.
-    decoded : number of last tokens that a routed model decodes one by one, with the very last, which is never an input.
+    decoded : number of last tokens that a routed model decodes one by one, including the last one, which is only a target.
     depths : position of the needle that is asked for, 0 at the start of the context.
     """
 
@@ -61,9 +62,9 @@ class Samples:
         return self.ids.split(max(1, BATCH_TOKENS // self.ids.shape[1]))
 
     def found(self, predicted: Tensor) -> list[bool]:
-        """Returns, for each sample, whether all answer tokens are right; ``predicted [n, longest]`` are the last tokens."""
-        right = predicted.cpu() == self.ids[:, -self.longest :]
-        return [bool(row[-answer:].all()) for row, answer in zip(right, self.answers, strict=True)]
+        """Returns True for each sample whose answer tokens are all correct; ``predicted [n, longest]`` are the last tokens."""
+        correct = predicted.cpu() == self.ids[:, -self.longest :]
+        return [bool(row[-answer:].all()) for row, answer in zip(correct, self.answers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class NeedleResult:
     Attributes
     ----------
     predicted : LongTensor ``[n, longest]``, the most likely tokens at the last ``longest`` positions.
-    seconds : of a prefill, or of a decoded token.
-    peak_mb : MiB.
+    seconds : time of a prefill, or of a decoded token.
+    peak_mb : peak memory in MiB.
     sparsity : share of the visible blocks that is not read; None for routing.
     selectivity : share of the visible keys that is read.
     """
@@ -116,16 +117,16 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
 
 
 def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
-    """Returns the tokens of the text that hides the needles: its documents, concatenated."""
-    where = cfg.eval.needle.haystack
-    source = DataConfig(source="text", path=where, heldout_path=where) if where else cfg.data
+    """Returns the tokens of the documents in which the needles are hidden, concatenated."""
+    path = cfg.eval.needle.haystack
+    source = DataConfig(source="text", path=path, heldout_path=path) if path else cfg.data
     enough = max(HAYSTACK_TOKENS, 2 * max(cfg.eval.needle.lengths))
     tokens = data.encode(data.documents(source, heldout=True), tokenizer, at_least=enough)
     return torch.from_numpy(tokens.astype(np.int64))
 
 
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: int) -> Samples:
-    """Returns ``samples`` prompts at each of ``depths``, a function of the seed; with the BOS token, if there is one.
+    """Returns ``samples`` prompts at each of ``depths``, drawn from the seed; they start with the BOS token, if there is one.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Recall of attention mass and error of the attention output, for each layer and head.
 
-Every method reads the same queries, keys and values, those of the dense model in each layer. The mass that a query reads is
-``exp(lse_sparse - lse_dense)``, from the log-sum-exp of the operations that serve.
+Every method gets the same queries, keys and values, those of the dense model in each layer. The mass that a query reads is
+``exp(lse_sparse - lse_dense)``, from the log-sum-exp that the sparse kernels of ``attach`` return.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from msattn.kernels.types import MaxPoolAttention, SparseAttention
     from msattn.trainer.models.loading import Loaded
 
-QUERY_BATCH = 16  # decoding queries of one call, which bounds the memory of gathered keys
+QUERY_BATCH = 16  # decoding queries per call; bounds the memory of gathered keys
 
 
 class LayerRecall(NamedTuple):

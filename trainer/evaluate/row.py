@@ -1,4 +1,4 @@
-"""A row of the results: score, share that was read, and cost."""
+"""A row of the results: score, share of blocks or keys that was read, and cost."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ class EvalRow:
     sparsity : share of the causally visible blocks that was not read; None for routing.
     selectivity : share of the visible keys that was read.
     recall : share of the attention mass in what was read; None if not measured.
-    latency_s, peak_memory_mb : cost of one sample (MiB); None if the task runs more than the serving path.
+    latency_s, peak_memory_mb : seconds and peak MiB of one sample; None if the task runs more than serving would.
     samples : number of samples that the score averages over.
     extra : metrics of this task alone (plain numbers, strings, lists and dicts).
     """

@@ -109,13 +109,13 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
 def _check_folder_is_writable(folder: Path) -> None:
     """Raises UserError, before the first task runs, if results could not be written."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"outputs={folder}: is a file; results need a folder of this name")
+        raise UserError(f"outputs={folder}: this is a file; results need a folder of this name")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=".eval-"):
             pass
     except OSError as error:
-        raise UserError(f"outputs={folder.parent}: is not writable ({error.strerror})") from error
+        raise UserError(f"outputs={folder.parent}: the folder is not writable ({error.strerror})") from error
 
 
 @contextmanager

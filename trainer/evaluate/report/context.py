@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("msattn", "torch", "triton", "transformers", "numpy")
 CPU_NOTE = "CPU times say nothing about GPUs: on a CPU each operation runs as its reference in plain PyTorch."
-MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # of an artifact, kept in the result
+MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # keys of an artifact's manifest that a result repeats
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Context:
     config : the resolved configuration with its seeds.
     artifacts : path, hash, seed and time of creation of the measured artifacts, by kind.
     notes : remarks that the reader needs before the tables.
-    created : UTC, ISO 8601.
+    created : time of creation (UTC, ISO 8601).
     """
 
     title: str
@@ -66,7 +66,7 @@ def _commit() -> str | None:
     """Returns the commit of the checkout, with ``-dirty`` if files differ from it; None outside a checkout."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        said = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip() or None
+    return done.stdout.strip() or None

@@ -10,40 +10,41 @@ from msattn.trainer.evaluate.report.tables import HEADINGS, TRAINED_METHODS, cap
 from msattn.trainer.evaluate.row import EvalRow
 
 INTRODUCTION = (
-    "All measurements use the operations that serve (on a CPU their references, which read only the selected keys), not masked "
-    "dense attention. <i>Sparsity</i> is the share of the causally visible blocks that is not read. <i>Keys read</i> is the "
+    "All measurements use the sparse kernels of <code>msattn.attach</code> (on a CPU their references, which read only the "
+    "selected keys), not masked dense attention. "
+    "<i>Sparsity</i> is the share of the causally visible blocks that is not read. <i>Keys read</i> is the "
     "share of the visible keys that is read. <i>Recall</i> is the share of the attention mass in the keys that are read. "
     "<i>Latency</i> is the time of a prefill, or of a decoded token for routing. Latency on a CPU says little about a GPU."
 )
 CAPTIONS = {
     "perplexity": (
         "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "
-        "true attention map, which needs dense attention to compute: it is an upper bound for gates and cannot serve. Bars "
+        "true attention map. It is an upper bound for gates, but saves no time, because the map needs dense attention. Bars "
         "are 95 % intervals of the difference to dense attention on the same chunks. The scale is logarithmic above 0.1 %."
     ),
     "recall": (
         "Left: the share of the dense model's attention mass in the keys that are read, averaged over layers, heads and "
         "queries. Right: the relative squared error of the attention output. Block selections are measured on every query of "
         "a prefill, routing on decoding queries with its dense window, so compare block selections with each other and "
-        "routings with each other. Every method reads the dense model's queries, keys and values."
+        "routings with each other. Every method gets the dense model's queries, keys and values."
     ),
     "recall_heads": (
-        "The same for each head, at the setting of each method that reads the fewest keys. A dark cell is a head that loses "
-        "most of its attention mass; a single head can carry the retrieval that a task needs."
+        "Attention mass read by each head, at the setting of each method that reads the fewest keys. A dark cell is a head that "
+        "loses most of its attention mass; retrieval may depend on a single head."
     ),
     "needle": (
         "Share of the hidden numbers that are found, against the share of keys read. The upper left corner is best. Bars are "
-        "95 % Wilson intervals; every method reads the same prompts. A prompt counts as found if every answer token is the "
+        "95 % Wilson intervals; every method runs the same prompts. A number counts as found if each of its tokens is the "
         "model's most likely token."
     ),
     "needle_grid": (
-        "The same by depth of the needle (0 %: start of the context) and length of the context. A low value at one depth is a "
-        "region that a method does not read."
+        "Share of the hidden numbers that are found, by depth of the needle (0 %: start of the context) and length of the "
+        "context. A low value at one depth means that the method does not read that region."
     ),
     "latency": (
         "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
-        "is faster; prompts shorter than <code>select.dense_below</code> are served densely. Right: the parts of the time at "
-        "the longest prompt."
+        "is faster; <code>msattn.attach</code> uses it for prompts shorter than <code>select.dense_below</code>. Right: the "
+        "parts of the time at the longest prompt."
     ),
 }
 CSS = """
@@ -68,7 +69,7 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path]) -
 
     Parameters
     ----------
-    rows : of any tasks.
+    rows : rows of any tasks.
     about : the fields of :class:`~msattn.trainer.evaluate.report.context.Context`.
     figures : ``{name: PNG file}``, embedded in the page.
     """

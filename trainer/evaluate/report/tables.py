@@ -15,12 +15,12 @@ HEADINGS = {
     "recall": "Attention mass read",
     "needle": "Needles in a haystack",
     "latency": "Time to the first token",
-    "decoding": "Tokens a second in decoding",
+    "decoding": "Tokens per second in decoding",
 }
 TRAINED_METHODS = ("gate", "classifier")  # printed in bold
-SAMPLE_UNITS = {"needle": "prompts a row", "latency": "prompts a row", "decoding": "tokens a row"}
+SAMPLE_UNITS = {"needle": "prompts per row", "latency": "prompts per row", "decoding": "tokens per row"}
 # A terminal that is too narrow drops these columns, in this order.
-OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits a byte", "latency", "95 % interval")
+OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits per byte", "latency", "95 % interval")
 
 
 def caption(rows: list[EvalRow]) -> str:
@@ -48,9 +48,9 @@ def table(rows: list[EvalRow]) -> dict[str, list[str]]:
 def _perplexity(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "perplexity": [f"{row.score:.3f}" for row in rows],
-        "to dense": [f"{row.ratio_to_dense:.4f}" for row in rows],
+        "vs dense": [f"{row.ratio_to_dense:.4f}" for row in rows],
         "95 % interval": ["" if row.method == "dense" else _interval(row.extra["ratio_interval"], "{:.4f}") for row in rows],
-        "bits a byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
+        "bits per byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
     }
 
 
@@ -67,7 +67,7 @@ def _needle(rows: list[EvalRow]) -> dict[str, list[str]]:
         "tokens": [f"{row.extra['length']:,}" for row in rows],
         "found": [_percent(row.score) for row in rows],
         "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
-        "to dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
+        "vs dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
     }
 
 
@@ -75,9 +75,9 @@ def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "tokens": [f"{row.extra['length']:,}" for row in rows],
         **_speedups(rows, "times_"),
-        "choosing": [_percent(row.extra["selection_share"]) for row in rows],
+        "selection": [_percent(row.extra["selection_share"]) for row in rows],
         "attention": [_percent(row.extra["attention_share"]) for row in rows],
-        "breaks even": [f"{row.extra['break_even']:,}" if row.extra["break_even"] else "" for row in rows],
+        "break-even": [f"{row.extra['break_even']:,}" if row.extra["break_even"] else "" for row in rows],
     }
 
 
