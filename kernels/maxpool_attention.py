@@ -3,8 +3,8 @@
     P = softmax(scale * Q K^T)        pooled[r, c] = max over queries i of row block r, keys j of column block c of P[i, j]
 
 With s_ic the largest score of query i in column block c, and lse_i the LSE of the whole row, pooled[r, c] = max_i exp(s_ic -
-lse_i). The LSE is known only after the last key, so the maxima are buffered in an fp32 scratch until then. Programs are
-persistent and reuse one scratch ``[strips, BM]`` for all their row tiles, so its size does not depend on the number of queries.
+lse_i). The LSE is known only after the last key, so the maxima are buffered in an fp32 scratch buffer until then. Programs are
+persistent and reuse one buffer ``[strips, BM]`` for all their row tiles, so its size does not depend on the number of queries.
 
 Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one or two strips of W = min(BN, block) keys each.
 Prefix: p_ pointer. Comments give the shapes of tiles.
@@ -87,7 +87,7 @@ def maxpool_attention(
     ValueError
         If an argument has a wrong shape, dtype or value; the message names it.
     NotImplementedError
-        If the result is differentiated.
+        In the backward pass, as the operation makes training targets.
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
@@ -224,9 +224,9 @@ def _maxpool_attention_kernel(
 
 @triton.jit
 def _row_max(maxima, STRIPS: tl.constexpr):
-    """Returns row maxima of one or two strips.
+    """Returns the row maxima ``[BM]`` over one or two strips.
 
-    A split avoids the register spills of a reduction.
+    Two strips are split, because a reduction spills registers.
     """
     if STRIPS == 2:
         first, second = tl.split(maxima)

@@ -3,9 +3,9 @@
     out_h = softmax over keys j of A_h, times V_(h // group)
     dV_z += sum over heads h of group z of P_h^T dO_h        dA_h = P_h * (dO_h V^T - row_delta)
 
-Scores ``[B, H, rows, M]`` are scaled natural logits; V and dO are 0 before the start of a sequence. The gradient overwrites
-the scores, in the dtype of V. A program of the gradient owns a tile of keys and iterates over the rows and heads that see it.
-Prefix: p_ pointer. Programs: (tile, head, sequence).
+Scores ``[B, H, rows, M]`` are scaled, in base e; V and dO are 0 before the start of a sequence. The gradient overwrites the
+scores, in the dtype of V. A program of the backward kernel owns a tile of keys and iterates over the rows and heads that see
+it. Prefix: p_ pointer. Grid: (tile, head, sequence).
 """
 
 from torch import Tensor
@@ -33,7 +33,7 @@ LOGITS_TO_BASE_2 = tl.constexpr(LOG2_E)
 
 
 def materialized_attention(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: Rows) -> None:
-    """Computes the rows of ``out [B, H, N, D]`` and of contiguous ``lse [B, H, N]``."""
+    """Writes a chunk of rows of ``out [B, H, N, D]`` and contiguous ``lse [B, H, N]``."""
     batch, heads, num_queries, head = out.shape
     cols, num_keys = padded_head(head), v.shape[2]
     tile = tuned.pick("materialized_attention", cols, v.dtype, capability(v.device))
@@ -79,11 +79,11 @@ def _materialized_attention_kernel(
 def materialized_attention_backward(
     scores: Tensor, v: Tensor, dout: Tensor, lse: Tensor, row_delta: Tensor, dv: Tensor, rows: Rows
 ) -> Tensor:
-    """Adds to fp32 ``dv [B, Hkv, M, D]`` and replaces the scores by their gradient.
+    """Overwrites the scores by their gradient, and adds to fp32 ``dv [B, Hkv, M, D]``.
 
-    The gradient is returned as a view of ``scores``. It is 0 in the :func:`~msattn.kernels.common.score_products.reach` keys
-    past the causal limit of a query. ``lse`` and ``row_delta``, which is ``rowsum(dO * O)`` less the gradient of the LSE, are
-    contiguous ``[B, H, N]``.
+    Returns the gradient, a view of ``scores``. It is 0 in the :func:`~msattn.kernels.common.score_products.reach` keys past
+    the causal limit of a query. ``lse`` and ``row_delta`` (``rowsum(dO * O)`` less the gradient of the LSE) are contiguous
+    ``[B, H, N]``.
     """
     batch, kv_heads, num_keys, head = v.shape
     cols, dscores = padded_head(head), scores.view(v.dtype)
@@ -113,7 +113,7 @@ def _materialized_attention_backward_kernel(
     first = first_query
     if CAUSAL:
         first = tl.maximum(first, j0 - offset)
-    first = tl.maximum(first - begin - REACH, 0) // BM * BM  # includes the rows whose gradient becomes 0
+    first = tl.maximum(first - begin - REACH, 0) // BM * BM  # includes the rows whose gradient must be set to 0
     tiles = tl.cdiv(tl.maximum(end - begin - first, 0), BM)
     v = load_tile(v_desc, b, kv_head, j0, BN, COLS)
     dv = tl.zeros([BN, COLS], tl.float32)

@@ -3,11 +3,11 @@
     S_g = scale * Q_g K_(g // group)^T          A_h = sum over heads g of W[h, g] S_g
     out_h = softmax over keys j (j <= i if causal) of A_h, times V_(h // group)
 
-Each mixed score depends on all heads, and a multiprocessor cannot hold the scores and outputs of all heads for a tile. Scores
-are therefore materialized in a scratch, as many query rows at a time as fit, mixed there and read back (16 bits each for
-16-bit inputs). This takes 2 products, and 1/8 to 1/4 of a product for the mixing; mixing queries or keys before their
-products would take one product for each key/value head. The gradient takes 5 products, as in dense attention, and 3 mixings,
-with two scratches. Memory bandwidth limits the speed: a score is moved 4 times forward and 10 times backward.
+Each mixed score depends on all heads, and an SM cannot hold the scores and outputs of all heads for a tile. Scores are
+therefore written to a scratch buffer, for as many query rows at a time as fit, mixed there and read back (in 16 bits for
+16-bit inputs). This takes 2 products, and 1/8 to 1/4 of a product for the mixing; mixing queries or keys before their product
+would take one product for each key/value head. The backward pass takes 5 products, as in dense attention, and 3 mixings, with
+two buffers. Memory bandwidth is the bottleneck: a score is moved 4 times forward and 10 times backward.
 """
 
 import torch
@@ -22,7 +22,7 @@ from msattn.kernels.head_mix_attention.materialized import materialized_attentio
 from msattn.kernels.head_mix_attention.scores import MAX_HEADS, mix_heads, mix_heads_backward, score_dtype, write_scores
 from msattn.kernels.types import Backend
 
-MIN_ROWS = 256  # query rows of a chunk: gives enough programs to fill a GPU
+MIN_ROWS = 256  # query rows of a chunk at least, for enough programs to fill a GPU
 
 
 def head_mix_attention(
@@ -110,7 +110,7 @@ def launch_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launches the backward kernels, for some query rows at a time.
+    """Launches the backward kernels, for a chunk of query rows at a time.
 
     Returns dq, dk, dv, dweight.
     """

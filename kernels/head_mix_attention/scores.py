@@ -1,7 +1,7 @@
 """Materialized scores of head_mix_attention, and their mixing over heads.
 
-    write_scores         S_h = scale * Q_h K_(h // group)^T            dense products, one tile for each program
-    mix_heads            A_h = sum over heads g of W[h, g] S_g         a matrix-vector product for each pair of query and key
+    write_scores         S_h = scale * Q_h K_(h // group)^T            one tile for each program
+    mix_heads            A_h = sum over heads g of W[h, g] S_g         a matrix-vector product for each query and key
     mix_heads_backward   dS_g = scale * sum over h of W[h, g] dA_h     and dW[h, g] = sum over all pairs of dA_h S_g
 
 For one query, a program of the last two loads a span of keys for all heads, ``[heads, BN]``, and multiplies it with the
@@ -31,9 +31,9 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def write_scores(q: Tensor, k: Tensor, scores: Tensor, rows: Rows, scale: float) -> None:
-    """Writes ``scores [B, H, rows, M]`` as far as the mixing reads them.
+    """Writes the part of ``scores [B, H, rows, M]`` that the mixing kernels read.
 
-    Padding of q and k is 0.
+    Left padding of q and k must be 0.
     """
     batch, kv_heads, num_keys, head = k.shape
     cols = padded_head(head)
@@ -62,7 +62,7 @@ def _score_kernel(
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (row and key tile, key/value head, sequence)."""
+    """Grid: (row and key tile, key/value head, sequence)."""
     key_tiles = tl.cdiv(num_keys, BN)
     i0, j0 = begin + tl.program_id(0) // key_tiles * BM, tl.program_id(0) % key_tiles * BN
     if CAUSAL and j0 >= tl.minimum(i0 + BM, end) + offset + REACH:
@@ -99,7 +99,7 @@ class MixTile(NamedTuple):
 def mix_tile(num_heads: int) -> MixTile:
     """Returns the tile of :func:`mix_heads`.
 
-    A load has 8 KiB in 16 bits, or 16 KiB beside the weight of 64 heads or more.
+    It has 8 KiB in 16 bits, or 16 KiB for 64 heads or more, where shared memory also holds a larger weight.
     """
     heads = padded_head(num_heads)
     return MixTile(heads, min(256, 4096 // heads), 32, 4) if heads < 64 else MixTile(heads, 8192 // heads, 32, 8)
@@ -108,7 +108,7 @@ def mix_tile(num_heads: int) -> MixTile:
 def mix_backward_tile(num_heads: int) -> MixTile:
     """Returns the tile of :func:`mix_heads_backward`.
 
-    Two such tiles are held beside the gradient of the weight.
+    A program holds two such tiles and the gradient of the weight.
     """
     heads = padded_head(num_heads)
     return MixTile(heads, 128, 64, 4) if heads < 64 else MixTile(heads, 64, 64, 8)
@@ -131,7 +131,7 @@ def _mix_heads_kernel(
     s_desc, p_weight, p_mixed, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (span of rows and keys, sequence)."""
+    """Grid: (span of rows and keys, sequence)."""
     j0, first, last, b = _program_span(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
     h, j = tl.arange(0, HEADS), j0 + tl.arange(0, BN)
     inside = (h < num_heads)[:, None] & (j < num_keys)[None, :]
@@ -169,7 +169,7 @@ def _mix_heads_backward_kernel(
     s_desc, da_desc, p_weight, p_da, p_dweight, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset, scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (span of rows and keys, sequence)."""
+    """Grid: (span of rows and keys, sequence)."""
     j0, first, last, b = _program_span(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
     h, j = tl.arange(0, HEADS), j0 + tl.arange(0, BN)
     inside = (h < num_heads)[:, None] & (j < num_keys)[None, :]
@@ -191,7 +191,7 @@ def _mix_heads_backward_kernel(
 
 @triton.jit
 def _program_span(num_keys, begin, end, offset, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the first key, the rows ``[first, last)`` that see it, the sequence.
+    """Returns the first key, the rows ``[first, last)`` that see it, and the sequence.
 
     Rows are counted from ``begin``.
     """
