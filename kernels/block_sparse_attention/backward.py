@@ -6,11 +6,11 @@
 A program of the dQ kernel owns a row block and iterates over its list of column blocks. A program of the dK/dV kernel owns a
 column block of a key/value head and iterates over its list of row blocks, for all query heads of the group. Each sum is
 accumulated in the registers of one program in a fixed order: no atomics, no partial results in memory, bitwise reproducible.
-This takes seven products for each block read, 14 * BM * BN * D operations, where a single kernel would take five and accumulate
-dQ with atomics. Each kernel loads two tiles for a block; the dQ kernel stores the row statistics for the dK/dV kernel.
+This takes seven products for each block read, 14 * BM * BN * D FLOPs, where a single kernel would take five and accumulate dQ
+with atomics. Each kernel loads two tiles for a block; the dQ kernel stores the row statistics for the dK/dV kernel.
 
-Both kernels read memory in the same direction, row lists from the first key forwards and column lists from the last query
-backwards, so that concurrent programs share tiles in the L2 cache. Both process blocks on the diagonal last.
+Row lists are iterated from the first key forwards, column lists from the last query backwards, so that concurrent programs
+share tiles in the L2 cache and both kernels process the blocks on the diagonal last.
 
 Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists as in
 :mod:`msattn.kernels.common.block_lists`. A tile has BM queries and BN keys, each a block or an even part of one. Prefix: p_
@@ -56,7 +56,7 @@ def launch(
     dq_tile: tuned.Tile | None = None,
     dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernels, returns dq, dk, dv; the tiles override the tuned ones."""
+    """Launches the kernels and returns dq, dk, dv; tiles override the tuned ones."""
     check_layout(dout=dout, q=q, k=k, v=v, out=out)
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
@@ -81,7 +81,7 @@ def launch(
         BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
-    del lists, lengths  # frees memory for the next
+    del lists, lengths  # frees their memory before the next lists are allocated
     lists, lengths = compact_columns(*selection, kv_heads, group)
     tile = dkv_tile or tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)

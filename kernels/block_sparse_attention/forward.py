@@ -4,8 +4,8 @@
 
 The mask is first compacted on the device (:mod:`msattn.kernels.common.block_lists`): for each row block, the column blocks to
 read, full blocks before those on the diagonal or at the end of the keys. One program owns one row block and iterates over its
-list, so that the cost is proportional to the True blocks. :mod:`msattn.kernels.block_sparse_attention.backward` has the
-gradient.
+list, so that the cost is proportional to the number of selected blocks. The backward pass is in
+:mod:`msattn.kernels.block_sparse_attention.backward`.
 
 A tile has BM = block queries and BN keys, a whole block or an even part of one. Prefix: p_ pointer.
 """
@@ -65,7 +65,7 @@ def block_sparse_attention(
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     block_mask : Tensor bool ``[B | 1, Hq | Hkv | 1, ceil(N / block), ceil(M / block)]``
-        True selects the block. The causal and padding masks apply within it; True above the diagonal costs nothing.
+        True selects the block. The causal and padding masks apply within it; blocks above the diagonal are not read.
     block_size : int
         Tokens in a block: 16, 32, 64 or 128.
     causal : bool
@@ -132,7 +132,7 @@ def launch(
     return out, lse
 
 
-# Lengths stay specialised: Triton compiles a version for multiples of 16, and the known alignment is worth 13 %.
+# num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is 13 % faster.
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _block_sparse_attention_kernel(
     q_desc, k_desc, v_desc, p_out, p_lse, p_lists, p_lengths, p_kv_start,

@@ -7,12 +7,12 @@ A dQ kernel runs first, then a dK/dV kernel for the means and again for the keys
 
 For pooled blocks, K and V are means and n is the number of keys of each. A program of the dQ kernel owns a row block and
 iterates over its list like the forward pass. A program of the dK/dV kernel for means owns a tile of a key/value head: the
-means, at one level, of some neighbouring column blocks. It iterates over the row blocks, of all query heads of the group,
-that read any of them at that level. Each row block costs the products of a whole tile, so neighbours that share a zoom cost
-in proportion to their tokens; a single block of zoom 8 costs a whole tile, but would not gain from a smaller one, because
-loading Q and dO dominates. The dK/dV kernel for keys does the same for blocks of zoom 1 and adds the gradients of the means:
-a mean of n keys passes ``1 / n`` to each of them. Each sum is accumulated by one program in a fixed order: no atomics,
-bitwise reproducible. The only partial results in memory are fp32 gradients of the means, 7/8 as many rows as K and V.
+means, at one level, of adjacent column blocks. It iterates over the row blocks, of all query heads of the group, that read any
+of them at that level. Each row block costs the products of a whole tile, so the cost of adjacent blocks that share a zoom is
+proportional to their tokens. An isolated block of zoom 8 costs a whole tile, but a smaller tile would not be faster, because
+loading Q and dO dominates. The dK/dV kernel for keys does the same for blocks of zoom 1 and adds the gradients of the means: a
+mean of n keys passes ``1 / n`` to each of them. Each sum is accumulated by one program in a fixed order: no atomics, bitwise
+reproducible. The only partial results in memory are fp32 gradients of the means, 7/8 as many rows as K and V.
 
 Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists and means as in ``lists`` and ``levels`` of
 :mod:`msattn.kernels.multiscale_attention`. A tile has BM queries and BN keys (means), each a block or an even part of one, or
@@ -71,7 +71,7 @@ def launch(
     dq_tile: tuned.Tile | None = None,
     dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernels, returns dq, dk, dv; the tiles override the tuned ones."""
+    """Launches the kernels and returns dq, dk, dv; tiles override the tuned ones."""
     check_layout(dout=dout, q=q, k=k, v=v, out=out)
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
@@ -99,7 +99,7 @@ def launch(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dmeans = torch.empty_like(means, dtype=torch.float32)
     for pooled, x, y in ((True, *means.unbind(3)), (False, k, v)):
-        del lists, counts  # frees memory for the next
+        del lists, counts  # frees their memory before the next lists are allocated
         lists, counts = tile_lists(*selection, kv_heads, group, pooled)
         _dkv_kernel[(batch * kv_heads * lists.shape[2] * (block_size // keys),)](
             tile_view(q, rows), tile_view(x, keys), tile_view(y, keys), tile_view(dout, rows),
@@ -152,7 +152,7 @@ def _dq_kernel(
         if level == 0:
             s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
         dq = dq_step(dq, s, dout, k, v, lse2 - level, row_delta, scale2, PRECISION)
-        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # in advance, to prefetch
+        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # early, to prefetch the loads
 
     p_list += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
     full_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here are full
@@ -210,7 +210,8 @@ def _dkv_kernel(
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
                           BM, COLS, False, PRECISION)  # fmt: skip
-    for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]  # on the diagonal, where no block is pooled
+    # The remaining row blocks are on the diagonal, where no block is pooled.
+    for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS)
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,

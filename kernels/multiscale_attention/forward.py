@@ -2,23 +2,23 @@
 
     out_i = sum_g p_ig v_g / sum_g p_ig    p_ig = n_g exp(scale * q_i k_g)    k_g, v_g = means over the n_g keys of group g
 
-The sum is over the groups of z tokens of each block that the row block of query i reads at zoom z. The factor n_g,
-``+ log n_g`` on the score, is the weight that n_g equal keys have in dense attention; ``lse`` includes it. A block with keys
-after some query of the row block is read at zoom 1, so that no mean contains later keys.
+The sum is over the groups of z tokens of each block that the row block of query i reads at zoom z. The factor n_g, added to the
+score as ``log n_g``, gives a group of equal keys the weight that they have in dense attention; ``lse`` includes it. A block
+with keys after some query of the row block is read at zoom 1, so that no mean contains later keys.
 
-Two kernels run first: one computes the means (:mod:`msattn.kernels.multiscale_attention.levels`), one lists the blocks of
-each row block by zoom (:mod:`msattn.kernels.multiscale_attention.lists`). A program then owns one row block. It processes
-pooled blocks first, in tiles of BP means that continue from block to block of the list and from one zoom to the next, so that
-only the last tile is partial; each column of a tile locates its mean through the list, and a tile within one zoom has one
-bias. Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read at zoom z, the cost is
-``sum_z f_z / z`` of the operations and loads of dense attention, plus writing 7/8 of K and V once more.
+Two kernels run first: one computes the means (:mod:`msattn.kernels.multiscale_attention.levels`), one lists the blocks of each
+row block by zoom (:mod:`msattn.kernels.multiscale_attention.lists`). In the main kernel a program owns one row block. It
+processes pooled blocks first, in tiles of BP means. A tile may span several blocks of the list and two zooms, so that only the
+last tile is partial; each column locates its mean through the list. A tile with a single zoom has one bias for all columns.
+Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read at zoom z, the cost is ``sum_z f_z /
+z`` of the FLOPs and loads of dense attention, plus writing 7/8 of K and V once more.
 
-Alternatives that cost more: tiles of one block, which leave tensor cores 8 tokens at zoom 8; tiles of one zoom, three of which
-are half empty; blocks in key order, where each tile needs a bias for each token, about as many instructions as its softmax; and
-pooling inside the program, which repeats it for every row block.
+These alternatives cost more: tiles of one block, which have only 8 tokens at zoom 8 and leave tensor cores idle; tiles of one
+zoom, where each of three zooms has a partial tile; blocks in key order, where each tile needs a bias for each token, about as
+many instructions as its softmax; pooling in the main kernel, which repeats it for every row block.
 
-:mod:`msattn.kernels.multiscale_attention.backward` has the gradient. A tile has BM = block queries and BN keys, a whole block
-or an even part of one, or BP means. Prefix: p_ pointer.
+The backward pass is in :mod:`msattn.kernels.multiscale_attention.backward`. A tile has BM = block queries and BN keys, a whole
+block or an even part of one, or BP means. Prefix: p_ pointer.
 """
 
 import torch
@@ -109,7 +109,7 @@ def multiscale_attention(
     ------
     ValueError
         If an argument has a wrong shape, dtype or value; the message names it. Only the torch backend checks the values of
-        ``zoom``, since the check would synchronise with the GPU; kernels skip blocks of another zoom or read them at zoom 1.
+        ``zoom``, since the check would synchronize with the GPU; kernels skip blocks of another zoom or read them at zoom 1.
     """
     check_qkv(q, k, v)
     check_zoom(zoom, q, k, block_size)
@@ -191,7 +191,7 @@ def _multiscale_attention_kernel(
         v = load_means(p_means, row, 1, HEAD, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)
         m += level  # log2 of the group size, which the scores of full groups do not include
-        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # in advance, to prefetch
+        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # early, so that loads are prefetched
 
     p_list += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)
     full_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here are full

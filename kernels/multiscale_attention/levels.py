@@ -1,9 +1,9 @@
 """Means of K and V for multi-scale attention.
 
-Level ``e`` holds means of ``2 ** e`` keys. All levels share a buffer ``[B, Hkv, rows, 2, D]`` with a row of K next to one of
-V: levels 3, 2, 1 in this order, each padded with zeros to whole tiles. A tile of level e has as many rows as a block has
-tokens, so it covers ``2 ** e`` column blocks; tiles are numbered through all levels. Groups are counted from the start of a
-sequence and never straddle blocks. Prefix: p_ pointer.
+Level ``e`` holds means of groups of ``2 ** e`` keys. All levels share a buffer ``[B, Hkv, rows, 2, D]``, in which a row of K is
+next to its row of V: levels 3, 2, 1 in this order, each padded with zeros to whole tiles. A tile of level e has as many rows as
+a block has tokens, so it covers ``2 ** e`` column blocks; tiles are numbered through all levels. Groups are counted from the
+start of a sequence and never span two blocks. Prefix: p_ pointer.
 """
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from msattn.kernels.common.primitives import padded_head, sequence_span, tl, triton
 
 COARSEST_LEVEL = tl.constexpr(3)  # zoom 8
-POOLED_AT_ONCE = 2048  # elements of one warp, which sums neighbours in its registers
+POOLED_AT_ONCE = 2048  # elements of one program, a warp that adds adjacent keys in registers
 
 
 def num_tiles(col_blocks: int) -> int:
@@ -41,7 +41,7 @@ def pool_means(k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int) -
 
 @triton.jit
 def first_tile(level, col_blocks):
-    """Returns the first tile of a level, or of each of a tensor of levels."""
+    """Returns the first tile of a level, elementwise for a tensor of levels."""
     level3 = tl.cdiv(col_blocks, 8)
     return tl.where(level == COARSEST_LEVEL, 0, tl.where(level == COARSEST_LEVEL - 1, level3, level3 + tl.cdiv(col_blocks, 4)))
 
@@ -61,9 +61,9 @@ def level_of_tile(tile, col_blocks, POOLED: tl.constexpr):
 
 @triton.jit
 def group_size(u, level, keys):
-    """Returns the size of the group of a level that begins at key u of ``keys``.
+    """Returns the number of keys in the group of a level that begins at key u.
 
-    It is 0 or less past the end.
+    It is 0 or less past the end of the sequence, which has ``keys`` keys.
     """
     return tl.minimum(keys - u, tl.full([], 1, tl.int32) << level)
 
@@ -78,7 +78,7 @@ def level_ends(keys8, keys4, keys2):
 
 @triton.jit
 def locate_means(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
-    """Returns the level and the rows of the n-th tile of BP means of a row block.
+    """Returns level and buffer rows of the n-th tile of BP means of a row block.
 
     The level is 0 unless all means are of one level and of full groups. Rows past the last mean point to valid means.
     """
@@ -93,7 +93,8 @@ def locate_means(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr
     list_shift4, list_shift2 = (blocks8 << (BITS + 1)) - end8, (blocks4 << (BITS + 2)) - end4
     g = begin + tl.arange(0, BP)
     past8, past4 = g >= end8, g >= end4
-    # Index of mean g if its level alone filled the list, and then the buffer, selected by level in few instructions.
+    # Index of mean g if all blocks before it in the list had its level: the high bits are the list position of its block. With
+    # the block's number in place of this position, and the start of its level added, the index is a row of the buffer.
     bits = BITS + tl.where(past4, 2, tl.where(past8, 1, 0))
     block = (g + tl.where(past4, list_shift2, tl.where(past8, list_shift4, 0))) >> bits
     row_shift4, row_shift2 = list_shift4 + first_tile(2, col_blocks) * BLOCK, list_shift2 + first_tile(1, col_blocks) * BLOCK
@@ -111,7 +112,7 @@ def _level_of(g, end8, end4):
 def add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP: tl.constexpr):
     """Adds log group sizes to the scores ``s [BM, BP]`` of the n-th tile of means.
 
-    Means may be of any level; scores past the last mean become -inf.
+    The means may be of several levels. Scores past the last mean become -inf.
     """
     end8, end4, end2 = level_ends(keys8, keys4, keys2)
     g = n * BP + tl.arange(0, BP)
@@ -186,7 +187,7 @@ def _pool(
         if u0 + KEYS <= keys:
             store_means(p_means, total * (0.5**level), row, exists, V, HEAD, COLS)
         else:
-            # IEEE division: the means of 16-bit numbers are often half way between two numbers, where the last bit decides.
+            # IEEE division, because a mean of 16-bit numbers is often half way between two of them: its last bit decides.
             size = tl.maximum(group_size(group << level, level, keys), 1).to(tl.float32)
             mean = tl.div_rn(total, tl.broadcast_to(size[:, None], total.shape))
             store_means(p_means, mean, row, exists, V, HEAD, COLS)

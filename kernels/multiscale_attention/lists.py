@@ -2,13 +2,13 @@
 
 - Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
   ascending order. Counts ``[B or 1, Hm, Tr, 4]``: the number of keys in the blocks of each zoom.
-- Tile lists ``[B or 1, Hkv, tiles, Tr * group]``, for gradients: the row blocks, of each query head of a group, that read
-  some column block of a tile at the zoom of the tile, in ascending order. An entry is
+- Tile lists ``[B or 1, Hkv, tiles, Tr * group]``, for the backward pass: the row blocks, of each query head of a group, that
+  read some column block of a tile at the zoom of the tile, in ascending order. An entry is
   ``(row block * group + query head in the group) << 8 | columns``, with a bit in ``columns`` for each column block that is
   read. Lengths ``[B or 1, Hkv, tiles, 2]``: entries that need no mask, which come last, and all entries.
 
-A tile covers neighbouring column blocks at one level (:mod:`msattn.kernels.multiscale_attention.levels`). Hm is the number of
-heads of the zoom map; B is the batch if sequences differ in padding or zoom. Prefix: p_ pointer.
+A tile covers adjacent column blocks at one level (:mod:`msattn.kernels.multiscale_attention.levels`). Hm is the number of heads
+of the zoom map. The first dimension is B if sequences differ in padding or zoom, else 1. Prefix: p_ pointer.
 """
 
 import torch
@@ -65,7 +65,7 @@ def tile_lists(
 
 
 def _expand_batch(zoom: Tensor, kv_start: Tensor | None) -> Tensor:
-    """Expands a shared map if padding makes causal limits differ by sequence."""
+    """Expands a map that sequences share, if padding makes their causal limits differ."""
     return zoom if kv_start is None else zoom.expand(kv_start.shape[0], -1, -1, -1)
 
 
@@ -82,7 +82,7 @@ def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, r
 
 @triton.jit
 def _visible_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Counts the column blocks that the row block at t0 sees, and the full ones.
+    """Returns the numbers of column blocks that the row block at t0 sees, and sees in full.
 
     Full blocks have no key after a query of the row block, so that they may be pooled.
     """
@@ -125,7 +125,7 @@ def _row_lists_kernel(
         zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
         found = tl.sum(_pack_count(_effective_zoom(zoom, c, end, full_end)), 0)
         n8, n4, n2, n1 = n8 + _unpack(found, 3), n4 + _unpack(found, 2), n2 + _unpack(found, 1), n1 + _unpack(found, 0)
-    cut = keys // BLOCK  # the column block that is cut by the end of the sequence, if any
+    cut = keys // BLOCK  # the partial column block at the end of the sequence, if any
     last = _effective_zoom(tl.load(p_zoom + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, full_end)
     missing = BLOCK - keys % BLOCK
     p_counts += row * 4
@@ -156,9 +156,9 @@ def _level(zoom):
 
 @triton.jit
 def _pack_count(zoom):
-    """Returns four 16-bit counters in one integer, with 1 in the counter of ``zoom``.
+    """Returns four 16-bit counters in one int64, with a 1 in the counter of ``zoom``.
 
-    One sum then counts all four zooms. Blocks that are not read give 0.
+    A single sum then counts all four zooms. Blocks that are not read have 0 in all counters.
     """
     read = (tl.full([], 0b100010110, tl.int32) >> zoom) & 1
     return read.to(tl.int64) << (16 * _level(zoom))
@@ -176,7 +176,7 @@ def _tile_lists_kernel(
     num_queries, num_keys, entries, col_blocks, offset, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program lists the readers of one tile."""
+    """One program lists the row blocks that read one tile."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     level, number = level_of_tile(tile, col_blocks, COLUMNS > 1)
