@@ -1,19 +1,18 @@
 """Decoding step of Multi-Token Attention: the newest query over a long cache.
 
-The result is the last row of :mod:`msattn.kernels.conv_attention.operation`. With the last c_q queries ``q_a``, of which ``a =
-c_q
-- 1`` is the newest, at position i, and ``p = (c_k - 1) // 2``::
+The result is the last row of :mod:`msattn.kernels.conv_attention.operation`. Let ``q_a`` be the last c_q queries, of which
+``q_(c_q - 1)`` is the newest, at position i, and ``p = (c_k - 1) // 2``::
 
     A[j] = sum_c U_c[j - p + c]         U_c[k'] = sum of W[a, c] scale * q_a . k_k' over the a with k' <= i - (c_q - 1) + a
     out  = softmax over keys j <= i of A[j], times v_j
 
-The weights are applied to the queries, ``x_c = sum_a W[a, c] q_a``, so that ``U_c = x_c . k`` is a single product for all taps.
-Its columns must then be shifted against each other along the keys. To shift within one thread, a program processes 32 streams,
-each a contiguous range of keys, at two keys per step: one thread holds the taps of a stream and head, and tap c adds to the
-result that is c keys away, in the same step or, from registers, in a later one. Only the c_k - 1 keys after a stream are read
-twice, so that the memory traffic is that of dense decoding: keys and values once. The alternatives are slower: products with
-shifted keys read each key c_k times, and shifting tiles of U through shared memory or between threads takes longer than reading
-the keys.
+The weights are applied to the queries, ``x_c = sum_a W[a, c] q_a``, so that ``U_c = x_c . k`` is a single product for all taps
+(columns c of the kernel). The columns of U must then be shifted against each other along the keys. To shift within a thread, a
+program processes 32 streams, each a contiguous range of keys, at two keys per step. One thread holds all taps of a stream and
+head: it adds tap c to the result c keys away, which is completed in the same step, or kept in registers until a later one. Only
+the c_k - 1 keys after a stream are read twice, so that the memory traffic is that of dense decoding: keys and values once. The
+alternatives are slower: products with shifted keys read each key c_k times, and shifting tiles of U through shared memory or
+between threads takes longer than reading the keys.
 
 For the last c_q - 1 keys some ``q_a`` count as 0. The results that involve these keys are computed by a separate program, which
 multiplies shifted keys by the unweighted queries.
@@ -44,8 +43,8 @@ from msattn.kernels.common.splits import choose_splits, merge_splits
 from msattn.kernels.types import Backend
 
 STREAMS = 32  # 4 warps of 8 rows: one thread then holds the taps of a stream and head
-# fp32 products as three TF32 products, accurate to about 21 bits. In full fp32, on CUDA cores, Triton 3.6 computes 8 and 32
-# columns of taps incorrectly.
+# fp32 products are three TF32 products, accurate to about 21 bits. With "ieee" (CUDA cores), Triton 3.6 returns wrong products
+# for 8 and 32 columns of taps.
 PRECISION = "tf32x3"
 
 
@@ -149,7 +148,7 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     group, taps, cols = q_heads // kv_heads, weight.shape[2], padded_head(head)
     head_blocks = triton.cdiv(group, 4)
-    # Pipeline stages and programs per SM, by the bytes of a head (64 columns: four fit, but three gives better splits).
+    # Pipeline stages and programs per SM, by the bytes of a head. For 64 columns four programs fit, but three split better.
     stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
     blocks, slots = batch * kv_heads * head_blocks, programs * num_processors(q_window.device)
     splits = 1 + (
@@ -189,7 +188,7 @@ def _split_kernel(
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
     end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
-    oldest = end - WINDOW  # position of the window's first query, which later keys do not see
+    oldest = end - WINDOW  # position of the window's first query, which does not see later keys
     tail = tl.maximum(oldest + 1 - (TAPS - 1 - before), start)  # first result that involves such a key
 
     m_d = tl.arange(0, BD) < HEAD
@@ -251,7 +250,7 @@ def _stream_keys(
         u = tl.reshape(u, [BW, 4, 2 * BC])
         sums = ()
         for d in tl.static_range(TAPS + 1):
-            # The mask is known at compile time and adding -0 changes nothing, so that few additions remain.
+            # The mask is a compile-time constant, and adding -0.0 is an identity, so that the compiler drops most additions.
             total = tl.sum(tl.where((ahead == d)[None, None, :], u, -0.0), 2)
             if d < TAPS - 1:
                 total += pending[d]
@@ -296,7 +295,7 @@ def _tail_keys(
 ):  # fmt: skip
     """Processes the results from ``tail`` on, fewer than 64, by one product per tap.
 
-    A query contributes for the keys that it sees.
+    A query contributes only to scores of keys that it sees.
     """
     row, o_d = tl.arange(0, 4 * BA), tl.arange(0, BD)
     m_d = o_d < HEAD

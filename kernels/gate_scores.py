@@ -4,9 +4,9 @@
     scores[r, c] = exp(gq_r . gk_c / sqrt(hidden)) / sum over the visible c' of exp(gq_r . gk_c' / sqrt(hidden))
 
 Inputs are queries and keys before RoPE (section 3.1 of the paper). There are five launches: queries and keys are pooled
-(:mod:`msattn.kernels.common.block_pooling`), then projected and rotated; then a program owns some rows of one head's map and
-passes over their visible columns twice, first for the sums. Logits are not stored. Products are nearly as accurate as fp32:
-each is computed as three TF32 products. Prefix: p_ pointer.
+(:mod:`msattn.kernels.common.block_pooling`), then projected and rotated (RoPE). In the last kernel a program owns some rows of
+one head's map and computes their visible logits twice, first for maxima and sums, then to write probabilities, so that logits
+are not stored. Products are three TF32 products each, nearly as accurate as fp32. Prefix: p_ pointer.
 """
 
 import torch
@@ -36,7 +36,7 @@ def gate_scores(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Computes block probabilities of each row block and gate head (causal).
+    """Computes the gate's causal block probabilities of each row block and gate head.
 
     Parameters
     ----------
@@ -63,8 +63,8 @@ def gate_scores(
     Returns
     -------
     Tensor
-        fp32 (fp64) ``[B, Hg, ceil(N / block), ceil(M / block)]``: rows sum to 1; 0 for blocks that are not
-        visible, and in rows without visible blocks.
+        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / block)]``. Rows sum to 1; blocks that are
+        not visible, and rows without visible blocks, are 0.
 
     Raises
     ------
@@ -215,10 +215,10 @@ def _project_kernel(
     for _part in tl.range(0, PARTS):  # type: ignore[misc]
         for start in tl.range(0, WIDTH, CHUNK):  # type: ignore[misc]
             w = start + tl.arange(0, CHUNK)[None, :]
-            real = (pair < half)[:, None] & (w < WIDTH)
+            inside_weight = (pair < half)[:, None] & (w < WIDTH)
             x = tl.load(p_row + w, mask=(t < blocks)[:, None] & (w < WIDTH), other=0.0)
-            first = tl.dot(x, tl.trans(tl.load(p_first + w, mask=real, other=0.0)), first, input_precision="tf32x3")
-            weight = tl.load(p_first + half * PARTS * WIDTH + w, mask=real, other=0.0)
+            first = tl.dot(x, tl.trans(tl.load(p_first + w, mask=inside_weight, other=0.0)), first, input_precision="tf32x3")
+            weight = tl.load(p_first + half * PARTS * WIDTH + w, mask=inside_weight, other=0.0)
             second = tl.dot(x, tl.trans(weight), second, input_precision="tf32x3")
         p_row += blocks.to(tl.int64) * WIDTH  # the next head
         p_first += WIDTH
@@ -228,9 +228,9 @@ def _project_kernel(
         cos, sin = tl.cos(angle), tl.sin(angle)
         first, second = first * cos - second * sin, second * cos + first * sin
     p_out += ((b.to(tl.int64) * heads + h) * blocks + t[:, None]) * HIDDEN + pair[None, :]
-    kept = (t < blocks)[:, None] & (pair < half)[None, :]
-    tl.store(p_out, first * scale, mask=kept)
-    tl.store(p_out + half, second * scale, mask=kept)
+    inside = (t < blocks)[:, None] & (pair < half)[None, :]
+    tl.store(p_out, first * scale, mask=inside)
+    tl.store(p_out + half, second * scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows"])
@@ -258,13 +258,13 @@ def _map_kernel(
         l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
         m = m_new
     base = tl.where(m == float("-inf"), 0.0, m)
-    share = 1.0 / tl.where(l > 0, l, 1.0)
+    inverse_sum = 1.0 / tl.where(l > 0, l, 1.0)
 
     p_scores += (head * rows + r[:, None]) * cols
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
         s = _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
         c = start + tl.arange(0, COLS)[None, :]
-        tl.store(p_scores + c, tl.exp2(s - base[:, None]) * share[:, None], mask=(r < rows)[:, None] & (c < cols))
+        tl.store(p_scores + c, tl.exp2(s - base[:, None]) * inverse_sum[:, None], mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
         c = start + tl.arange(0, COLS)[None, :]
         tl.store(p_scores + c, tl.zeros([ROWS, COLS], tl.float32), mask=(r < rows)[:, None] & (c < cols))
