@@ -1,4 +1,4 @@
-"""``msattn finetune``: trains a whole model on long text and writes it as a Hugging Face folder, with its gates beside it.
+"""``msattn finetune``: trains a whole model on long text and writes it as a Hugging Face folder, and its gates as an artifact.
 
 Training takes 16 bytes per parameter. With ``train.fsdp`` the ranks shard them, and gather the weights of a layer when it runs.
 """
@@ -34,7 +34,7 @@ from msattn.trainer.training.tracker import Tracker
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FACTS = "training.json"  # origin of the model; a folder without this file was written by others and is never replaced
+FACTS = "training.json"  # origin of the model; a folder without this file was not written by msattn and is never replaced
 HELDOUT_CHUNKS = 4
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, and two moments of AdamW
 DDP_BYTES_PER_PARAMETER = 4  # DDP's communication buckets hold a copy of the gradients
@@ -47,21 +47,22 @@ SDPA_PRIORITY = [  # fastest first; PyTorch's own order has cuDNN last
 
 
 def finetune(cfg: FinetuneConfig) -> Path:
-    """Trains a whole model and writes it as a Hugging Face folder, its gates beside it; the job of ``msattn finetune``.
+    """Trains a whole model and writes the model and its gates; the job of ``msattn finetune``.
 
     Returns
     -------
     Path
-        ``outputs/<model.name>/<name>/model``: weights, config with the RoPE scaling, tokenizer, ``training.json``. The gates
-        of the trained model are in ``gate`` beside it, checkpoints and metrics in ``runs/finetune``.
+        ``outputs/<model.name>/<name>/model``, a Hugging Face folder: weights, config with the RoPE scaling, tokenizer,
+        ``training.json``. The gates of the trained model are in the sibling folder ``gate``, checkpoints and metrics in
+        ``runs/finetune``.
 
     Raises
     ------
     UserError
         Before training: the folder exists, gates are missing or made for another model, chunks are longer than the model's
-        positions, the model is too large for the memory, or ``train.fsdp`` has less than two GPUs. Later: out of memory.
+        positions, the model is too large for the memory, or ``train.fsdp`` has fewer than two GPUs. Later: out of memory.
     TrainingDiverged
-        A loss is not finite. The last good checkpoint is kept.
+        A loss is not finite. The last complete checkpoint is kept.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "model")
     _check_folders(cfg, folder)
@@ -178,7 +179,7 @@ def heldout_loss(tuner: FineTuner, chunks: data.Chunks) -> dict[str, float]:
 
 
 def _check_folders(cfg: FinetuneConfig, folder: Path) -> None:
-    """Refuses to overwrite the model or gates that training starts from, and folders that msattn did not write."""
+    """Raises UserError if the result would replace the model or gates that training starts from, or foreign files."""
     artifacts.check_writable(folder, cfg.overwrite, marker=FACTS)
     replaced = {"model.path": (cfg.model.path, folder)} if cfg.model.init == "pretrained" else {}
     if cfg.sparse:
@@ -203,7 +204,7 @@ def _num_ranks() -> int:
 
 
 def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
-    """Refuses ``train.fsdp`` without several GPUs."""
+    """Raises UserError for ``train.fsdp`` without several GPUs."""
     if cfg.train.fsdp and device.type != "cuda":
         raise UserError("train.fsdp=true: accelerate shards weights on GPUs only; set train.fsdp=false on a CPU")
     if cfg.train.fsdp and _num_ranks() == 1:
@@ -214,7 +215,7 @@ def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
 
 
 def _check_memory(cfg: FinetuneConfig, model: "PreTrainedModel", device: torch.device) -> None:
-    """Refuses weights and optimizer state that exceed the memory of the GPU, before the first step."""
+    """Raises UserError, before the first step, if weights and optimizer state exceed the memory of the GPU."""
     if device.type != "cuda":
         return
     ranks = _num_ranks()
@@ -233,7 +234,7 @@ def gather_weights(module: nn.Module, dtype: torch.dtype, *, keep: bool = True) 
 
     Parameters
     ----------
-    keep : return them on this rank; otherwise the result is empty.
+    keep : True returns them on this rank; otherwise the result is empty.
     """
     weights = {}
     for name, tensor in module.state_dict().items():
@@ -269,7 +270,7 @@ def _write_model(
 
 
 def _write_trained_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: data.Chunks, heldout: data.Chunks) -> None:
-    """Calibrates the gates on the trained model in ``folder``, measures their recall and writes them beside it."""
+    """Calibrates the gates on the trained model in ``folder``, measures their recall and writes them to a sibling folder."""
     release_memory()  # of the optimizer state
     source = replace(cfg.model, path=str(folder), init="pretrained", revision=None, rope_scaling=None)
     loaded = models.load(source, device=cfg.device, dtype=cfg.dtype)

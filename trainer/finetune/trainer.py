@@ -1,9 +1,8 @@
-"""A language model in training, with dense attention or attention over the blocks that gates select.
+"""Long-context fine-tuning of a language model (SeerAttention, sections 4.3 and 5.2), with sparse or dense attention.
 
-Long-context fine-tuning of SeerAttention (sections 4.3 and 5.2). The language model's loss trains the weights through
-``block_sparse_attention`` over the top-k blocks by the gates' scores. The gates are trained on the block map at the same time,
-with detached inputs. Weights are float32: bfloat16 keeps 8 bits, and would round away an update of 1e-5 of a weight's
-magnitude. Matrix products run in bfloat16 under autocast.
+The language model's loss trains the weights through ``block_sparse_attention`` over the top-k blocks by the gates' scores. The
+gates are trained on the block map at the same time, with detached inputs. Weights are float32, because bfloat16 has 8
+significant bits and would round away an update of 1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -51,8 +50,8 @@ class FineTuner(nn.Module):
 
     Parameters
     ----------
-    model : trained; its weights are fp32.
-    gate : trained jointly, and selects the blocks that are read; None: attention is dense.
+    model : the trained language model, with fp32 weights.
+    gate : gates that select the blocks that are read and are trained jointly; None for dense attention.
     select : selection of blocks by the gate's scores.
     gate_weight : weight of the gates' loss in the sum with the language model's.
     dtype : dtype of matrix products, float32 or bfloat16.
@@ -72,14 +71,14 @@ class FineTuner(nn.Module):
             use_dense_attention(model)
 
     def attached(self) -> AbstractContextManager[None]:
-        """Context in which the model's attention is :meth:`gated_attention`, if there are gates.
+        """Returns a context in which the model's attention is :meth:`gated_attention`, if there are gates.
 
         It must include the backward pass, in which activation checkpointing runs the layers again.
         """
         return nullcontext() if self.gate is None else tap(self.model, self.gated_attention)
 
     def forward(self, input_ids: Tensor, weights: Tensor | None = None) -> dict[str, Any]:
-        """Computes the loss of ``input_ids`` int64 ``[B, N]``; ``weights`` fp32 ``[B, N]`` are those of the tokens (None: 1).
+        """Computes the loss of ``input_ids`` int64 ``[B, N]``, with token ``weights`` fp32 ``[B, N]`` (None: all 1).
 
         Returns
         -------
@@ -125,7 +124,7 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
     with torch.no_grad():
         pooled = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start).pooled
     visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-    # The identity hooks hide these tensors from a checkpoint around the layer, which would miss them in the second run.
+    # The identity hooks hide these tensors from a checkpoint around the layer, whose recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         logits = gate.logits(x)
         loss = gate_loss(logits, pooled, visible, gate.cfg)
@@ -139,7 +138,7 @@ def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Ten
     """Computes the weighted mean cross-entropy (nats) of each sequence, and their mean.
 
     The result does not depend on how a batch is split into micro-batches and among ranks. Logits are computed for a slice of
-    the tokens at a time, in the backward pass too.
+    the tokens at a time, also in the backward pass.
 
     Parameters
     ----------
@@ -161,7 +160,7 @@ def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Ten
 
 
 def checkpoint_activations(model: "PreTrainedModel") -> None:
-    """Keeps only the input of each layer for the backward pass, which runs the layer again."""
+    """Enables activation checkpointing: only the input of each layer is kept, and the backward pass runs the layer again."""
     # The second name is for transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

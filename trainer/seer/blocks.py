@@ -24,7 +24,7 @@ class RowSpan(NamedTuple):
 def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> RowSpan:
     """Returns the row blocks of the last ``num_queries`` of ``num_keys`` positions (bottom-right aligned)."""
     steps = torch.arange(0, num_queries, block_size, device=device)[None]
-    if kv_start is None and num_queries <= num_keys:  # no block is empty: the time goes mostly into launches, here fewer
+    if kv_start is None and num_queries <= num_keys:  # no block is empty, and this form needs fewer kernel launches
         first = steps + (num_keys - num_queries)
         return RowSpan(first, (first + (block_size - 1)).clamp(max=num_keys - 1))
     start = torch.zeros(1, dtype=torch.long, device=device) if kv_start is None else kv_start.long()
@@ -41,9 +41,10 @@ def visible_blocks(num_queries: int, num_keys: int, block_size: int, kv_start: T
 def visible_and_diagonal(
     num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Returns the visible blocks, and those of them that hold the row block's own tokens: bool ``[B | 1, 1, Tr, Tc]`` each.
+    """Returns the visible blocks, and the diagonal ones among them: bool ``[B | 1, 1, Tr, Tc]`` each.
 
-    A row has one diagonal block, or two where its queries start inside a column block. Every query sees a key in them.
+    Diagonal blocks hold the row block's own tokens: one per row, or two if its queries start inside a column block. Every query
+    sees a key in them.
     """
     rows = row_span(num_queries, num_keys, block_size, kv_start, device)
     starts = torch.arange(0, num_keys, block_size, device=device)
@@ -56,8 +57,8 @@ class Candidates:
 
     Attributes
     ----------
-    visible, always : bool ``[B | 1, 1, Tr, Tc]``, blocks that may be read, and those of them that must be read: one or more
-        in each row that sees a key.
+    visible, always : bool ``[B | 1, 1, Tr, Tc]``, the blocks that may be read, and those among them that must be read, at
+        least one in each row that sees a key.
     """
 
     def __init__(self, visible: Tensor, always: Tensor) -> None:
@@ -81,10 +82,11 @@ def candidate_blocks(
 ) -> Candidates:
     """Returns the visible blocks, of which the diagonal ones and the first ``sink_blocks`` must be read.
 
-    Without padding the result depends on shapes alone and is cached for the other layers: it takes longer than selecting.
+    Without padding the result depends only on shapes and is cached for the other layers, because computing it takes longer than
+    the selection.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if kv_start is not None or capturing:  # tensors of a CUDA graph are empty until its replay
+    if kv_start is not None or capturing:  # tensors captured in a CUDA graph have no values until its replay
         return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, sink_blocks)
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
         return _unpadded_candidates(num_queries, num_keys, block_size, device, sink_blocks)

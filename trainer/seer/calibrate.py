@@ -1,9 +1,9 @@
-"""Calibrated thresholds: they read a given share of blocks on average, and more in the rows and heads that need more.
+"""Calibrated thresholds, which select a given share of the blocks on average, and more in rows and heads that need more.
 
-Top-k reads the same share in each row of each head. Here each row reads only a part of that share by top-k (``FLOOR``). One
-threshold per layer on the gate's block probabilities spends the rest where the probabilities are high: many blocks in early
-rows, few where attention is sharp. The threshold for each sparsity is measured on text once and stored with the gate. The
-selection of a row does not depend on later rows.
+Top-k reads the same share in each row of each head. Here top-k reads only a part of that share in each row (``FLOOR``), and one
+threshold per layer adds the blocks whose probability under the gate is high: many in early rows, few where attention is sharp.
+The threshold for each sparsity is measured once on text and stored with the gate. The selection of a row does not depend on
+later rows.
 """
 
 from collections.abc import Iterable
@@ -37,8 +37,8 @@ def calibrate(
 
     Parameters
     ----------
-    chunks : this rank's items ``{"input_ids": int64 [N]}``, of training text, never of text that is tested on.
-    floor : part of its top-k share that each row keeps, in [0, 1].
+    chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
+    floor : part of its top-k share that each row reads regardless of the threshold, in [0, 1].
 
     Returns
     -------
@@ -58,16 +58,17 @@ def calibrate(
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
     counts = cast(Tensor, reduce(counts, "sum"))  # over ranks: integers, so the order does not change the sum
-    return {"floor": floor, "sparsities": list(SPARSITIES), "layers": [thresholds(of_layer) for of_layer in counts.cpu()]}
+    layers = [thresholds(layer_counts) for layer_counts in counts.cpu()]
+    return {"floor": floor, "sparsities": list(SPARSITIES), "layers": layers}
 
 
 def floor_policy(sparsity: float, floor: float) -> TopK:
-    """Returns the top-k policy by which each row reads blocks below the threshold too."""
+    """Returns the top-k policy for the part of its share that each row reads regardless of the threshold."""
     return TopK(1 - (1 - sparsity) * floor)
 
 
 def histogram(scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-    """Counts visible blocks by log2 of their score: float64 ``[BINS]``. Blocks of ``always`` fall into the last bin."""
+    """Counts visible blocks by log2 of their score: float64 ``[BINS]``. Blocks in ``always`` are counted in the last bin."""
     logs = scores.masked_fill(always, 1).log2().clamp_(LOWEST, 0)
     return logs.masked_fill_(~visible, LOWEST - 1).histc(BINS, LOWEST, 0).double()  # histc leaves out values below LOWEST
 
@@ -75,7 +76,7 @@ def histogram(scores: Tensor, visible: Tensor, always: Tensor) -> Tensor:
 def thresholds(counts: Tensor) -> list[float]:
     """Returns the largest threshold that reads enough blocks for each of ``SPARSITIES``.
 
-    ``counts`` float64 ``[len(SPARSITIES), BINS]`` has the histogram of a sparsity in each row.
+    Each row of ``counts``, float64 ``[len(SPARSITIES), BINS]``, is the histogram for one sparsity.
     """
     read = counts.flip(1).cumsum(1)
     needed = (1 - torch.tensor(SPARSITIES, dtype=torch.float64))[:, None] * read[:, -1:]

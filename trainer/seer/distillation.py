@@ -1,8 +1,8 @@
 """Distillation of the frozen model's block maps into gates (SeerAttention, section 4).
 
 The teacher runs without an autograd graph. In each layer one kernel call computes attention and block map, and the gate's loss
-and gradients follow at once; only these small gradients are kept until the end of the pass. So training needs the memory of
-inference, and ``loss.backward()`` works as in any other training loop.
+and gradients are computed at once; only these small gradients are kept until the end of the pass. Training therefore needs
+hardly more memory than inference, and ``loss.backward()`` works as in any other training loop.
 """
 
 from collections import defaultdict
@@ -60,7 +60,7 @@ def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) 
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """A loss whose gradients were computed before; ``backward`` passes them to the parameters."""
+    """A loss whose gradients were computed in the forward pass; ``backward`` passes them to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -78,13 +78,14 @@ class GateDistiller(nn.Module):
 
     Parameters
     ----------
-    gate : trained; the only registered submodule, so that nothing else is saved and synchronized.
-    teacher : frozen, and not a registered submodule.
+    gate : the trained module and the only registered submodule, so that nothing else is saved and synchronized.
+    teacher : the frozen model, which is not a registered submodule.
 
     Notes
     -----
-    Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time. In the shape of Llama-3.1-8B
-    that is less than the hidden activations of the MLP, up to about 256k tokens, so the peak is that of inference plus gates.
+    Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time. For the shape of Llama-3.1-8B
+    and up to about 256k tokens that is less than the hidden activations of the MLP, so peak memory is that of inference plus
+    the gates.
     """
 
     def __init__(self, gate: Gate, teacher: "PreTrainedModel") -> None:
@@ -162,7 +163,7 @@ def gate_recall(
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
     merged: dict[str, list[float]] = defaultdict(list)
-    for of_rank in gather_object([{name: torch.stack(values).tolist() for name, values in recalls.items()}]):
-        for name, values in of_rank.items():
+    for rank_recalls in gather_object([{name: torch.stack(values).tolist() for name, values in recalls.items()}]):
+        for name, values in rank_recalls.items():
             merged[name] += values
     return {name: fmean(values) for name, values in merged.items()}

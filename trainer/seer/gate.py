@@ -1,7 +1,7 @@
 """AttnGate: scores of key blocks for each query block, from pooled queries and keys (SeerAttention, section 3.1).
 
-In each layer and head, de-roped queries and keys are pooled over blocks, projected, and rotated by the gate's own RoPE at the
-first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
+In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated by the gate's own RoPE at
+the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
 """
 
 from dataclasses import asdict
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
-INITIAL_SCALE = 0.5  # of queries and of keys: initial logits are a quarter of the scaled products of block means
+INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
 def frequency_matched_projection(head_dim: int, hidden: int) -> Tensor:
     """Returns the projection ``[hidden, head_dim]`` that keeps each rotated pair of dimensions at its RoPE frequency.
 
     Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair ``j * head_dim / hidden`` of the
-    model. The factor keeps the magnitude of products scaled by ``hidden ** -0.5`` when ``hidden`` is not ``head_dim``.
+    model. The weights are scaled so that products scaled by ``hidden ** -0.5`` keep their magnitude when ``hidden`` is not
+    ``head_dim``.
     """
     pairs = torch.arange(hidden // 2) * head_dim // hidden
     source = torch.cat([pairs, pairs + head_dim // 2])
@@ -53,9 +54,10 @@ class AttnGate(nn.Module):
 
     Notes
     -----
-    Weights are initialized to scaled identities: all poolings have equal weight, in the dimensions of the same frequency. So an
-    untrained gate ranks blocks by the scores of their means (or mid-ranges), not at random. ``INITIAL_SCALE`` flattens these
-    scores, because the target is flatter: the maxima of a row block come from different queries, each with its own best column.
+    Weights are initialized to scaled identities that give all poolings equal weight and keep each dimension at its RoPE
+    frequency. An untrained gate therefore ranks blocks by the scores of their means (or mid-ranges), not at random.
+    ``INITIAL_SCALE`` flattens these scores, because the target is flatter: the maxima of a row block come from different
+    queries, each with its own best column.
     """
 
     def __init__(self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig) -> None:
@@ -94,7 +96,8 @@ class AttnGate(nn.Module):
         Returns
         -------
         Tensor
-            fp32 ``[B, Hg, Tr, Tc]``, where ``Hg`` is the number of query heads (or key/value heads).
+            fp32 ``[B, Hg, Tr, Tc]``, where ``Hg`` is the number of gate heads: of query heads or, with ``heads="kv"``, of
+            key/value heads.
         """
         with torch.no_grad():
             pooled_q, pooled_k = self.pooled_inputs(q_nope, k_nope, kv_start)
@@ -117,7 +120,7 @@ class AttnGate(nn.Module):
 
 
 class Gate(nn.Module):
-    """Gates of all layers of a model, trained by ``msattn train-gate`` and served by ``msattn.attach``.
+    """Gates of all layers of a model, trained by ``msattn train-gate`` and used by ``msattn.attach``.
 
     Attributes
     ----------

@@ -10,8 +10,8 @@ from torch import Tensor
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.seer.blocks import visible_blocks
 
-MAX_SIDE = 256  # pixels; maps with more blocks are max-pooled to it
-SMALLEST_SHARE = 1e-4  # of a row; smaller shares have the same colour
+MAX_SIDE = 256  # pixels; larger maps are max-pooled to this size
+SMALLEST_SHARE = 1e-4  # share of a row; smaller shares have the same colour
 DPI = 120
 INVISIBLE = "#E3E3E3"
 
@@ -50,8 +50,8 @@ class BlockMaps:
         visible = visible_blocks(x.num_queries, x.num_keys, block_size, x.kv_start, x.q.device)
         shown = _thumbnail(visible[0, 0].float()) > 0
         for head in evenly_spaced(self.num_heads, 2):
-            of_head = [each[0, head * each.shape[1] // self.num_heads].float() for each in (true, gate, read)]
-            self.maps[x.layer, head] = [_thumbnail(each).masked_fill(~shown, torch.nan).cpu() for each in of_head]
+            head_maps = [each[0, head * each.shape[1] // self.num_heads].float() for each in (true, gate, read)]
+            self.maps[x.layer, head] = [_thumbnail(each).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
 
     def save(self, path: Path, titles: tuple[str, str, str]) -> None:
         """Writes a PNG file with a row of pictures for each head, under the column ``titles``."""

@@ -1,7 +1,7 @@
-"""Policies select blocks by their scores: ``policy(scores, candidates)`` returns a block mask or a zoom map.
+"""Policies that select blocks by their scores: ``policy(scores, candidates)`` returns a block mask or a zoom map.
 
 ``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a probability distribution over the visible blocks. ``candidates`` holds the
-blocks that may be read, and those that must be.
+blocks that may be read, and those that must be read. In a zoom map, a block at zoom z is read at 1 / z of its tokens.
 """
 
 import math
@@ -19,9 +19,9 @@ ZOOMS = (1, 2, 4, 8)
 
 
 class Policy(Protocol):
-    """Returns ``[B, H, Tr, Tc]``, a mask or zooms.
+    """Interface of a policy, which returns a mask or a zoom map ``[B, H, Tr, Tc]``.
 
-    A mask is bool, True in ``candidates.always`` and False outside of ``candidates.visible``. Zooms are uint8, 1 in
+    A mask is bool, True in ``candidates.always`` and False outside of ``candidates.visible``. A zoom map is uint8, 1 in
     ``candidates.always`` and 0 (skip) outside of ``candidates.visible``.
     """
 
@@ -30,7 +30,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class TopK:
-    """The best ``max(1, round((1 - sparsity) * v))`` of the ``v`` visible blocks of each row and head."""
+    """Selects the best ``max(1, round((1 - sparsity) * v))`` of the ``v`` visible blocks of each row and head."""
 
     sparsity: float
 
@@ -40,7 +40,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The best blocks of each row and head that together hold ``tokens`` keys, at least one block."""
+    """Selects the best blocks of each row and head that together hold ``tokens`` keys, at least one block."""
 
     tokens: int
     block_size: int
@@ -52,7 +52,7 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Every block whose score is at least ``threshold``."""
+    """Selects every block whose score is at least ``threshold``."""
 
     threshold: float
 
@@ -62,7 +62,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The blocks of each row that ``floor`` selects, and every block that reaches ``threshold``."""
+    """Selects the blocks of each row that ``floor`` selects, and every block whose score reaches ``threshold``."""
 
     floor: TopK
     threshold: Threshold
@@ -73,7 +73,7 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Nucleus:
-    """The fewest blocks of each row whose scores sum to ``mass``, those that are always read included."""
+    """Selects the fewest blocks of each row whose scores sum to ``mass``, including those that are always read."""
 
     mass: float
 
@@ -87,7 +87,7 @@ class Nucleus:
 
 @dataclass(frozen=True)
 class Multiscale:
-    """The best blocks whole, the next ones at a half, a quarter and an eighth of their tokens; the rest is skipped.
+    """Selects the best blocks whole, the next ones at a half, a quarter and an eighth of their tokens, and skips the rest.
 
     ``shares`` of the visible blocks of each row and head are read at zoom 1, 2, 4 and 8. Blocks that must be read are read
     whole and count within the first share.

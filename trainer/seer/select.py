@@ -60,7 +60,10 @@ QUEST_CHUNK_BYTES = 2**28
 
 
 class Scorer(Protocol):
-    """Block scores of one layer: fp32 ``[B, Hq | Hkv, Tr, Tc]``, rows sum to 1 over visible blocks, 0 elsewhere."""
+    """Interface of a scorer, which returns the block scores of a layer: fp32 ``[B, Hq | Hkv, Tr, Tc]``.
+
+    Rows sum to 1 over the visible blocks and are 0 elsewhere.
+    """
 
     @property
     def block_size(self) -> int: ...
@@ -70,7 +73,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class GateScores:
-    """The trained gate's block probabilities."""
+    """Scores blocks by the probabilities of a trained gate."""
 
     gate: "Gate"
 
@@ -84,7 +87,7 @@ class GateScores:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The true block map, max-pooled attention probabilities, which is the target of a gate's training."""
+    """Scores blocks by the true block map (max-pooled attention probabilities), which is the target of a gate's training."""
 
     block_size: int = 64
 
@@ -95,7 +98,7 @@ class Oracle:
 
 @dataclass(frozen=True)
 class Random:
-    """Uniform random scores, determined by seed, layer and shape."""
+    """Scores blocks by uniform random numbers, determined by seed, layer and shape."""
 
     block_size: int = 64
     seed: int = 0
@@ -109,7 +112,7 @@ class Random:
 
 @dataclass(frozen=True)
 class SinkLocal:
-    """The first block, then the nearest ones (the A shape of streaming attention), regardless of content."""
+    """Scores the first block highest, then the nearest ones (the A shape of StreamingLLM), regardless of content."""
 
     block_size: int = 64
 
@@ -123,7 +126,7 @@ class SinkLocal:
 
 @dataclass(frozen=True)
 class MeanPool:
-    """Softmax over the products of mean-pooled queries and keys after RoPE; needs no training."""
+    """Scores blocks by the softmax over products of mean-pooled queries and keys after RoPE; needs no training."""
 
     block_size: int = 64
 
@@ -137,7 +140,7 @@ class MeanPool:
 
 @dataclass(frozen=True)
 class Quest:
-    """Upper bounds on the scores of the row block's queries with the keys of a block; needs no training.
+    """Scores blocks by upper bounds on the scores of the row block's queries with a block's keys; needs no training.
 
     The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, is computed for each query, and the row
     block takes the largest. Row blocks are processed in chunks, so that the bounds of single queries never take more than
@@ -171,7 +174,7 @@ class Selection:
     ----------
     policy : one policy for all layers, or a sequence with one for each layer.
     scorer : source of the block scores.
-    sink_blocks : number of leading blocks that every row reads. They and the row's own (diagonal) block count within the
+    sink_blocks : number of leading blocks that every row reads. They and the row's own (diagonal) block count towards the
         policy's share.
     """
 
@@ -216,7 +219,7 @@ class Selection:
         return self.choose(self.scorer(x), x)
 
     def choose(self, scores: Tensor, x: "LayerInputs") -> Tensor:
-        """Same as :meth:`blocks`, from given scores, so that several policies can share them."""
+        """Returns the result of :meth:`blocks` for given scores, so that several policies can share them."""
         policy = self.policy[x.layer] if isinstance(self.policy, Sequence) else self.policy
         return policy(scores, self.candidates(x))
 

@@ -29,14 +29,15 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     Returns
     -------
     Path
-        ``outputs/<model.name>/<name>/gate``. Checkpoints, metrics and pictures of block maps are in ``runs/gate`` beside it.
+        ``outputs/<model.name>/<name>/gate``. Checkpoints, metrics and pictures of block maps are in the sibling folder
+        ``runs/gate``.
 
     Raises
     ------
     UserError
         Before training: the artifact exists, the model is not supported, or chunks are longer than its positions.
     TrainingDiverged
-        A loss is not finite. The message names the layer, and the last good checkpoint is kept.
+        A loss is not finite. The message names the layer, and the last complete checkpoint is kept.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate")
     artifacts.check_writable(folder, cfg.overwrite)
@@ -119,7 +120,7 @@ def write_gate(
     chunks: data.Chunks,
     metrics: dict[str, Any],
 ) -> None:
-    """Writes ``gate`` of the model ``loaded``, trained on ``chunks`` by the job of ``cfg``, as an artifact."""
+    """Writes the gates of the model ``loaded`` as an artifact; ``cfg`` is the job that trained them on ``chunks``."""
     artifacts.write(
         folder,
         kind="gate",

@@ -29,8 +29,8 @@ CAPTIONS = {
         "routings with each other. Every method gets the dense model's queries, keys and values."
     ),
     "recall_heads": (
-        "Attention mass read by each head, at the setting of each method that reads the fewest keys. A dark cell is a head that "
-        "loses most of its attention mass; retrieval may depend on a single head."
+        "Attention mass read by each head, at the setting of each method that reads the fewest keys. A dark cell is a head "
+        "that loses most of its attention mass; retrieval may depend on a single head."
     ),
     "needle": (
         "Share of the hidden numbers that are found, against the share of keys read. The upper left corner is best. Bars are "
