@@ -1,10 +1,10 @@
-"""Selection of blocks: masked softmax over blocks, and best blocks of each row.
+"""Selection of blocks: masked softmax over blocks, and the best blocks of each row.
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
-    best_blocks(scores)[r, c]   = c is among the counts[r] best visible blocks of row r, or its score reaches a threshold
+    best_blocks(scores)[r, c]   = c is visible, and in always, or among the counts[r] first blocks, or scores[r, c] >= threshold
 
-A program owns a row. The best blocks need no sort: bisection over the bits of the scores finds the smallest score to take. If
-this score is tied, the first blocks among the tied ones are taken. Prefix: p_ pointer.
+A program owns a row. The best blocks are found without sorting: bisection over the bits of the scores finds the smallest score
+to select. If this score is tied, the first of the tied blocks are selected. Prefix: p_ pointer.
 """
 
 import math
@@ -61,19 +61,19 @@ def best_blocks(
 ) -> Tensor:
     """Selects the ``counts`` best visible blocks of each row.
 
-    Blocks in ``always`` rank first, then blocks by score; the first of equal ones ranks higher.
+    Blocks in ``always`` rank first, the others by score. Of blocks with equal scores, the first ranks higher.
 
     Parameters
     ----------
     scores : Tensor ``[B, H, Tr, Tc]``
         fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 32,768 columns on the Triton backend.
     counts : Tensor int32 ``[B | 1, 1, Tr, 1]``
-        Number of blocks per row, 0 or more. Rows with fewer visible blocks take them all; rows with more blocks in ``always``
-        take all of those.
+        Number of blocks per row, 0 or more. A row with fewer visible blocks selects them all; a row with more visible blocks in
+        ``always`` selects all of those.
     visible, always : Tensor bool ``[B | 1, 1, Tr, Tc]``
         Blocks that may be selected, and those of them that must be.
     threshold : float
-        Visible blocks with at least this score are selected in addition, without limit.
+        Visible blocks with at least this score are selected in addition to the ``counts`` best.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -170,7 +170,7 @@ def _row_strides(x: Tensor) -> tuple[int, int]:
 
 
 def _warps(width: int) -> int:
-    """Returns the number of warps: 1 up to 1,024 columns, as its sums need no barrier."""
+    """Returns the number of warps: 1 up to 1,024 columns, where sums need no barrier."""
     return min(16, max(1, width // 1024))
 
 

@@ -1,14 +1,12 @@
-"""Decoding over a dense window and probed buckets.
-
-Algorithm 2 of SAAP (arXiv 2502.08246).
+"""Decoding over a dense window and probed buckets (SAAP, arXiv 2502.08246, Algorithm 2).
 
 One query group, the ``G = Hq / Hkv`` query heads of a key/value head, reads a list of keys::
 
-    [ first `sink` real keys | last `recent` keys | members of bucket probes[0] | members of probes[1] | ... ]
+    [ first `sink` keys | last `recent` keys | members of bucket probes[0] | members of probes[1] | ... ]
 
-No program materializes this list. For up to 64 probes at a time, each program computes the running sum of the bucket sizes,
-takes an even share of the list's positions, and finds the bucket of a position by comparing it with these sums. The time
-depends on the number of keys read, not on the largest bucket. A second kernel merges the partial results of the splits.
+This list is not materialized. For up to 64 probes at a time, each program computes the prefix sums of the bucket sizes, takes
+an equal part of the list's positions, and finds the bucket of a position by comparing it with these sums. The time depends on
+the number of keys read, not on the largest bucket. A second kernel merges the partial results of the splits.
 
 Tiles: BH query heads of a group (padded to the 16 rows that tensor cores need), BN keys, BD head size, BL probes.
 Prefix: p_ pointer. Grid: (split, key/value head, sequence); then the merge kernel.
@@ -57,7 +55,7 @@ def bucket_decode(
     """Computes a decoding step over the dense window and the keys of probed buckets.
 
     Every key counts once, even if the index lists it inside the dense window or a bucket is probed twice. Entries of the index
-    outside the real keys ``kv_start[b] <= j < kv_len[b]`` are skipped.
+    outside the sequence, ``kv_start[b] <= j < kv_len[b]``, are skipped.
 
     Parameters
     ----------
@@ -68,12 +66,12 @@ def bucket_decode(
     index : BucketIndex
         ``offsets`` int32 ``[B, Hkv, C + 1]``, ``order`` int32 ``[B, Hkv, n]``: cache positions, none in two buckets.
     probes : Tensor int32 ``[B, Hkv, L]``
-        Buckets to read, shared by a query group. -1 stands for no bucket; L may be 0.
+        Buckets to read, shared by a query group. -1 means no bucket; L may be 0.
     recent : int or Tensor int32 ``[B]``
-        Number of newest keys read exactly; a tensor if sequences differ, or if a captured CUDA graph must follow
-        its changes.
+        Number of newest keys that are always read; a tensor if sequences differ, or if it changes between replays of a CUDA
+        graph.
     sink : int
-        Number of first real keys read exactly.
+        Number of first keys after the padding that are always read.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
@@ -189,9 +187,9 @@ def launch(
 
 
 def default_tile(cols: int, itemsize: int) -> Tile:
-    """Returns tiles of at most 16 KiB.
+    """Returns a tile of at most 16 KiB.
 
-    Keys are behind two dependent loads, so that five stages give two buffers for each of K and V.
+    Two dependent loads, of an index entry and then of its key, use pipeline stages: five leave two buffers for K and V each.
     """
     return Tile(rows=16, keys=max(16, min(64, 16384 // (cols * itemsize))), warps=4, stages=5, programs=2)
 
@@ -199,7 +197,7 @@ def default_tile(cols: int, itemsize: int) -> Tile:
 def _distinct(probes: Tensor) -> Tensor:
     """Sorts probes and sets repetitions to -1.
 
-    The kernel detects repetitions among the probes that it processes at a time only.
+    The kernel itself detects repetitions only among the MAX_PROBES probes that it processes at a time.
     """
     probes = probes.sort(-1).values
     repeated = probes.diff(prepend=torch.full_like(probes[..., :1], -1)) == 0
@@ -261,7 +259,7 @@ def _split_kernel(
             window_key = tl.where(position < tl.minimum(window, stop), window_key, -1)
             m_listed = (position >= window) & (position < stop) & (listed >= 0) & (listed < num_listed)
             member = tl.load(order + listed, mask=m_listed, other=-1)
-            # Listed keys inside the dense window have been counted there.
+            # Keys of the index that are in the dense window are skipped, since the window has its own positions in the list.
             key = tl.where((member >= sink_end) & (member < recent_begin), member, window_key)
             live = key >= 0
             m_tile = live[:, None] & m_d[None, :]
@@ -282,8 +280,8 @@ def _split_kernel(
 def _bucket_ranges(probes, offsets, first, num_probes, num_buckets, BL: tl.constexpr):
     """Returns begin and size ``[BL]`` of buckets ``probes[first : first + BL]``.
 
-    The size is 0 for -1 and for repetitions. Repetitions are searched among these BL probes only: a loop over earlier ones,
-    inside the caller's loop, would hide the alignment of K and V from the compiler, which then loads two bytes at a time.
+    The size is 0 for -1 and for repetitions. Only these BL probes are compared with each other: a loop over earlier probes,
+    inside the caller's loop, would hide the alignment of K and V from the compiler, which would then load two bytes at a time.
     """
     slot = first + tl.arange(0, BL)
     bucket = tl.load(probes + slot, mask=slot < num_probes, other=-1)

@@ -2,14 +2,13 @@
 
     bucket[n] = argmax_c k_n . c          sums[c] = sum of the k_n with bucket[n] = c
 
-The two kernels serve all heads at once. Neither the products ``[M, C]`` nor the one-hot matrix that sums members is stored:
-both are computed tile by tile. A program of the first kernel owns BM keys and loops over the centroids. A program of the second
-owns BC buckets and loops over a split of the keys; its one-hot tile is a factor of a matrix product. There are no atomics:
-splits are added in their order.
+The two kernels process all heads at once. Neither the products ``[M, C]`` nor the one-hot matrix of the buckets is stored: both
+are computed tile by tile. A program of the first kernel owns BM keys and loops over the centroids. A program of the second owns
+BC buckets, loops over a split of the keys, and multiplies one-hot tiles with them. There are no atomics: splits are added in
+their order.
 
-Products are nearly as accurate as in fp32: 16-bit keys are exact factors, and an fp32 centroid is the sum of two 16-bit
-factors, ``high + low``, up to ``2 ** -18`` of itself in bf16 (less in fp16). The compiler multiplies fp32 factors in three
-passes of TF32.
+Products are nearly as accurate as in fp32. For 16-bit keys, an fp32 centroid is split into two 16-bit terms, ``high + low``,
+with an error of ``2 ** -18`` of itself in bf16 (less in fp16). For fp32 keys, products are three TF32 products.
 
 Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: p_ pointer, b_ tile, o_ offset, m_ mask. Grid: (key tile, head,
 sequence), then (bucket tile, head and sequence, split of the keys).
@@ -28,7 +27,7 @@ from msattn.kernels.types import Backend, BucketSums, NearestCentroid
 
 
 def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = None) -> NearestCentroid:
-    """Finds the centroid with the largest inner product with each key.
+    """Finds the centroid that has the largest inner product with each key.
 
     This partitions the keys into buckets (SAAP, arXiv 2502.08246).
 
@@ -37,16 +36,16 @@ def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = 
     k : Tensor ``[B, H, M, D]``
         Keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are not copied.
     centroids : Tensor fp32 ``[H, C, D]``
-        (fp64 for fp64 keys), finite, also after conversion to the dtype of the keys.
+        Centroids (fp64 for fp64 keys), finite, also after conversion to the dtype of the keys.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     NearestCentroid
-        ``buckets`` int32 and ``products`` fp32, both ``[B, H, M]``; the lowest number among equal products. The error of a
-        product is at most ``(2 ** -18 + 2 D * 2 ** -23) |k| |c|``, from the split of the centroids and the rounding of fp32
-        sums, so that the chosen centroid's exact product is within twice this bound of the largest.
+        ``buckets`` int32 and ``products`` fp32, both ``[B, H, M]``. Of equal products, the lowest centroid index is returned.
+        The error of a product is at most ``(2 ** -18 + 2 D * 2 ** -23) |k| |c|``, from the split of the centroids and the
+        rounding of fp32 sums. The exact product of the returned centroid is therefore within twice this bound of the largest.
 
     Raises
     ------
@@ -225,7 +224,7 @@ def _sums_kernel(
     buckets += sequence_head * num_keys
 
     total = tl.zeros([BC, BD], tl.float32)
-    # Counts are a product with ones, exact up to 2 ** 24 keys: a row sum of the tile would need a second register layout.
+    # Counts are a product with ones, exact up to 2 ** 24 keys, since a row sum of the tile would need another register layout.
     count = tl.zeros([BC, 16], tl.float32)
     ones = tl.full([BM, 16], 1.0, k.dtype.element_ty)
     begin = split * split_keys
