@@ -1,6 +1,6 @@
 """The schema of ``conf/``: a frozen dataclass for each Hydra group and each command.
 
-Hydra composes plain YAML. :func:`typed` merges the result into a dataclass, which refuses unknown keys and wrong types; each
+Hydra composes plain YAML. :func:`typed` merges the result into a dataclass and refuses unknown keys and wrong types; each
 ``__post_init__`` refuses values out of range. Sizes that differ by model are interpolations, e.g. ``${model.presets.recent}``.
 """
 

@@ -9,7 +9,7 @@ PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse",
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measurements of one operation. None is replaced by sizes for the machine: see ``conf/bench/default.yaml``.
+    """Measurements of one operation. None stands for a size that depends on the device: see ``conf/bench/default.yaml``.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class BenchConfig:
     kernels : queries x keys of a convolution, as in ``6x11``, each 1 to 32, for ``conv_attention`` and ``conv_decode``.
     peers : competing implementations to time; those that the operation or the machine lacks are skipped.
     sweep : time the kernel's candidate tiles instead of peers.
-    tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they replace the shipped.
+    tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they replace shipped tiles.
     """
 
     lengths: list[int] | None = None

@@ -24,7 +24,7 @@ class JobConfig:
     ----------
     outputs : root folder of all outputs.
     device : ``auto``, ``cpu`` or ``cuda``.
-    seed : of random weights, of the order of the data and of all sampling.
+    seed : seed of random weights, of the order of the data and of all sampling.
     """
 
     outputs: str = "outputs"
@@ -38,7 +38,7 @@ class JobConfig:
 
     @property
     def folder(self) -> Path:
-        """The folder of this run's outputs and of Hydra's ``runs``."""
+        """The folder of this run's outputs, which also holds Hydra's ``runs``."""
         raise NotImplementedError
 
 
@@ -116,7 +116,7 @@ class FitKMeansConfig(RunConfig):
 
 @dataclass(frozen=True)
 class ArtifactsConfig:
-    """Trained artifacts to read: a folder or Hub id each (None: the artifact of the same model and name, if there is one)."""
+    """Artifacts to read, as folders or Hub ids; None stands for the artifact of the same model and name, if there is one."""
 
     gate: str | None = None
     kmeans: str | None = None
@@ -145,14 +145,14 @@ class TrainQModelConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(RunConfig):
-    """``msattn finetune``; reads ``artifacts.gate`` and attends through these gates, unless ``select.sparsity=0``.
+    """``msattn finetune``; reads ``artifacts.gate`` for sparse attention, unless ``select.sparsity=0``.
 
     Attributes
     ----------
-    dtype : of matrix products and of the saved weights; training keeps float32 weights.
+    dtype : dtype of matrix products and of the saved weights; training keeps float32 weights.
     gate_weight : weight of the gates' loss; the language model's loss has weight 1.
-    tasks : share of the training chunks that are retrieval tasks, generated anew for every step; plain text seldom contains
-        such retrieval.
+    tasks : share of the training chunks that are retrieval tasks, generated anew for every step; plain text seldom needs
+        retrieval.
     """
 
     select: SelectConfig
@@ -175,7 +175,9 @@ class FinetuneConfig(RunConfig):
             require(self.select.policy == "topk", "select.policy", self.select.policy, "finetune trains with topk")
             require(self.select.scores == "gate", "select.scores", self.select.scores, "finetune trains with gate")
             below = self.select.dense_below
-            require(below in ("auto", 0), "select.dense_below", below, "auto or 0: finetune reads every chunk sparsely")
+            require(
+                below in ("auto", 0), "select.dense_below", below, "auto or 0: finetune uses sparse attention in every chunk"
+            )
             why = "only plain training (select.sparsity=0) is compiled"
             require(not self.train.compile, "train.compile", self.train.compile, why)
 
@@ -192,10 +194,10 @@ class ServingConfig(RunConfig):
     Attributes
     ----------
     select : scores and policy that select the blocks of prefill.
-    artifacts : gates and query classifiers; a k-means routes without training.
+    artifacts : gates and query classifiers, or a k-means, which routes without a classifier.
     probes : buckets that each decoded query reads.
     recent, sink : numbers of last and first keys that are always read.
-    dense_layers : layers that decode densely.
+    dense_layers : layers in which decoding reads every key.
     """
 
     select: SelectConfig
@@ -214,7 +216,7 @@ class ServingConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRunConfig(ServingConfig):
-    """``msattn eval``; routing by the query classifiers is compared with routing by the k-means alone."""
+    """``msattn eval``; compares routing by the query classifiers with routing by the k-means alone."""
 
     eval: EvalConfig
 

@@ -1,4 +1,4 @@
-"""The text for training and evaluation."""
+"""Configuration of the text for training and evaluation."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ class DataConfig:
     path : file, folder or glob of txt, jsonl or parquet, also compressed as .gz or .zst (``text``); dataset id (``hub``).
     heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, chosen by a hash of their names, or
         the last tenth of a single document.
-    subset, split, column : of a Hub dataset; ``column`` also of jsonl and parquet files.
+    subset, split, column : configuration, split and text column of a Hub dataset; ``column`` also of jsonl and parquet files.
     seq_len : length of a chunk, in tokens.
     num_chunks : at most this many chunks (None: all; a streamed source needs a number).
     needles : insert sentences into training text that state a fact once and repeat it much later. The embedded model was
-        trained on such text; plain text seldom contains the retrieval that ``eval=needle`` measures.
+        trained on such text; plain text seldom needs the retrieval that ``eval=needle`` measures.
     """
 
     source: str

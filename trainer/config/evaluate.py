@@ -6,7 +6,7 @@ from msattn.trainer.config.select import SCORES
 from msattn.trainer.config.values import one_of, require
 
 TASKS = ("perplexity", "recall", "needle", "latency", "decoding")
-QUALITY = TASKS[:3]  # the default tasks; the others measure speed
+QUALITY = TASKS[:3]  # the default; the other tasks measure speed
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class PerplexityConfig:
 
 @dataclass(frozen=True)
 class RecallConfig:
-    """Attention mass in what is read, on ``num_chunks`` held-out chunks of ``length`` tokens.
+    """Attention mass in the keys that are read, on ``num_chunks`` held-out chunks of ``length`` tokens.
 
-    Block selections read at each of ``sparsities``; routing reads with each number of ``probes``, for ``num_queries`` decoding
-    queries of a chunk. ``independent`` adds routing with separate probes of each query head; serving shares the probes of a
+    Block selections are measured at each of ``sparsities``, routing with each number of ``probes`` for ``num_queries`` decoding
+    queries of a chunk. ``independent`` adds routing with separate probes for each query head; serving shares probes within a
     query group.
     """
 
@@ -54,8 +54,8 @@ class NeedleConfig:
     """Retrieval of needles from text: ``samples`` prompts of each of ``lengths`` and ``depths``.
 
     ``haystack`` is a text file or folder (None: the held-out documents of ``data``). ``needles`` are hidden in a prompt and one
-    of them is asked for. Block selections read at ``sparsities``, routing with ``probes``. ``question`` is ``dense`` or
-    ``sparse``: how the tokens of the question are read when decoding is routed; the answer is always read sparsely.
+    of them is asked for. Block selections are measured at ``sparsities``, routing with ``probes``. ``question`` is ``dense`` or
+    ``sparse``, the attention of the question's tokens in routing; the answer is always decoded with sparse attention.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096])
@@ -87,7 +87,7 @@ class NeedleConfig:
 class LatencyConfig:
     """Time to the first token of prompts of ``lengths`` random tokens, dense and at each of ``sparsities``.
 
-    After one warm-up prompt, prompts are measured until they took ``seconds``, at least one.
+    After a warm-up prompt, prompts are measured for ``seconds``, at least one.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
@@ -105,9 +105,9 @@ class LatencyConfig:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """Tokens a second after caches of ``lengths`` random keys, dense and routed.
+    """Tokens per second after caches of ``lengths`` random keys, with dense attention and with bucket routing.
 
-    ``tokens`` are measured; the bucket lists are rebuilt every 64 tokens.
+    ``tokens`` tokens are measured; the bucket lists are rebuilt every 64 tokens.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096])

@@ -1,4 +1,4 @@
-"""The language model and the sizes that suit it."""
+"""Configuration of the language model, and sizes that depend on it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ class ModelPresets:
     needles : insert repeated sentences into training text.
     eval_chunks : held-out chunks for perplexity.
     needle_samples : needle prompts of each length and depth.
-    eval_probes : numbers of probes at which routing is measured (0: sink and recent keys alone).
+    eval_probes : numbers of probes with which routing is measured (0: only sink and recent keys are read).
     latency_lengths, decoding_lengths : prompt lengths and cache lengths at which speed is measured, in tokens.
     """
 
@@ -80,5 +80,5 @@ class ModelConfig:
             self.init == "pretrained" or self.architecture is not None,
             "model.init",
             self.init,
-            "random needs model.architecture (the shipped model/*.yaml carry it)",
+            "random needs model.architecture, which the files of conf/model/ have",
         )

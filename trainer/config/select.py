@@ -1,4 +1,4 @@
-"""Selection of key blocks: one dataclass for each policy, with the keys that this policy reads."""
+"""Configuration of block selection: one dataclass for each policy, with the keys that this policy accepts."""
 
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -25,10 +25,10 @@ class SelectConfig:
     policy : ``topk``, ``calibrated``, ``threshold``, ``nucleus``, ``token_budget`` or ``multiscale``.
     scores : source of the block scores: ``gate``, or a baseline.
     sink_blocks : number of leading blocks that are always read.
-    dense_below : prompts shorter than this many tokens are read densely, which is faster there, and counted in
-        ``stats()["dense_by_choice"]``; the length of a batch is that of its longest prompt. ``auto``: the break-even length
-        measured on GPUs for gates at ``sparsity`` (:func:`msattn.kernels.tuned.break_even`); 0 (never) on a CPU, for other
-        scores and for policies without a sparsity. ``msattn eval`` always measures sparse attention.
+    dense_below : prompts shorter than this many tokens use dense attention, which is faster for them, and are counted in
+        ``stats()["dense_by_choice"]``. The length of a batch is that of its longest prompt. ``auto`` is the break-even length
+        measured on GPUs for gates at ``sparsity`` (:func:`msattn.trainer.models.break_even.break_even`), and 0 on a CPU, for
+        other scores and for policies without a sparsity. ``msattn eval`` always measures sparse attention.
     block_size : tokens in a block, for scores other than the gate's own.
     seed : seed of the scores ``random``.
 
@@ -71,7 +71,7 @@ class SelectConfig:
 
 @dataclass(frozen=True)
 class SparsityConfig(SelectConfig):
-    """Base of the policies that read a given share of the blocks.
+    """Base class of the policies that read a given share of the blocks.
 
     Attributes
     ----------
@@ -87,21 +87,24 @@ class SparsityConfig(SelectConfig):
 
 @dataclass(frozen=True)
 class TopKConfig(SparsityConfig):
-    """The best blocks of each row, ``1 - sparsity`` of the visible ones."""
+    """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
 
     policy: str = "topk"
 
 
 @dataclass(frozen=True)
 class CalibratedConfig(SparsityConfig):
-    """Blocks above thresholds that the gate learned from text; ``sparsity`` is the mean over the rows and heads of a layer."""
+    """Selects part of each row's top-k share, and blocks above a threshold per layer that is stored with the gate.
+
+    ``sparsity`` is the mean over the rows and heads of a layer.
+    """
 
     policy: str = "calibrated"
 
 
 @dataclass(frozen=True)
 class ThresholdConfig(SelectConfig):
-    """Every block whose row-normalised score is at least ``threshold``, in [0, 1)."""
+    """Selects every block whose row-normalised score is at least ``threshold``, in [0, 1)."""
 
     policy: str = "threshold"
     threshold: float = 0.002
@@ -113,7 +116,7 @@ class ThresholdConfig(SelectConfig):
 
 @dataclass(frozen=True)
 class NucleusConfig(SelectConfig):
-    """The fewest blocks of each row whose row-normalised scores sum to ``mass``, in (0, 1]."""
+    """Selects the fewest blocks of each row whose row-normalised scores sum to ``mass``, in (0, 1]."""
 
     policy: str = "nucleus"
     mass: float = 0.95
@@ -125,7 +128,7 @@ class NucleusConfig(SelectConfig):
 
 @dataclass(frozen=True)
 class TokenBudgetConfig(SelectConfig):
-    """The best blocks of each row that together hold ``tokens`` keys."""
+    """Selects the best blocks of each row that together hold ``tokens`` keys."""
 
     policy: str = "token_budget"
     tokens: int = 1024
@@ -137,11 +140,11 @@ class TokenBudgetConfig(SelectConfig):
 
 @dataclass(frozen=True)
 class MultiscaleConfig(SelectConfig):
-    """The best blocks whole and the next ones at lower resolution.
+    """Selects the best blocks whole and the next ones at lower resolution.
 
     Attributes
     ----------
-    shares : shares of the visible blocks, best first, that are read whole, at a half, a quarter and an eighth of their
+    shares : shares of the visible blocks, best first, that are read whole and at a half, a quarter and an eighth of their
         tokens; the rest is skipped.
     """
 
@@ -161,31 +164,31 @@ POLICIES: dict[str, type[SelectConfig]] = {
 
 
 def policy_class(policy: str) -> type[SelectConfig]:
-    """Returns the dataclass of a policy; refuses an unknown policy."""
+    """Returns the dataclass of a policy; raises UserError for an unknown policy."""
     one_of("select.policy", policy, tuple(POLICIES))
     return POLICIES[policy]
 
 
 def check_keys(kind: type[SelectConfig], keys: Iterable[str]) -> None:
-    """Refuses keys that the policy of ``kind`` does not have."""
+    """Raises UserError for keys that the policy of ``kind`` does not have."""
     for key in keys:
         if key not in ("policy", *keys_of(kind)):
             raise UserError(foreign_key(kind, key))
 
 
 def keys_of(kind: type[SelectConfig]) -> list[str]:
-    """Keys of a policy other than ``policy``: its own first, then those that all policies share."""
+    """Returns the keys of a policy other than ``policy``: its own first, then those that all policies share."""
     return own_keys(kind) + [item.name for item in fields(SelectConfig) if item.name != "policy"]
 
 
 def own_keys(kind: type[SelectConfig]) -> list[str]:
-    """Keys that only ``kind`` and its bases below :class:`SelectConfig` have."""
+    """Returns the keys that ``kind`` has in addition to those of :class:`SelectConfig`."""
     shared = {item.name for item in fields(SelectConfig)}
     return [item.name for item in fields(kind) if item.name not in shared]
 
 
 def foreign_key(kind: type[SelectConfig], key: str) -> str:
-    """Message for a key that the policy of ``kind`` does not have: the keys it accepts, and the policy that ``key`` is of."""
+    """Returns the error message for a key that the policy of ``kind`` does not have, with the keys that it accepts."""
     accepted = keys_of(kind)
     owners = [name for name, other in POLICIES.items() if key in keys_of(other)]
     hint = f"; {key} belongs to policy={' and '.join(owners)}" if owners else nearest(key, accepted)

@@ -60,7 +60,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FinetuneTrainConfig(TrainConfig):
-    """Training of a whole model; its optimizer state takes 16 bytes a parameter.
+    """Training of a whole model; weights, gradients and optimizer state take 16 bytes per parameter.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class FinetuneTrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Destination of metrics besides ``metrics.jsonl``: ``wandb`` (offline without an API key) or ``none``."""
+    """Tracker of metrics in addition to ``metrics.jsonl``: ``wandb`` (offline without an API key) or ``none``."""
 
     kind: str = "wandb"
     project: str = "msattn"
@@ -95,7 +95,7 @@ class GateConfig:
     heads : ``query`` (one gate for each query head) or ``kv`` (one for each key/value head).
     rope : apply RoPE to pooled queries and keys, at the first position of their block.
     loss : ``mse``, ``kl`` or ``smooth_l1``.
-    skip_rows : first row blocks that the loss leaves out.
+    skip_rows : number of first row blocks that the loss leaves out.
     """
 
     block_size: int = 64
@@ -141,7 +141,7 @@ class KMeansConfig:
     num_prompts : chunks of ``data.seq_len`` tokens whose keys are clustered.
     normalize_keys : scale keys to unit length before clustering.
     rope : cluster keys after RoPE (an untrained baseline) instead of before.
-    engine : ``batched`` (all heads of a layer at once, on the device), ``faiss`` (one head after another, on the GPU if
+    engine : ``batched`` (all heads of a layer at once, with msattn's kernels), ``faiss`` (one head after another, on the GPU if
         Faiss supports it) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
     """
 
@@ -172,7 +172,7 @@ class QModelConfig:
     causal : exclude keys after the query from the targets (the paper includes them).
     min_distance : targets count only keys farther than this many tokens (None: all keys).
     batch_queries : queries of an optimizer step, for each head.
-    residual : add the network's logits to the products of query and centroids, which route without training.
+    residual : add the network's logits to the products of query and centroids.
     layers_at_once : layers that train together on one device (None: as many as fit its free memory); does not change results.
     """
 

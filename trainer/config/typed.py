@@ -11,7 +11,7 @@ Config = TypeVar("Config")
 
 
 def known_keys(schema: type, prefix: str = "") -> list[str]:
-    """Every dotted key of a config dataclass, those of all selection policies included, for nearest-key hints."""
+    """Returns every dotted key of a config dataclass, including those of all selection policies, for nearest-key hints."""
     keys: list[str] = []
     for item in fields(schema):
         keys.append(prefix + item.name)
@@ -22,9 +22,9 @@ def known_keys(schema: type, prefix: str = "") -> list[str]:
 
 
 def _unfreeze(node: Any, schema: type, config: Any) -> None:
-    """Makes a structured node and its groups writable, for the merge; the object made of it is frozen again.
+    """Makes a structured node and its groups writable for the merge; the final dataclass is frozen again.
 
-    OmegaConf marks the nodes of frozen dataclasses read-only. The policy in ``config`` decides the class of a selection.
+    OmegaConf marks the nodes of frozen dataclasses read-only. The policy in ``config`` determines the class of a selection.
     """
     from omegaconf import OmegaConf
 
@@ -39,7 +39,7 @@ def _unfreeze(node: Any, schema: type, config: Any) -> None:
 
 
 def _policy_of(select: Any) -> type[SelectConfig]:
-    """Returns the dataclass of the policy that ``select`` names; refuses keys which this policy does not have."""
+    """Returns the dataclass of the policy that ``select`` names; raises UserError for keys that this policy does not have."""
     kind = policy_class(str(select.get("policy", SelectConfig.policy)))
     try:
         check_keys(kind, select)

@@ -9,11 +9,13 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def require(condition: bool, key: str, value: object, accepted: str) -> None:
+    """Raises UserError if ``condition`` is False."""
     if not condition:
         raise UserError(f"{key}={value}: {accepted}")
 
 
 def one_of(key: str, value: str, accepted: tuple[str, ...]) -> None:
+    """Raises UserError, with the nearest accepted value, if ``value`` is not one of ``accepted``."""
     if value not in accepted:
         raise UserError(f"{key}={value}: accepted are {', '.join(accepted)}{nearest(value, accepted)}")
 
