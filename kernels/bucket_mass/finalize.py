@@ -1,9 +1,9 @@
-"""Kernels after the main pass of :mod:`.forward`: best keys, normalised masses."""
+"""Kernels after the main pass of :mod:`.forward`: best keys, normalized masses."""
 
 from msattn.kernels.bucket_mass.packing import column_of
 from msattn.kernels.common.primitives import LN_2, tl, triton
 
-INTEGER_RANGE: tl.constexpr = tl.constexpr(1.5 * 2**23)  # fp32 numbers near it are integers: adding it rounds
+INTEGER_RANGE: tl.constexpr = tl.constexpr(1.5 * 2**23)  # fp32 numbers near it are integers, so that adding it rounds
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def mask_by_distance(s, distance, min_distance, CAUSAL: tl.constexpr, FAR: tl.co
 def to_log_fixed(x, exponent):
     """Encodes ``x * 2**exponent`` as int32: 12 bits of exponent, 19 of mantissa.
 
-    For x >= 0 and an integer exponent, clamped to -1900 to 1900. The encoding has the range of a logarithm for three
-    instructions, where a logarithm takes some thirty.
+    ``x`` is not negative, and the integer exponent is clamped to -1900 to 1900. The encoding has the range of a logarithm but
+    takes three instructions, where a logarithm takes about thirty.
     """
     exponent = tl.minimum(tl.maximum(exponent, -1900.0), 1900.0)
     shifted = (exponent + INTEGER_RANGE).to(tl.int32, bitcast=True) << 19  # the last bits of the sum are the exponent
@@ -37,9 +37,9 @@ def to_log_fixed(x, exponent):
 
 
 @triton.jit
-def from_log_fixed(wide, exponent):
-    """Decodes ``wide / 2**exponent`` to fp32; 0 below 2**-119, as is an encoded 0."""
-    bits = wide - exponent.to(tl.int32) * (1 << 19)
+def from_log_fixed(encoded, exponent):
+    """Decodes ``encoded / 2**exponent`` to fp32; 0 below 2**-119, as is an encoded 0."""
+    bits = encoded - exponent.to(tl.int32) * (1 << 19)
     return tl.where(bits >= 8 << 19, bits << 4, 0).to(tl.float32, bitcast=True)
 
 
@@ -51,7 +51,7 @@ def top_key_kernel(
 ):  # fmt: skip
     """Writes ``top_key [B, Hq, n_q]``, the index of the key with the best score.
 
-    Scores the PLACES keys again among which a thread of the main pass has found the best score.
+    It computes the scores of PLACES keys again, those of the thread that found the best score in the main pass.
     """
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     kv_row, kv_rows = (batch * tl.num_programs(1) + kv_head).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
@@ -88,7 +88,7 @@ def normalize_kernel(
 ):  # fmt: skip
     """Writes ``mass [B, Hq, n_q, C]`` and natural-log ``lse [B, Hq, n_q]``.
 
-    Merges the splits' results. Grid: (row tile, bucket tile, key/value head of a sequence).
+    It merges the results of the splits. Grid: (row tile, bucket tile, key/value head of a sequence).
     """
     kv_row, kv_rows = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -125,10 +125,10 @@ def normalize_kernel(
             for r in tl.range(segment, tl.minimum(segment + BL, num_segments)):
                 b_bucket = tl.load(continued + kv_row * num_segments + r)
                 if (b_bucket >= first_bucket) & (b_bucket < first_bucket + BC):
-                    goes_on = (bucket == b_bucket)[:, None]
+                    continues = (bucket == b_bucket)[:, None]
                     p_segment = sums + (num_buckets + r).to(tl.int64) * rows
-                    b_sum = tl.load(p_segment, mask=goes_on & m_row[None, :], other=-(1 << 30))
-                    b_mass += tl.where(goes_on, from_log_fixed(b_sum, whole[None, :]), 0.0)
+                    b_sum = tl.load(p_segment, mask=continues & m_row[None, :], other=-(1 << 30))
+                    b_mass += tl.where(continues, from_log_fixed(b_sum, whole[None, :]), 0.0)
     b_mass *= tl.exp2(whole - base)[None, :]
     p_mass = mass + (kv_row * rows + row[:, None]) * num_buckets + bucket[None, :]
     tl.store(p_mass, tl.trans(b_mass), mask=m_row[:, None] & m_bucket[None, :])

@@ -1,15 +1,15 @@
 """Attention mass of each bucket, without materializing the attention matrix.
 
 This is the training target ``A . H_k`` of SAAP (arXiv 2502.08246, section 3). The queries of a query group form the rows of one
-matrix, which is multiplied with the group's keys in one pass. Keys are packed in groups of one bucket each, and groups in
-segments (:mod:`msattn.kernels.bucket_mass.packing` defines both), such that one thread holds all scores of a row and key group.
-For each of its rows, a thread keeps a running maximum of its own and, for each of its segments, a sum relative to this maximum;
-at the end of a bucket it writes the logarithm of the sum. Threads exchange nothing, and the product of the next tile overlaps
-with the sums of this one. The copies that fill up a key group need no mask: they do not change the maximum and, all being equal
-to the group's first key, are subtracted from the sum.
+matrix, which is multiplied with the group's keys in one pass. Keys are packed into key groups of one bucket each, and these
+into segments (:mod:`msattn.kernels.bucket_mass.packing` defines both), such that one thread holds all scores of a row and key
+group. A thread keeps a running maximum for each of its rows and, for each of its segments, a sum relative to this maximum. At
+the end of a bucket it writes the sum in a logarithmic encoding. Threads do not communicate, and the product of the next tile
+overlaps with the sums of this one. The copies that fill up a key group need no mask: they equal the group's first key, so they
+do not change the maximum and are subtracted from the sum.
 
-The loop keeps only the tile and thread of each row's largest score. A second kernel scores that thread's keys again to find the
-key, and a third one normalises.
+The loop keeps only the tile and thread of each row's largest score. A second kernel computes the scores of that thread's keys
+again to find the key, and a third one normalizes.
 
 Tiles: BM rows (row r = query r % n_q of the group's head r // n_q), BN keys, BD head size, BC buckets. Prefix: p_ pointer.
 Grid: (row tile, key/value head, split of the keys and sequence), then (row tile, bucket tile, key/value head of a sequence).
@@ -152,7 +152,7 @@ def launch(
     row_tiles = triton.cdiv(rows, tile.rows)
     max_tiles = triton.cdiv(max_key_groups(num_keys, num_buckets, group_size) * group_size, tile.keys)
     slots = tile.programs * num_processors(q.device)
-    # Merging costs time per split, so that fewer splits are better.
+    # Merging takes time for each split, hence fewer splits than the fastest main pass would have.
     splits = choose_splits(row_tiles * kv_heads * batch, slots, max_tiles, efficiency=0.9, saturation=1.0)
     packed = pack_keys(k, buckets, num_buckets, group_size, tile.keys, splits)
     if causal or min_distance is not None:
@@ -188,7 +188,7 @@ def launch(
 
 
 def default_tile(cols: int, dtype: torch.dtype) -> Tile:
-    """Returns short tiles: several programs per SM overlap products and exponentials."""
+    """Returns a small tile: several programs per SM overlap products and exponentials."""
     if dtype == torch.float32:
         return Tile(rows=64, keys=32, warps=8, stages=1, programs=2)
     return Tile(64, 64, 4, 3, 4) if cols <= 128 else Tile(64, 64, 4, 2, 2)
@@ -197,7 +197,7 @@ def default_tile(cols: int, dtype: torch.dtype) -> Tile:
 def default_group_size(keys_per_bucket: int, tile: int) -> int:
     """Returns the size of key groups, at most a quarter of a tile.
 
-    Large groups write fewer sums, small ones need fewer copies.
+    With large groups fewer sums are written, with small ones fewer copies are needed.
     """
     return min(16 if keys_per_bucket >= 32 else 8, tile // 4)
 
@@ -222,10 +222,11 @@ def _mass_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GROUP_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     ROW_WARPS: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    """Processes one split of the keys.
+    """Writes the bucket sums and the row statistics of one split of the keys.
 
-    Writes ``sums [B, Hkv, C + R, rows]``, encoded by :func:`to_log_fixed`, relative to 2 to the ``references [B, Hkv, rows]``;
-    and, ``[S, B, Hkv, rows]``, the base-2 LSE minus the reference, the best score and the first of its thread's slots.
+    ``sums [B, Hkv, C + R, rows]``, encoded by :func:`to_log_fixed`, are divided by 2 to the power of ``references [B, Hkv,
+    rows]``. The statistics ``[S, B, Hkv, rows]`` are the base-2 LSE minus the reference, the best score, and the first slot of
+    the thread that found it.
     """
     SEGMENTS: tl.constexpr = BN // GROUP_SIZE
     GROUPS: tl.constexpr = SEGMENTS // 4
@@ -243,20 +244,20 @@ def _mass_kernel(
     m_row = row < rows
     m_tile = m_row[:, None] & (tl.arange(0, BD) < HEAD)[None, :]
     b_q = load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
-    if Q_IN_REGISTERS:  # the result of an operation stays in registers, which saves shared-memory bandwidth
+    if Q_IN_REGISTERS:  # a computed operand stays in registers, which saves shared memory bandwidth
         b_q = tl.where(m_tile, b_q, 0.0)
     if MASKED:
         b_q_pos = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None]
-    some = tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION)
-    reference = tl.floor(tl.max(some, 1) * scale2)[:, None]  # the same for all splits
+    sample = tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION)
+    reference = tl.floor(tl.max(sample, 1) * scale2)[:, None]  # the same for all splits
     p_sum = sums + kv_row * (num_buckets + num_splits * SEGMENTS) * rows
-    row_as_held = _as_held(row[:, None, None], ROW_WARPS)  # [1, BM, 1]
+    row_in_layout = _accumulator_order(row[:, None, None], ROW_WARPS)  # [1, BM, 1]
 
     column = tl.arange(0, BN)
     segment = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [GROUPS, 4]
     p_group = kv_row * num_splits * num_tiles * SEGMENTS + segment
     m = tl.full([BM, 4], float("-inf"), tl.float32)
-    acc = tl.zeros([BM, GROUPS, 4], tl.float32)  # sum of the present bucket of each segment
+    acc = tl.zeros([BM, GROUPS, 4], tl.float32)  # sum of the current bucket of each segment
     l = tl.zeros([BM, 4], tl.float32)
     top = tl.full([BM, 4], float("-inf"), tl.float32)
     top_tile = tl.zeros([BM, 4], tl.int32)
@@ -293,13 +294,13 @@ def _mass_kernel(
         mass = total - copied[None] * key
         alpha = tl.exp2(m - base)
         acc = acc * alpha[:, None, :] + mass
-        over = (out_row >= 0)[None]
-        l = l * alpha + tl.sum(tl.where(over, acc, 0.0), 1)
-        wide = to_log_fixed(acc, (m_new - reference)[:, None, :])
+        is_last = (out_row >= 0)[None]  # last key group of its bucket or segment
+        l = l * alpha + tl.sum(tl.where(is_last, acc, 0.0), 1)
+        encoded = to_log_fixed(acc, (m_new - reference)[:, None, :])
         row_of_sum = tl.trans(out_row)[:, None, :]  # [4, 1, GROUPS]
-        p_end = p_sum + row_of_sum.to(tl.int64) * rows + row_as_held
-        tl.store(p_end, _as_held(wide, ROW_WARPS), mask=(row_of_sum >= 0) & (row_as_held < rows))
-        acc = tl.where(over, 0.0, acc)
+        p_end = p_sum + row_of_sum.to(tl.int64) * rows + row_in_layout
+        tl.store(p_end, _accumulator_order(encoded, ROW_WARPS), mask=(row_of_sum >= 0) & (row_in_layout < rows))
+        acc = tl.where(is_last, 0.0, acc)
         m, out_row, copied = m_new, out_row_ahead, copied_ahead
 
     part = split * (tl.num_programs(2) // num_splits) + batch
@@ -319,8 +320,8 @@ def _mass_kernel(
 def _sum_and_first(sums, firsts, SIZE: tl.constexpr):
     """Reduces the third dimension of ``[BM, GROUPS, SIZE, 4]`` in registers.
 
-    Returns the sum of ``sums`` and the first of ``firsts``. Halves are added to halves, so that equal numbers, such as copies,
-    add up without rounding.
+    Returns the sum of ``sums`` and the first of ``firsts``. Summation is pairwise, so that equal numbers, such as copies, add
+    up without rounding.
     """
     if SIZE > 1:
         sums, other = _halves(sums, SIZE)
@@ -334,17 +335,17 @@ def _sum_and_first(sums, firsts, SIZE: tl.constexpr):
 
 @triton.jit
 def _halves(x, SIZE: tl.constexpr):
-    """Splits the third dimension into its even and odd places."""
+    """Splits the third dimension into its even and odd elements."""
     pairs = tl.reshape(x, [x.shape[0], x.shape[1], SIZE // 2, 2, 4])
     return tl.split(tl.permute(pairs, [0, 1, 2, 4, 3]))
 
 
 @triton.jit
-def _as_held(x, ROW_WARPS: tl.constexpr):
+def _accumulator_order(x, ROW_WARPS: tl.constexpr):
     """Permutes ``x [BM, GROUPS, 4]`` to ``[4, BM, GROUPS]`` in accumulator row order.
 
-    Each thread of a warp holds rows r and r + 8 of its 16. Stores in this order need no exchange; any other order of the same
-    elements, such as Triton's 8 rows of each warp in turn, goes through shared memory with two barriers.
+    Each thread of a warp holds rows r and r + 8 of the warp's 16. Stores in this order come directly from registers. Any other
+    order of the same elements, such as Triton's 8 rows of each warp in turn, goes through shared memory with two barriers.
     """
     BM: tl.constexpr = x.shape[0]
     parts = tl.reshape(x, [BM // (16 * ROW_WARPS), ROW_WARPS, 2, 8, x.shape[1], x.shape[2]])

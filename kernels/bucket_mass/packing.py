@@ -4,8 +4,8 @@ Terms:
 
 - A *key group* holds G keys of one bucket. The last group of a bucket is filled up with copies of its first key; the number of
   copies is stored, and the copies are subtracted from the group's sum.
-- A *segment* is one of the equal runs into which the sequence of all key groups, bucket after bucket, is divided. A tile holds
-  one key group of each of its segments, and the next tile holds the next ones::
+- A *segment* is one of the equal parts into which the sequence of all key groups, bucket after bucket, is divided. A tile holds
+  one key group of each of its segments, and the next tile holds the following ones::
 
     key groups   a0 a1 | b0 | c0 c1 c2 | d0 | e0        one letter per bucket; 8 groups, 4 segments of 2
     tile 0       a0  b0  c1  d0
@@ -51,7 +51,7 @@ class PackedKeys(NamedTuple):
 
 
 def max_key_groups(num_keys: int, num_buckets: int, group_size: int) -> int:
-    """Returns an upper bound of the key groups: one partial group per bucket."""
+    """Returns the maximum number of key groups, with a partial one in every bucket."""
     return num_keys // group_size + min(num_buckets, num_keys)
 
 
@@ -144,18 +144,18 @@ def _pack_kernel(
         bucket_begin, bucket_end = tl.load(first + low), tl.load(first + low + 1)
         sorted_place = tl.load(begin + low) + (key_group - bucket_begin) * GROUP_SIZE
         live = segment * run + n < total
-        size = tl.where(live, tl.load(begin + low + 1) - sorted_place, 0).to(tl.int32)  # past the last one: copies only
+        size = tl.where(live, tl.load(begin + low + 1) - sorted_place, 0).to(tl.int32)  # past the last group: copies only
         key = tl.load(order + sorted_place + tl.where(place < size, place, 0)) - head * num_keys
 
         tile = head * tl.num_programs(0) + tl.program_id(0)
         tl.store(slots + tile * BN + o_col, key.to(tl.int32))
-        over = live & ((key_group + 1 == bucket_end) | (n + 1 == run))
-        goes_on = bucket_begin < segment * run
+        is_last = live & ((key_group + 1 == bucket_end) | (n + 1 == run))
+        continues = bucket_begin < segment * run
         p_group = tile * SEGMENTS + segment_in_tile
-        tl.store(out_rows + p_group, tl.where(over, tl.where(goes_on, num_buckets + segment, low), -1), mask=place == 0)
+        tl.store(out_rows + p_group, tl.where(is_last, tl.where(continues, num_buckets + segment, low), -1), mask=place == 0)
         tl.store(copies + p_group, tl.maximum(GROUP_SIZE - size, 0).to(tl.float32), mask=place == 0)
         p_continued = continued + head * num_splits * SEGMENTS + segment
-        tl.store(p_continued, tl.where(live & goes_on, low, -1), mask=(place == 0) & (n == 0))
+        tl.store(p_continued, tl.where(live & continues, low, -1), mask=(place == 0) & (n == 0))
 
         o_d = tl.arange(0, BD)
         m_d = (o_d < HEAD)[None, :]
