@@ -1,4 +1,4 @@
-"""The ``msattn`` command line: each command composes a configuration and runs one job with it.
+"""The ``msattn`` command line, where each command composes a configuration and runs one job with it.
 
 Exit codes: 0 success, 1 fault, 2 user error (one line on stderr), 130 interrupted, 143 terminated.
 """
@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 
 
 class ConfigSection(StrEnum):
-    """Parts of the configuration that ``--cfg`` prints."""
+    """Part of the configuration that ``--cfg`` prints."""
 
     job = "job"
     hydra = "hydra"
@@ -50,7 +50,7 @@ Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job fo
 
 app = typer.Typer(
     name="msattn",
-    help="Sparse attention for long-context language models: train gates and query classifiers, evaluate and use them.",
+    help="Sparse attention for long-context language models: train, evaluate and use gates and query classifiers.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -114,7 +114,7 @@ def train_qmodel(
 
 @app.command("finetune", cls=ConfiguredCommand)
 def finetune(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Train all weights of a model on long text, with sparse attention through gates or with dense attention."""
+    """Train all weights of a model on long text, with the sparse attention of gates or with dense attention."""
     _run("finetune", overrides, config_dir, cfg, multirun)
 
 
@@ -133,7 +133,7 @@ def generate(
     cfg: Cfg = None,
     multirun: Multirun = False,
 ) -> None:
-    """Answer a prompt with dense attention and with the artifacts of a model."""
+    """Answer a prompt with the artifacts of a model, compared with dense attention."""
     from msattn.trainer.commands.generate import read_prompt
 
     text = "" if cfg else read_prompt(prompt, prompt_file)
@@ -142,7 +142,7 @@ def generate(
 
 @app.command("bench", cls=ConfiguredCommand)
 def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Time an operation and its peers on this machine, after checking it against its reference."""
+    """Time an operation on this machine, compared with competing implementations, after checking it against its reference."""
     _run("bench", overrides, config_dir, cfg, multirun)
 
 
@@ -157,7 +157,7 @@ def demo(overrides: Overrides = None) -> None:
 
 @app.command("doctor")
 def doctor() -> None:
-    """Report what this machine can run and what is missing."""
+    """Check what this machine can run, and print how to install what is missing."""
     from msattn.trainer.commands.doctor import doctor as run
 
     run()
