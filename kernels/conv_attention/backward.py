@@ -1,15 +1,16 @@
 """Backward pass of conv_attention: scores ``A_h = sum over t < T of X_t Y_t^T``.
 
-A tile of the score gradient ``dA = scale * P * (dP - row_delta)`` is multiplied with T tiles on either side. No program can
-hold T accumulators, and recomputing the scores for each term would square their cost. Probabilities and score gradients are
-therefore written to a scratch, as many rows at a time as fit, in 16 bits for 16-bit inputs, and multiplied from there::
+A tile of the score gradient ``dA = scale * P * (dP - row_delta)`` is multiplied with T tiles of X and T tiles of Y. No program
+can hold T accumulators, and recomputing the scores, T products, for each of T terms would take T^2 products. Probabilities and
+score gradients are therefore written to scratch buffers, for as many rows at a time as fit, in 16 bits for 16-bit inputs, which
+are factors of these products::
 
     dV += P^T dO        dX_t += dA Y_t        dY_t += dA^T X_t
 
-This takes ``3 T + 2`` products for each tile, where dense attention takes 5. Rows i and keys j index the tensors, including
-left padding, which holds zeros and is masked.
+In total there are ``3 T + 2`` products for each tile, where dense attention has 5. Rows i and keys j index the tensors,
+including left padding, which holds zeros and is masked.
 
-Prefix: p_ pointer. Programs: (row tile and span of keys, head of a sequence).
+Prefix: p_ pointer. Grid: (row tile and span of keys, head of a sequence).
 """
 
 from typing import NamedTuple
@@ -37,8 +38,8 @@ from msattn.kernels.conv_attention.forward import (
     sum_products,
 )
 
-MIN_ROWS = 128  # query rows of a chunk
-TILES_PER_PROGRAM = 16  # key tiles of a program
+MIN_ROWS = 128  # query rows of a chunk at least
+TILES_PER_PROGRAM = 16  # key tiles in the span of a program
 
 
 class Gradients(NamedTuple):

@@ -8,11 +8,11 @@ For head h, with kernel ``W [c_q, c_k]``, ``p = (c_k - 1) // 2``, positions q' a
                     and w = (c_q - 1) + (c_k - 1 - p): for d >= w every k' <= q'
 
 The band needs the scores ``S[q', q' - e]``, ``0 <= e < c_k - 1 + a``. They are not stored: a program owns a tile of rows and
-computes one score after another, by vector products in fp32. Each row is read about c_q * c_k times, mostly from the L1 cache,
-which costs little compared with the products over all keys.
+computes the scores of one e after another, by dot products in fp32. Each row is read about c_q * c_k times, mostly from the L1
+cache, which costs little compared with the products over all keys.
 
-Programs: (row or key tile, head, sequence). Tiles: BR rows, BC taps along keys, BA taps along queries, BW of the band. Row i of
-the queries has position ``i + offset``. Prefix: p_ pointer.
+Tiles: BR rows, BC taps along keys, BA taps along queries, BW columns of the band. Row i of the queries has position ``i +
+offset``. Prefix: p_ pointer. Grid: (row or key tile, head, sequence).
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ TILE_ROWS = 32
 
 
 class Convolution(NamedTuple):
-    """Inputs of a convolution of some heads; ``weight`` is ``[H, c_q, c_k]``."""
+    """Inputs of the convolution for H heads; ``weight`` is ``[H, c_q, c_k]``."""
 
     q: Tensor
     k: Tensor
@@ -38,21 +38,22 @@ class Convolution(NamedTuple):
 
     @property
     def window(self) -> int:
-        """Taps along queries, c_q."""
+        """Number of taps along queries, c_q."""
         return self.weight.shape[1]
 
     @property
     def width(self) -> int:
         """Width w of the band; 0 without a causal mask.
 
-        Outside of it, no score that a convolved score depends on counts as 0.
+        Outside the band, convolved scores depend on no score that counts as 0.
         """
         return self.window - 1 + key_taps_after(self.weight) if self.causal else 0
 
     def size_args(self) -> tuple[int, ...]:
-        """Size arguments of every kernel.
+        """Returns the size arguments that all kernels share.
 
-        They are: group, queries, keys, position of the first query, c_q, c_k, taps before the current key, width of the band.
+        They are the query group's size, the numbers of queries and keys, the position of query 0, c_q, c_k, the number of taps
+        before the current key, and the width of the band.
         """
         num_queries, num_keys = self.q.shape[2], self.k.shape[2]
         offset = query_offset(num_queries, num_keys, self.causal)
@@ -60,7 +61,7 @@ class Convolution(NamedTuple):
         return group, num_queries, num_keys, offset, *self.weight.shape[1:], key_taps_before(self.weight), self.width
 
     def constexprs(self) -> dict[str, int]:
-        """Compile-time sizes of every kernel."""
+        """Returns the compile-time sizes that all kernels share."""
         _, window, taps = (triton.next_power_of_2(size) for size in self.weight.shape)
         head = self.q.shape[3]
         return {"HEAD": head, "COLS": padded_head(head), "BR": TILE_ROWS, "BA": window, "BC": taps}
@@ -105,7 +106,7 @@ def query_gradient(conv: Convolution, dq: Tensor, dband: Tensor, out: Tensor) ->
 
 
 def key_gradient(conv: Convolution, dkeys: Tensor, dband: Tensor | None, out: Tensor) -> None:
-    """Writes the gradient of k, given those of the prepared keys and of the band."""
+    """Writes the gradient of k, from those of the prepared keys and of the band."""
     q, k = conv.q, conv.k
     _key_kernel[(triton.cdiv(k.shape[2], TILE_ROWS), k.shape[1], k.shape[0])](
         q, conv.weight, dkeys, dband, out, conv.kv_start,
@@ -192,9 +193,9 @@ def _band_kernel(
 
 @triton.jit
 def _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC: tl.constexpr):
-    """Loads the band gradients ``[BR, BC]`` that the score S[row, row - e] receives.
+    """Loads the gradients ``[BR, BC]`` of the band elements that S[row, row - e] enters.
 
-    Column c is the gradient of the band element to which the score contributes with weight ``W[a, c]``.
+    Column c is the gradient of the element to which the score contributes with weight ``W[a, c]``.
     """
     i = row + (window - 1) - a
     d = e + tl.arange(0, BC) - before + (window - 1) - a

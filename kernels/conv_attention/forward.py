@@ -1,7 +1,6 @@
 """Forward pass of conv_attention: scores ``A_h = sum over t < T of X_t Y_t^T``.
 
-A convolution of the scores takes this form once its weights are moved into the keys
-(:mod:`msattn.kernels.conv_attention.operation`):
+Convolved scores have this form if the weights are applied to the keys (:mod:`msattn.kernels.conv_attention.operation`):
 
     X_t = queries of head h, shifted by T - 1 - t rows       ``x [B, H, N, D]``
     Y_t = keys prepared for head h and term t                ``y [B, H * T, M, D]``
@@ -10,11 +9,11 @@ The kernel is FlashAttention with an inner loop over terms: ``(T + 1) / 2`` time
 tensor cores. Scores of the last w keys up to the query are read from ``band [B, H, N, w]`` instead, if given. Without a
 causal mask all queries contribute to scores, including the padding, where X must be 0.
 
-A tile of scores needs T tiles of queries and T of keys, and L2 bandwidth limits the speed. If the queries of all terms fit in
-shared memory beside the keys, a program loads them once and keeps them ("resident"); the loop over terms is then unrolled, and
-keys of the next tile are prefetched.
+A tile of scores needs T tiles of queries and T of keys, and L2 bandwidth is the bottleneck. If the queries of all terms fit in
+shared memory together with the keys, a program loads them once and keeps them there (*resident* queries); the loop over terms
+is then unrolled, and the keys of the next tile are prefetched.
 
-Prefix: p_ pointer. Programs: (row tile, head, sequence).
+Prefix: p_ pointer. Grid: one dimension, ordered by group of heads, row tile and head.
 """
 
 from typing import NamedTuple
@@ -40,9 +39,9 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 
-# Limit for the size of a query in all terms, up to which shared memory holds queries and keys, also in the backward pass.
+# Largest size of a query row times terms with which queries and keys fit in shared memory, also in the backward pass.
 RESIDENT_BYTES = 384
-L2_BYTES = 2**25  # budget for keys and values that concurrent programs share
+L2_BYTES = 2**25  # L2 cache for the keys and values that concurrent programs share
 
 
 class ScoreFactors(NamedTuple):
@@ -63,18 +62,18 @@ class ScoreFactors(NamedTuple):
 
     @property
     def resident(self) -> int:
-        """Number of terms whose queries stay in shared memory: all or none."""
+        """Number of terms whose queries stay in shared memory: all, or 0."""
         size = self.terms * tuned.head_bytes(padded_head(self.x.shape[3]), self.x.dtype)
         return self.terms if size <= RESIDENT_BYTES else 0
 
     def tile(self, kernel: str) -> tuned.Tile:
-        """Returns the tuned tile of a kernel, resident or not."""
+        """Returns the tuned tile of a kernel, for resident queries or others."""
         kind = f"{kernel}_resident" if self.resident else kernel
         return tuned.pick(kind, padded_head(self.x.shape[3]), self.x.dtype, capability(self.x.device))
 
 
 def kv_slices(kv_heads: int, elements: int) -> list[slice]:
-    """Splits key/value heads so that ``elements`` of scratch for each fit the limit."""
+    """Splits the key/value heads, each with ``elements`` of scratch, to fit the limit."""
     size = min(kv_heads, max(1, score_products.SCRATCH_ELEMENTS // elements))
     return [slice(first, min(first + size, kv_heads)) for first in range(0, kv_heads, size)]
 
@@ -89,9 +88,9 @@ def conv_attention_forward(
     scale: float,
     tile: tuned.Tile | None = None,
 ) -> None:
-    """Computes attention from score factors and ``v [B, Hkv, M, D]``.
+    """Writes attention from score factors and ``v [B, Hkv, M, D]``.
 
-    Writes ``out [B, H, N, D]`` and ``lse [B, H, N]``, which are heads of contiguous tensors.
+    ``out [B, H, N, D]`` and ``lse [B, H, N]`` are slices, by heads, of contiguous tensors.
     """
     batch, heads, num_queries, head = out.shape
     kv_heads, num_keys = v.shape[1:3]
@@ -111,7 +110,7 @@ def conv_attention_forward(
 
 
 def parent_heads(x: Tensor) -> int:
-    """Returns the number of heads of the contiguous tensor that x is sliced from."""
+    """Returns the number of heads of the contiguous tensor of which x is a slice."""
     return x.stride(0) // x.stride(1)
 
 
@@ -172,7 +171,7 @@ def _conv_attention_kernel(
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RESIDENT: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Programs of ``l2_heads`` heads, whose keys fit in L2, run together; the longest rows come first to balance the load.
+    # Programs of l2_heads heads, whose keys fit in L2, are adjacent; the longest rows come first to balance the load.
     pid = tl.program_id(0)
     first_head = pid // (l2_heads * row_blocks) * l2_heads
     pid -= first_head * row_blocks

@@ -6,20 +6,20 @@ scores that count as 0 where the key comes after the query of the score::
     S = scale * Q K^T           A[i, j] = sum_{a < c_q, c < c_k} W[a, c] S[i - (c_q - 1) + a, j - p + c]
     out_i = softmax over keys j (j <= i if causal) of A[i, j], times v_j
 
-A convolution on CUDA cores takes 66 multiply-adds for each score with the 6 x 11 kernels of the paper. For D = 128 that is
-three times the work of dense attention even at their peak rate, and neighbouring tiles would have to exchange scores. With
-the weights moved into the operands, all work is in products of tiles: into the queries, a sum over the c_k columns takes 6
-times the products of dense attention; into the keys, a sum over the c_q rows takes ``(c_q + 1) / 2 = 3.5`` times. The latter
-is used here (see :mod:`msattn.kernels.conv_attention.forward`)::
+A convolution on CUDA cores takes 66 multiply-adds for each score with the 6 x 11 kernels of the paper. For D = 128 that takes
+three times as long as dense attention even at their peak rate, and adjacent tiles would have to exchange scores. If the weights
+are applied to the operands instead, all work is in matrix products. Applied to the queries, with a sum over the c_k columns,
+it is 6 times that of dense attention; applied to the keys, with a sum over the c_q rows, ``(c_q + 1) / 2 = 3.5`` times. The
+latter is used here (see :mod:`msattn.kernels.conv_attention.forward`)::
 
     A[i, j] = sum_a q[i - (c_q - 1) + a] . y_a[j]           y_a[j] = sum_c W[a, c] k[j - p + c]
 
-The prepared keys y are c_q copies of the keys for each query head; they are made for as many heads at a time as fit 1 GiB in 16
-bits. The gradient takes ``3 c_q + 2 = 20`` products, 4 times the 5 of dense attention.
+The prepared keys y are c_q copies of the keys for each query head; they are computed for as many heads at a time as fit into 1
+GiB in 16 bits. The backward pass takes ``3 c_q + 2 = 20`` products, 4 times the 5 of dense attention.
 
-Scores that count as 0 occur only within w keys of the diagonal. There A is computed separately and exactly, as a band of w
-numbers for each query (:mod:`msattn.kernels.conv_attention.band`). Later keys therefore have no influence on a query, not even
-through rounding.
+Scores that count as 0 occur only within w keys of the diagonal. There A is computed separately, from the scores that count, as
+a band of w numbers for each query (:mod:`msattn.kernels.conv_attention.band`). Later keys therefore have no influence on a
+query, not even through rounding.
 """
 
 import torch
@@ -129,7 +129,7 @@ def launch_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launches the backward kernels, for some heads at a time.
+    """Launches the backward kernels, for a slice of the heads at a time.
 
     Returns dq, dk, dv, dweight.
     """
@@ -156,7 +156,7 @@ def launch_backward(
 
 
 def _prepare(q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool) -> tuple[Convolution, ScoreFactors]:
-    """Prepares the factors of the convolved scores of some heads."""
+    """Prepares the factors of the convolved scores of a slice of the heads."""
     conv = Convolution(q, k, weight.contiguous(), kv_start, causal)
     return conv, ScoreFactors(conv.q, prepare_keys(conv), conv.window, make_band(conv))
 
