@@ -1,7 +1,7 @@
-"""Choice of the tile of each kernel: the user's tiles, then the shipped ones.
+"""Tile of each kernel: from the user's tile file if it has one, else the shipped tile.
 
-Kernels are not tuned when they are called. ``msattn bench bench.tune=true`` writes the tiles that it found faster on a GPU to
-the user's file for that GPU. The file is read once per process.
+Kernels are not tuned at run time. ``msattn bench bench.tune=true`` writes the tiles that are faster than the shipped ones to
+the user's file for the GPU. The file is read once per process.
 """
 
 import json
@@ -27,8 +27,8 @@ class Tile(NamedTuple):
     programs: int = 1
 
 
-# (kernel, bytes of a padded head, compute capability) -> tile. fp32 has tiles of its own, because it runs on CUDA cores and
-# takes long to compile.
+# (kernel, bytes of a padded head, compute capability) -> tile. fp32 has separate tiles (FULL_PRECISION), since it runs on CUDA
+# cores and takes long to compile.
 TILES: dict[tuple[str, int, int], Tile] = {
     ("maxpool_attention", 128, 90): Tile(128, 128, 8, 3),
     ("maxpool_attention", 256, 90): Tile(128, 128, 8, 3),
@@ -180,7 +180,7 @@ def user_tiles_path(gpu: str) -> Path:
 
 def user_tiles_header(gpu: str) -> dict[str, str | int]:
     """Returns the header that the tile file must match to be read."""
-    from triton import __version__  # not the distribution's version: the package has several names
+    from triton import __version__  # importlib.metadata would need the distribution's name, of which there are several
 
     return {"format": FORMAT, "gpu": gpu, "triton": __version__}
 

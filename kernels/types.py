@@ -25,7 +25,7 @@ class SparseAttention(NamedTuple):
 
 
 class MaxPoolAttention(NamedTuple):
-    """Result of dense attention with its block map.
+    """Result of dense attention and its block map.
 
     ``out [B, Hq, N, D]`` has the dtype of q; ``lse`` is ``[B, Hq, N]``, ``pooled`` fp32 ``[B, Hq, Tr, Tc]``.
     """
@@ -50,7 +50,8 @@ class BucketMass(NamedTuple):
 class NearestCentroid(NamedTuple):
     """Nearest centroid of each key.
 
-    ``buckets``, int32 ``[B, H, M]``, is its index, and ``products``, fp32 ``[B, H, M]``, its dot product with the key.
+    ``buckets``, int32 ``[B, H, M]``, is the index of the centroid, and ``products``, fp32 ``[B, H, M]``, its dot product with
+    the key.
     """
 
     buckets: Tensor
@@ -89,17 +90,17 @@ class ScoreMod(NamedTuple):
     Attributes
     ----------
     kernel
-        ``triton.jit`` function. The heads of a group and their queries are packed into the rows of a tile: it maps ``score``
-        fp32 ``[rows, keys]`` to the same shape, with ``b`` a scalar, ``h`` and ``i`` int32 ``[rows, 1]``, ``j`` int32 ``[1,
-        keys]``, and a pointer for each tensor.
+        ``triton.jit`` function of a tile, whose rows are the packed heads and queries of a group. It maps ``score`` fp32
+        ``[rows, keys]`` to the same shape; ``b`` is a scalar, ``h`` and ``i`` are int32 ``[rows, 1]``, ``j`` is int32 ``[1,
+        keys]``, and each tensor is passed as a pointer.
     reference
         The same function in PyTorch: ``score [Hq, N, m]``, ``b`` an int, ``h [Hq, 1, 1]``, ``i [N, 1]``, ``j [m]``.
     tensors, numbers
         Further arguments of both functions.
     window
-        Keys ``j <= i - window`` are masked whatever their score, so that kernels need not read them.
+        Keys ``j <= i - window`` may be skipped by the kernel. The functions must return -inf for them.
     built_in
-        Name of a modification of :mod:`msattn.kernels.flash_decode.score_mod`. Leave it empty for others.
+        Name of a modification of :mod:`msattn.kernels.flash_decode.score_mod`. Must be empty for custom ones.
     """
 
     kernel: Any

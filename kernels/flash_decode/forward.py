@@ -7,20 +7,20 @@ The keys are divided into splits, which run as separate programs. There are two 
 - `partial`: each split keeps its own row maximum m_s, with l_s = sum exp(s - m_s) and o_s = sum exp(s - m_s) v. A second kernel
   rescales and adds them: ``out = sum exp(m_s - m) o_s / sum exp(m_s - m) l_s``.
 - `global`: a first pass over the keys alone finds the row maxima. The second pass starts from the largest of them, m, so that
-  its sums add up without rescaling. Every program of the second pass reduces the maxima of the splits itself: they are few, and
-  one more kernel would cost more than reading them.
+  its sums add up without rescaling. Every program of the second pass reduces the maxima of all splits itself: they are few, and
+  another kernel would take longer than reading them.
 
 ``lse = m + log l`` in both.
 
-Decoding is memory-bound: N * group rows need 4 * N * group * D operations for the 4 * D bytes of a 16-bit key and value, so the
-tensor cores wait for memory up to some hundred rows. All queries of a key/value head's group therefore share the rows of one
-tile, which reads keys and values once: 2 * M * D * Hkv numbers in total, the minimum for exact attention. `global` reads the
-keys twice (half as much again) and saves exp(m_s - m) for the N * group rows of each split. The results of the splits add D + 2
-fp32 numbers per row and split.
+Decoding is memory-bound: N * group rows need 4 * N * group * D FLOPs for the 4 * D bytes of a 16-bit key and value, so tensor
+cores wait for memory up to a few hundred rows. All queries of a key/value head's group are therefore packed into the rows of
+one tile, which reads keys and values once: 2 * M * D * Hkv numbers in total, the minimum for exact attention. `global` reads
+the keys twice (50 % more bytes) and saves exp(m_s - m) for the N * group rows of each split. The results of the splits add
+D + 2 fp32 numbers per row and split.
 
-Whole tiles are loaded through tensor descriptors if the rows of keys and values are aligned: few long requests come closer to
-the memory bandwidth than many short ones. The remainder of the last split, and caches in any other layout, are loaded through
-pointers.
+Whole tiles are loaded through tensor descriptors if the rows of keys and values are aligned, because few long requests come
+closer to the peak memory bandwidth than many short ones. The last, partial tile of a split, and caches in any other layout, are
+loaded through pointers.
 
 Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts: part_max, part_sum ``[B, Hkv,
 G * N, S]``, in base 2 and not normalised; part_out ``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are
@@ -83,10 +83,10 @@ def flash_decode(
     k, v : Tensor ``[B, Hkv, M, D]``
         The cache; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
     variant : {"partial", "global"}
-        Row maxima: one per split, with rescaling when splits are merged; or one for all splits, from a first pass over the
-        keys. Both are exact.
+        "partial" keeps a row maximum per split and rescales when splits are merged; "global" finds the row maxima of all splits
+        in a first pass over the keys. Both are exact.
     causal : bool
-        If True, a query sees no key after itself (speculative decoding); else all queries see all keys.
+        If True, a query sees no key after itself, as for speculative decoding; else all queries see all keys.
     score_mod : ScoreMod, optional
         Modifies the scaled scores before masking. :mod:`msattn.kernels.flash_decode.score_mod` has softcap, alibi and
         sliding_window; :class:`msattn.kernels.types.ScoreMod` describes custom ones, which break the graph under
@@ -170,7 +170,7 @@ class _WithCustomMod(torch.autograd.Function):
 
 @torch.compiler.disable
 def _run_with_custom_mod(*arguments) -> tuple[Tensor, Tensor]:
-    """Runs without an operator, whose schema cannot hold a custom score_mod."""
+    """Runs the kernels without a custom operator: its schema cannot hold functions."""
     return _WithCustomMod.apply(*arguments)  # type: ignore[return-value]
 
 
@@ -221,7 +221,7 @@ class _Plan(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """Results of the splits, and the final ones; layouts are in the module docstring."""
+    """Results of the splits and final results; layouts are in the module docstring."""
 
     part_max: Tensor
     part_sum: Tensor
@@ -254,7 +254,7 @@ def _allocate(q: Tensor, k: Tensor, plan: _Plan) -> _Buffers:
 
 
 def _tile_views(k: Tensor, v: Tensor, tile: Tile) -> list[Any]:
-    """Returns tensor descriptors of keys and values, None where rows are not aligned."""
+    """Returns tensor descriptors of keys and values, or None if rows are not aligned."""
     aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # descriptors cannot have strides of 0
     return [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
 
@@ -296,8 +296,8 @@ def _launch_step(
 def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
     """Returns the tile for ``rows`` = group * N and a padded head size of ``cols``.
 
-    Up to 128 rows share one read of keys and values. Shared memory holds three tiles of each: of 32 KiB where it has 227 KiB
-    (compute capabilities 9.0 to 11.x), else of 16 KiB.
+    Up to 128 rows share one read of keys and values. Shared memory holds three tiles of each. A tile has up to 32 KiB where
+    shared memory has 227 KiB (compute capabilities 9.0 to 11.x), else up to 16 KiB.
     """
     if itemsize == 4:  # fp32 runs on CUDA cores
         return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
@@ -319,8 +319,8 @@ def _split_kernel(
 ):  # fmt: skip
     """Processes one split of the keys for a block of rows.
 
-    ``STEP`` "max" finds its row maxima, "sum" its sums relative to the maxima of all splits, "partial" both. ``SINGLE``: there
-    is one split, so that the result needs no merging.
+    ``STEP`` "max" computes row maxima, "sum" sums relative to the maxima of all splits, and "partial" both, for the split
+    alone. With ``SINGLE`` there is one split, and the kernel writes the final result.
     """
     pdl_wait(PDL)
     if STEP != "max" and not SINGLE:  # the dependent is the merge kernel
@@ -379,7 +379,7 @@ def _split_kernel(
             b_v = tl.load(v + key * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
-    if STEP == "max" or SINGLE:  # earlier, the dependent's programs would load some SMs before others
+    if STEP == "max" or SINGLE:  # dependent programs that start earlier would be distributed unevenly over the SMs
         pdl_launch_dependents(PDL)
     if STEP == "max" or (STEP == "partial" and not SINGLE):
         tl.store(part_max + part, m, mask=row < rows)
@@ -423,9 +423,9 @@ def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl
 def _split_range(
     kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Returns begin and end of a split, the first unpadded key, query 0's position.
+    """Returns begin and end of a split, the first unpadded key, and query 0's position.
 
-    Splits get equal numbers of tiles of the visible keys.
+    Visible keys are divided into splits with equal numbers of tiles.
     """
     first_key = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
     stop = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
@@ -440,7 +440,7 @@ def _split_range(
 
 @triton.jit
 def _row_max(parts, exists, num_splits, BM: tl.constexpr):
-    """Returns the largest of the splits' maxima at ``parts [BM]``, for each row."""
+    """Returns the maximum over all splits of each row, from pointers ``parts [BM]``."""
     largest = tl.full([BM, 32], float("-inf"), tl.float32)
     for first in tl.range(0, num_splits, 32):  # type: ignore[misc]
         s = first + tl.arange(0, 32)[None, :]

@@ -4,8 +4,8 @@
     alibi(slopes)       s + slopes[h] * (j - i)
     sliding_window(w)   s where j > i - w, else -inf
 
-Each has a jitted form, for tiles, and a PyTorch form, for the reference. The schema of an operator cannot hold functions:
-built-in modifications pass through it by name, and :func:`built_in` restores them.
+Each has a Triton function of tiles, and a PyTorch function for the reference. The schema of a custom operator cannot hold
+functions: built-in modifications are passed to it by name, and :func:`built_in` restores them.
 """
 
 import math
@@ -21,7 +21,7 @@ from msattn.kernels.types import ScoreMod
 def softcap(limit: float) -> ScoreMod:
     """Returns a soft cap of scores: ``limit * tanh(score / limit)``.
 
-    Used by Gemma 2 (arXiv 2408.00118). Scores stay within ``(-limit, limit)``.
+    Gemma 2 uses it (arXiv 2408.00118). Scores stay within ``(-limit, limit)``.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _softcap_kernel(score, b, h, i, j, limit):
     decay = tl.exp2(tl.abs(x) * (-2 / LN_2))
     far = (1 - decay) / (1 + decay)
     x2 = x * x
-    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))  # here 1 - decay would cancel
+    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))  # 1 - decay cancels for small x
     return limit * tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
 
 
