@@ -1,4 +1,4 @@
-"""Selection of blocks: masked softmax over blocks, and the best blocks of each row.
+"""Selection of blocks: masked softmax over blocks, best blocks of each row.
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
     best_blocks(scores)[r, c]   = c is visible, and in always, or among the counts[r] first blocks, or scores[r, c] >= threshold

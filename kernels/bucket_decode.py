@@ -1,4 +1,6 @@
-"""Decoding over a dense window and probed buckets (SAAP, arXiv 2502.08246, Algorithm 2).
+"""Decoding over a dense window and probed buckets.
+
+This is Algorithm 2 of SAAP (arXiv 2502.08246).
 
 One query group, the ``G = Hq / Hkv`` query heads of a key/value head, reads a list of keys::
 

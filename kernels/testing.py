@@ -1,7 +1,7 @@
 """Inputs, exact results and tolerances for tests and benchmarks of the kernels.
 
-Tolerances are derived, not chosen. A kernel is compared with fp64 attention over the same inputs; its error may be that of
-eager PyTorch in the kernel's precision plus a rounding band (:func:`assert_within_budget`).
+Tolerances are derived from rounding, not tuned. A kernel is compared with fp64 attention over the same inputs; its error may be
+that of eager PyTorch in the kernel's precision plus a rounding band (:func:`assert_within_budget`).
 """
 
 import itertools
@@ -90,11 +90,11 @@ class Case(NamedTuple):
 def full_product(
     head_size: int, dtype: torch.dtype, lengths: Sequence[tuple[int, int]], block_size: int = 64
 ) -> Iterator[Case]:
-    """Yields the problems on which a compiled kernel is tested.
+    """Yields all combinations of shapes on which a compiled kernel is tested.
 
-    They have group sizes 1, 4 and 7, each with all ``lengths`` (queries, keys), causal or not, padded or not. Triton compiles a
-    kernel for each kind of length (1, a multiple of 16, other), padding and causality. To limit compilations, only the pairs in
-    ``NOT_CAUSAL`` also run without causality.
+    They have group sizes 1, 4 and 7, each with all ``lengths`` (queries, keys), padded and not. Triton compiles a kernel for
+    each kind of length (1, a multiple of 16, other), padding and causality. To limit compilations, only the lengths in
+    ``NOT_CAUSAL`` also run without a causal mask.
     """
     for (q_heads, kv_heads), (n, m) in itertools.product([(2, 2), (8, 2), (7, 1)], lengths):
         variants: list[Any] = [(1, True, None), (2, True, (0, 30))] if m > 1 else [(1, True, None)]
@@ -106,7 +106,7 @@ def full_product(
 
 NOT_CAUSAL = [(63, 63), (111, 300)]
 
-# Chosen so that most pairs of dtype, head size, group, lengths, causality, padding and block size occur in some row.
+# Most pairs of values of dtype, head size, group, lengths, causality, padding and block size occur in some row.
 CASES = [
     Case(1, 2, 1, 1, 1, 64),
     Case(2, 4, 1, 63, 63, 80, torch.float16, True, (0, 40), 32),
@@ -241,7 +241,7 @@ def dense_attention(
 
 
 class Rounding(NamedTuple):
-    """Parameters of a gradient's rounding band (:func:`assert_within_budget`)."""
+    """Parameters of the rounding band of a gradient; see :func:`assert_within_budget`."""
 
     term: float
     count: int
@@ -272,10 +272,10 @@ def largest_term(dout: Tensor, v: Tensor, other: Tensor, scale: float) -> float:
 
 
 def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor, *, term: float = 1.0, count: int = 1) -> None:
-    """Asserts that ``actual`` is as exact as ``eager``, up to a rounding band.
+    """Asserts that ``actual`` is as accurate as ``eager``, up to a rounding band.
 
-    The difference between ``actual`` and ``exact`` may be that between ``eager`` and ``exact`` plus the band. Let L be the
-    largest absolute value of ``exact``, or 1 if that is larger. The band is the sum of
+    The largest error of ``actual`` may be that of ``eager`` plus the band. Errors are absolute differences from ``exact``. Let
+    L be the largest absolute value of ``exact``, at least 1. The band is the sum of
 
     - ``eps * L``: one unit in the last place of ``actual``'s dtype, for rounding the result;
     - ``2 ** -24 * sqrt(count) * L``: half an ulp of the sum for each of ``count`` sequential additions, which eager code
@@ -303,11 +303,11 @@ def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor
 def assert_sum_within_budget(
     name: str, actual: Tensor, parts: Tensor, eager: Tensor, *, term: float = 1.0, count: int = 1
 ) -> None:
-    """Like :func:`assert_within_budget`, for a sum over queries.
+    """Asserts that a sum over queries is as accurate as ``eager``, up to a band.
 
-    The exact ``parts [N, ...]`` are given. One or two sums of thousands of rounded numbers are a poor estimate of the rounding
-    error of another summation order. The band is therefore wider by 4 standard deviations of the sum, if every part is off by
-    one unit in the last place of ``actual``'s dtype.
+    The exact addends are ``parts [N, ...]``. The error of one sum of thousands of rounded numbers is a poor estimate of the
+    error in another summation order. The band of :func:`assert_within_budget` is therefore widened by 4 standard deviations of
+    the sum, where every part is off by one unit in the last place of ``actual``'s dtype.
     """
     exact = parts.double().sum(0)
     spread = 4 * torch.finfo(actual.dtype).eps * parts.double().norm(dim=0).max()

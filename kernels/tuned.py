@@ -1,4 +1,4 @@
-"""Tile of each kernel: from the user's tile file if it has one, else the shipped tile.
+"""Tile of each kernel: from the user's tile file, or the shipped one.
 
 Kernels are not tuned at run time. ``msattn bench bench.tune=true`` writes the tiles that are faster than the shipped ones to
 the user's file for the GPU. The file is read once per process.

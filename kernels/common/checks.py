@@ -105,7 +105,7 @@ def has_aligned_rows(x: Tensor) -> bool:
 
 
 def check_layout(**tensors: Tensor) -> None:
-    """Checks that rows are contiguous and 16-byte aligned, as tensor descriptors require."""
+    """Checks that rows are contiguous and 16-byte aligned, as descriptors require."""
     for name, x in tensors.items():
         if not has_aligned_rows(x):
             raise ValueError(

@@ -193,7 +193,7 @@ def _band_kernel(
 
 @triton.jit
 def _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC: tl.constexpr):
-    """Loads the gradients ``[BR, BC]`` of the band elements that S[row, row - e] enters.
+    """Loads gradients ``[BR, BC]`` of the band elements that S[row, row - e] enters.
 
     Column c is the gradient of the element to which the score contributes with weight ``W[a, c]``.
     """

@@ -423,7 +423,7 @@ def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl
 def _split_range(
     kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Returns begin and end of a split, the first unpadded key, and query 0's position.
+    """Returns begin and end of a split, the first unpadded key, query 0's position.
 
     Visible keys are divided into splits with equal numbers of tiles.
     """

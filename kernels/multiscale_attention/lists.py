@@ -82,9 +82,9 @@ def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, r
 
 @triton.jit
 def _visible_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the numbers of column blocks that the row block at t0 sees, and sees in full.
+    """Returns the number of column blocks that the row block at t0 sees.
 
-    Full blocks have no key after a query of the row block, so that they may be pooled.
+    The second result is the number of full ones. Full blocks have no key after a query of the row block, so that they may be pooled.
     """
     seen, past = keys, keys
     if CAUSAL:

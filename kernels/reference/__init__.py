@@ -1,6 +1,7 @@
 """Reference implementation of every operation in plain PyTorch.
 
-References are readable, process inputs in chunks to bound memory, and are the backend for CPU tensors.
+References are written to be read. They process inputs in chunks to bound memory, and are the ``"torch"`` backend, the default
+for CPU tensors.
 """
 
 from msattn.kernels.reference.best_blocks import best_blocks, block_softmax

@@ -29,7 +29,7 @@ def bucket_decode(
     Raises
     ------
     ValueError
-        If an argument is invalid, a probe is no bucket, offsets are outside ``index.order``, or lengths outside the cache.
+        If an argument is invalid, a probe is out of range, offsets are outside ``index.order``, or lengths outside the cache.
     """
     check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len)
     scale = resolve_scale(scale, q.shape[3])
@@ -40,10 +40,10 @@ def bucket_decode(
     position = torch.arange(1 + int((sink_end - start + end - recent_begin).max()), device=q.device)
     window = torch.where(position < sink_end - start, start + position, recent_begin - sink_end + start + position)
     member, is_member = _bucket_members(index, probes)
-    is_member &= (member >= sink_end) & (member < recent_begin)  # keys of the dense window are counted there
+    is_member &= (member >= sink_end) & (member < recent_begin)  # keys of the dense window are already in `window`
     key = torch.cat([window.expand(-1, kv_heads, -1), member], -1)  # [B, Hkv, S]
     read = torch.cat([(window < end).expand(-1, kv_heads, -1), is_member], -1)
-    filler = key.gather(-1, read.byte().argmax(-1, keepdim=True))  # a key that is read anyway
+    filler = key.gather(-1, read.byte().argmax(-1, keepdim=True))  # masked entries repeat a key that is read, which is finite
     key = key.where(read, filler).clamp(0, num_keys - 1)
 
     head = torch.arange(kv_heads, device=q.device)[:, None]
@@ -52,7 +52,7 @@ def bucket_decode(
     for b in range(batch):  # one sequence at a time, to bound memory
         keys, values = (x[b][head, key[b]].to(statistics) for x in (k, v))  # [Hkv, S, D]
         attended, lse[b] = masked_attention(grouped[b].to(statistics), keys, values, read[b][:, None], scale)
-        out[b] = attended.masked_fill(lse[b][..., None] == -math.inf, 0)  # without keys to read, the filler is arbitrary
+        out[b] = attended.masked_fill(lse[b][..., None] == -math.inf, 0)  # the filler is arbitrary if no key is read
     return SparseAttention(out.reshape(q.shape), lse.reshape(batch, q_heads, 1))
 
 
@@ -83,7 +83,7 @@ def _dense_window(
 
 
 def _bucket_members(index: BucketIndex, probes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the probed buckets' keys ``[B, Hkv, S]``, and a mask of real entries."""
+    """Returns the keys of probed buckets ``[B, Hkv, S]``, and a mask of valid ones."""
     offsets, num_buckets = index.offsets.long(), index.offsets.shape[2] - 1
     if probes.numel() and not (int(probes.min()) >= -1 and int(probes.max()) < num_buckets):
         raise ValueError(f"probes: {int(probes.min())} to {int(probes.max())}, expected -1 (no bucket) to {num_buckets - 1}")

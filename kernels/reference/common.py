@@ -14,8 +14,8 @@ SCORES_AT_ONCE = 2**22  # scores in a chunk: 16 MiB in fp32
 def sequences(q: Tensor, k: Tensor, kv_start: Tensor | None, causal: bool) -> Iterator[tuple[slice, int, int, int]]:
     """Yields parts of a batch that share their left padding.
 
-    A part is (slice of the batch, first query, first key, delta). Counted from the first query and key, causal query t sees
-    keys ``u <= t + delta``.
+    A part is (slice of the batch, first query, first key, delta). If t and u count from the first query and key, causal query t
+    sees keys ``u <= t + delta``.
     """
     offset = query_offset(q.shape[2], k.shape[2], causal)
     if kv_start is None:
@@ -49,13 +49,13 @@ def row_lists(selected: Tensor, scores_each: int) -> Iterator[tuple[Tensor, Tens
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes masked attention in one step; returns ``out, lse``.
+    """Returns ``out, lse`` of masked attention, with materialized scores.
 
-    Shapes: ``q [R, n, D]``, ``k, v [R, m, D]``, mask ``seen [R, n, m]``. ``bias`` is added to the scaled scores.
+    Shapes are ``q [R, n, D]``, ``k, v [R, m, D]``, and ``seen [R, n, m]`` for the mask. ``bias`` is added to the scaled scores.
     """
     scores = q @ k.mT * scale if bias is None else q @ k.mT * scale + bias
     scores = scores.masked_fill(~seen, -math.inf)
     nothing = ~seen.any(-1)
-    lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)  # finite, so that gradients are, too
+    lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)  # finite also in empty rows, so that gradients are finite
     out = (scores - lse[..., None]).exp() @ v
     return out, lse.masked_fill(nothing, -math.inf)

@@ -12,7 +12,7 @@ from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
 
 
 class Mixing(Protocol):
-    """Linear map of scores to mixed scores.
+    """Linear map of scores.
 
     It maps ``[B, Hq, before + n, left + m + right]`` to ``[B, Hq, n, m]``. Scores of queries and keys that do not exist are 0.
     """
@@ -24,12 +24,12 @@ class Mixing(Protocol):
 
     @property
     def left(self) -> int:
-        """Number of earlier keys."""
+        """Number of earlier keys that a mixed score depends on."""
         ...
 
     @property
     def right(self) -> int:
-        """Number of later keys."""
+        """Number of later keys that a mixed score depends on."""
         ...
 
     def forward(self, weight: Tensor, scores: Tensor) -> Tensor:
@@ -42,10 +42,10 @@ class Mixing(Protocol):
 
 
 class _Chunk(NamedTuple):
-    """Chunk of queries with the keys they see.
+    """Chunk of queries, and the keys that they see.
 
-    ``around`` are its rows and those before them that mixing needs; ``future [before + n, m]`` masks the keys after each
-    query of ``around``, whose ``scores`` are 0; ``mixed`` are the scores of ``rows`` after mixing.
+    ``around`` is ``rows`` and the rows before them that mixing needs. ``future [before + n, m]`` is True for keys after the
+    query of a row of ``around``, whose ``scores`` are 0. ``mixed`` are the scores of ``rows`` after mixing.
     """
 
     batch: slice
@@ -67,9 +67,9 @@ def mixed_attention(
     scale: float,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns ``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``; differentiable.
+    """Computes attention with mixed scores, differentiably.
 
-    They are 0 and -inf for rows without visible keys.
+    Returns ``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``, which are 0 and -inf for rows without visible keys.
     """
     statistics = statistics_dtype(q)
     out = torch.zeros_like(q)

@@ -1,8 +1,8 @@
 """Multi-scale attention in PyTorch, by gathering means, and its gradient.
 
-Means of K and V are appended to them: ``[keys | means of 2 | of 4 | of 8]``, called tokens here, counted from the start of a
-sequence. A block at zoom 8 has an eighth as many tokens as keys. Blocks are listed in parts of an eighth of a block, so that
-lists follow the number of tokens at every zoom.
+Means of K and V are appended to them. The result has the *entries* ``[keys | means of 2 | of 4 | of 8]``, counted from the start
+of a sequence. A block at zoom 8 has an eighth as many entries as keys. Blocks are listed in parts of an eighth of a block, so
+that the length of a list is proportional to the number of entries at every zoom.
 """
 
 import math
@@ -21,18 +21,18 @@ PARTS = max(ZOOMS)  # parts of a block
 
 
 class _Rows(NamedTuple):
-    """R row blocks and the S tokens that each reads.
+    """R row blocks and the S entries that each reads.
 
-    Sequences and tokens are counted within a part of the batch.
+    Sequences and entries are counted within a part of the batch.
     """
 
     b: Tensor  # [R, 1]
     h: Tensor  # query heads [R, 1]
     i: Tensor  # queries [R, block]; the last one repeated past the end
-    j: Tensor  # tokens [R, S] of `_with_means`
+    j: Tensor  # entries [R, S] of `_with_means`
     exists: Tensor  # mask of the queries that exist [R, block]
-    seen: Tensor  # mask of the tokens that they see [R, block, S]
-    bias: Tensor  # log of the number of keys in a token [R, 1, S]
+    seen: Tensor  # mask of the entries that they see [R, block, S]
+    bias: Tensor  # log of the number of keys in an entry [R, 1, S]
 
 
 def multiscale_attention(
@@ -48,7 +48,7 @@ def multiscale_attention(
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.multiscale_attention`.
 
-    It gathers the selected keys and means, and is differentiable.
+    It gathers the selected keys and means, and supports autograd.
 
     Raises
     ------
@@ -116,11 +116,11 @@ def multiscale_attention_backward(
             row_delta = ((row_dout * row_out).sum(-1) - dlses[place])[..., None]
             dscores = (probs * (row_dout @ row_v.mT - row_delta)).masked_fill(~x.seen, 0) * scale
             dqueries[tuple(index.expand_as(x.i)[x.exists] for index in place)] = (dscores @ row_k)[x.exists]
-            token_rows = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
-            dkeys.view(-1, k.shape[3]).index_add_(0, token_rows, (dscores.mT @ row_q).flatten(0, 1))  # deterministic on a CPU
-            dvalues.view(-1, k.shape[3]).index_add_(0, token_rows, (probs.mT @ row_dout).flatten(0, 1))
-        dk[batch, :, first_key:] = _to_tokens(dkeys, k.shape[2] - first_key)
-        dv[batch, :, first_key:] = _to_tokens(dvalues, k.shape[2] - first_key)
+            entry_rows = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
+            dkeys.view(-1, k.shape[3]).index_add_(0, entry_rows, (dscores.mT @ row_q).flatten(0, 1))  # deterministic on a CPU
+            dvalues.view(-1, k.shape[3]).index_add_(0, entry_rows, (probs.mT @ row_dout).flatten(0, 1))
+        dk[batch, :, first_key:] = _distribute_gradient(dkeys, k.shape[2] - first_key)
+        dv[batch, :, first_key:] = _distribute_gradient(dvalues, k.shape[2] - first_key)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -131,9 +131,9 @@ def _check_values(zoom: Tensor) -> None:
 
 
 def _with_means(x: Tensor) -> Tensor:
-    """Appends to ``x [B, H, m, D]`` its means of 2, 4 and 8 tokens.
+    """Returns ``x [B, H, m, D]``, followed by its means of 2, 4 and 8 tokens.
 
-    The last group may be smaller. Means are rounded once.
+    The last group of a zoom may be smaller. Means are rounded once.
     """
     levels = [x]
     exact = x.to(statistics_dtype(x))
@@ -146,10 +146,10 @@ def _with_means(x: Tensor) -> Tensor:
     return torch.cat(levels, 2)
 
 
-def _to_tokens(dx: Tensor, m: int) -> Tensor:
-    """Returns the gradient of m keys from that of :func:`_with_means`.
+def _distribute_gradient(dx: Tensor, m: int) -> Tensor:
+    """Returns the gradient of m keys from the gradient of :func:`_with_means`.
 
-    A mean passes equal shares to its keys.
+    The gradient of a mean is divided equally among its keys.
     """
     tokens = torch.arange(m, device=dx.device)
     levels = dx.split([-(-m // z) for z in ZOOMS], 2)
@@ -159,7 +159,7 @@ def _to_tokens(dx: Tensor, m: int) -> Tensor:
 
 
 def _selected_chunks(queries: Tensor, m: int, zoom: Tensor, block_size: int, causal: bool, delta: int) -> Iterator[_Rows]:
-    """Yields the tokens that row blocks of ``queries [B, Hq, n, D]`` read.
+    """Yields the entries that row blocks of ``queries [B, Hq, n, D]`` read.
 
     ``queries`` belong to a part of the batch with m keys.
     """
@@ -175,14 +175,14 @@ def _selected_chunks(queries: Tensor, m: int, zoom: Tensor, block_size: int, cau
     size = block_size // PARTS
     part = torch.arange(PARTS, device=device)
     parts_of = torch.tensor([PARTS // z if z in ZOOMS else 0 for z in range(PARTS + 1)], device=device)
-    begin_of = torch.zeros(PARTS + 1, dtype=torch.int64, device=device)  # first token of each zoom
+    begin_of = torch.zeros(PARTS + 1, dtype=torch.int64, device=device)  # first entry of each zoom
     begin_of[list(ZOOMS)] = torch.tensor([0, *(-(-m // z) for z in ZOOMS[:-1])], device=device).cumsum(0)
     selected = (part < parts_of[zoom.int()][..., None]).flatten(3)  # [B, Hq, Tr, Tc * PARTS]
     for b, h, r, on, c in row_lists(selected, block_size * size):
         z = zoom[b[:, None], h[:, None], r[:, None], c // PARTS].long()
         g = (c // PARTS * (block_size // z) + c % PARTS * size)[..., None] + torch.arange(size, device=device)
         z, on, g = z.repeat_interleave(size, 1), on.repeat_interleave(size, 1), g.flatten(1)
-        count = (m - g * z).clamp(max=z)  # number of keys in the token
+        count = (m - g * z).clamp(max=z)  # number of keys in the entry
         t = r[:, None] * block_size + torch.arange(block_size, device=device)
         seen = (t < n)[..., None] & (on & (count > 0))[:, None]
         if causal:

@@ -36,9 +36,8 @@ def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int) -> BucketSums:
     batch, heads, _, head = k.shape
     sums = k.new_zeros((batch * heads * (num_buckets + 1), head), dtype=statistics_dtype(k))
     counts = buckets.new_zeros(len(sums))
-    row = torch.where(
-        (buckets >= 0) & (buckets < num_buckets), buckets, num_buckets
-    )  # the last row of a head takes excluded keys
+    # The last row of a head collects the excluded keys.
+    row = torch.where((buckets >= 0) & (buckets < num_buckets), buckets, num_buckets)
     row = row + (num_buckets + 1) * torch.arange(batch * heads, device=k.device, dtype=torch.int32).view(batch, heads, 1)
     for keys, rows in zip(k.split(SCORES_AT_ONCE // head, dim=2), row.split(SCORES_AT_ONCE // head, dim=2), strict=True):
         sums.index_add_(0, rows.flatten(), keys.to(sums.dtype).flatten(0, 2))
