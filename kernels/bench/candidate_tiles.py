@@ -1,6 +1,6 @@
 """Candidate tiles of each kernel, and the choice of the fastest after a sweep.
 
-Candidates are for 16-bit heads of 128. A tile is (rows, keys, warps, stages, resident programs); see
+Candidates are for 16-bit heads of 128. A tile is (rows, keys, warps, stages, programs per SM); see
 :class:`msattn.kernels.tuned.Tile`.
 """
 
@@ -15,7 +15,7 @@ from msattn.kernels.bench.rows import BenchRow
 from msattn.kernels.tuned import Tile
 
 SHIPPED = "shipped"  # name of the variant that uses the tiles of the package
-MIN_SPEEDUP = 1.02  # over the shipped tile; the difference between two runs is smaller
+MIN_SPEEDUP = 1.02  # over the shipped tile; two runs of one tile differ by less
 
 BLOCK_SPARSE = [  # one program per block of 64 queries
     Tile(64, 64, 4, 2),
@@ -26,7 +26,7 @@ BLOCK_SPARSE = [  # one program per block of 64 queries
     Tile(64, 32, 4, 5),
     Tile(64, 32, 4, 6),
 ]
-BACKWARD = [  # two tiles of each input and one or two accumulators are live
+BACKWARD = [  # two tiles of each input and one or two accumulators are live at the same time
     Tile(64, 64, 4, 1),
     Tile(64, 64, 4, 2),
     Tile(64, 64, 4, 3),
@@ -97,7 +97,7 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
         Tile(128, 128, 8, 3, 1),
         Tile(256, 64, 16, 4, 1),
         Tile(64, 64, 4, 2, 4),
-        Tile(64, 64, 4, 4, 3),  # leaves registers to overlap a product with the exponentials of the previous tile
+        Tile(64, 64, 4, 4, 3),  # has enough registers to overlap a product with the exponentials of the previous tile
         Tile(64, 128, 4, 2, 3),
         Tile(64, 128, 4, 3, 2),
     ],

@@ -14,7 +14,7 @@ from msattn.kernels.testing import assert_within_budget
 Function = Callable[..., Any]  # maps the tensors of a layer to a tensor, or to a tuple that begins with the output
 Layer = tuple[Any, ...]
 Window = Callable[[Layer, int, int], Layer]  # (layer of one sequence, begin, end) -> inputs of the query rows [begin, end)
-WEIGHT_GRADIENT = "gradient 3"  # of a weight over scores: a sum over all pairs of tokens
+WEIGHT_GRADIENT = "gradient 3"  # of a weight that mixes scores: a sum over all pairs of tokens
 
 
 class ReferenceMismatch(AssertionError):
@@ -45,10 +45,10 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Peer:
-    """A competing implementation. A peer that several cases share is timed once.
+    """A competing implementation.
 
     ``prepare`` returns the function to time. It may compile, run out of memory or find the peer unsupported; the exception it
-    raises is reported as the reason why the peer was not timed.
+    raises is reported as the reason why the peer was not timed. A peer that several cases share is timed once.
     """
 
     name: str
@@ -71,7 +71,7 @@ class BenchCase:
     layers : tensors of each layer. Decoding cycles through several layers so that none is in the L2 cache when it is read.
     work : of one layer.
     peers : in the order in which they are timed.
-    setting, sparsity, queries : as in a row; ``queries=None`` means as many as keys.
+    setting, sparsity, queries : as in a :class:`~msattn.kernels.bench.rows.BenchRow`; ``queries=None`` means as many as keys.
     graph : run as a CUDA graph, which removes launch overhead from the time.
     term : size of the terms that cancel in a result, which scales the rounding band (``kernels/testing.py``).
     window : selects the reference's inputs for a range of query rows in the check at full size. If None, only problems with
@@ -164,7 +164,7 @@ def _with_gradients(layer: Layer) -> tuple[Layer, list[Tensor]]:
 
 
 def outputs(result: Any) -> list[Tensor]:
-    """Returns the floating-point results as a list, and boolean ones as 0 and 1."""
+    """Returns a list of the floating-point results, and the boolean ones as 0 and 1."""
     tensors = (result,) if isinstance(result, Tensor) else result
     return [x.float() if x.dtype == torch.bool else x for x in tensors if is_float(x) or x.dtype == torch.bool]
 

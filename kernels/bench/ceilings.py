@@ -15,8 +15,8 @@ from msattn.kernels.bench.timing import time_ms
 def ceilings(device: str, dtype: torch.dtype) -> Rate:
     """Measures the peak TFLOP/s of a matrix product in ``dtype``, and peak TB/s.
 
-    This takes some seconds, and the result is cached. The memory ceiling is the faster of a copy (read and write) and a sum
-    (read alone).
+    This takes some seconds; the result is cached. The memory ceiling is the larger bandwidth of a copy (which reads and writes)
+    and a sum (which only reads).
     """
     side, size = (1024, 2**26) if device == "cpu" else (8192, 2**31)
     a, b = torch.randn(2, side, side, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ PRODUCT_CHUNK = 8192  # keys per matrix product of the peer, so that its result 
 
 
 def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """1000 queries and 1024 buckets of keys, compared with the product Q K^T alone."""
+    """Yields one case of 1000 queries and 1024 buckets, with the peer Q K^T alone."""
     from msattn.kernels.bucket_mass import forward as op
 
     queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
@@ -48,14 +48,14 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def _product(q: Tensor, k: Tensor) -> None:
-    """Computes Q K^T in chunks of keys and drops the result."""
+    """Computes Q K^T in chunks of keys and discards the result."""
     grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
     for keys in k.split(PRODUCT_CHUNK, dim=2):
         torch.matmul(grouped, keys.mT)
 
 
 def nearest_centroid(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """The assignment and the update of k-means, compared with the product K C^T."""
+    """Yields the assignment and the update of k-means, with the peer K C^T alone."""
     from msattn.kernels import nearest_centroid as op
 
     num_buckets = min(1024, max(1, shape.length // 32))

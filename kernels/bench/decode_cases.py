@@ -1,8 +1,7 @@
 """Benchmark cases of decoding: a few new queries against long caches.
 
-The caches of several layers are read in turn and timed as one CUDA graph.
-
-Decoding is memory-bound: bytes count the keys and values that are read, the queries and the output, once each.
+The caches of several layers are read in turn and timed as one CUDA graph. Decoding is memory-bound: the bytes of its work are
+the keys and values that are read, the queries and the output, once each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ PARTS = 8  # partial results that merge_states combines
 
 
 def flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Both variants of ``flash_decode`` at each number of queries."""
+    """Yields a case per number of queries and variant of ``flash_decode``."""
     from msattn.kernels.flash_decode import forward as op
 
     cache = shape.cache(LAYERS, max(options.queries))
@@ -48,9 +47,9 @@ def flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """One step of SAAP decoding, without and with routing.
+    """Yields two cases: a step of SAAP decoding without and with routing.
 
-    It has 1024 buckets, 32 probes, a sink of 1 and 2047 recent keys, or fewer if the cache is short.
+    The step has 1024 buckets, 32 probes, a sink of 1 and 2047 recent keys, or fewer if the cache is short.
     """
     from msattn.kernels import bucket_decode as op
 
@@ -72,15 +71,16 @@ def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def probe_buckets(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """The step of SAAP decoding with routing."""
+    """Yields one case: the step of SAAP decoding with routing."""
     problem = _bucket_problem(shape)
     yield _routed(shape, problem, _bucket_peers(shape, problem))
 
 
 class _BucketProblem(NamedTuple):
-    """A problem of ``bucket_decode``.
+    """Problem of ``bucket_decode``.
 
-    ``layers`` hold (q, k, v, index, probes), ``window`` the options recent and sink, ``read`` the share of keys that is read.
+    ``layers`` are tuples (q, k, v, index, probes), ``window`` has the options ``recent`` and ``sink``, ``read`` is the share of
+    keys that is read.
     """
 
     layers: list[Layer]
@@ -104,7 +104,7 @@ def _bucket_problem(shape: Shape) -> _BucketProblem:
 
 
 def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
-    """Returns dense attention over all keys, and eager PyTorch with a mask."""
+    """Returns the peers: dense attention over all keys, and eager PyTorch with a mask."""
     plain, all_keys = partial(eager.bucket_decode, **problem.window), _work(shape, 1, shape.length)
     scores = shape.batch * shape.q_heads * shape.length
     return [
@@ -114,9 +114,9 @@ def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
 
 
 def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> BenchCase:
-    """Returns the step with routing by classifiers of 1024 hidden units.
+    """Returns the case of a step with routing by classifiers of 1024 hidden units.
 
-    Large output biases fix the probed buckets, so that rounding cannot change the selection.
+    Large output biases determine the probed buckets, so that rounding cannot change the selection.
     """
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
@@ -156,7 +156,7 @@ def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> 
 
 
 def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """One new query, with the previous queries that the convolution reaches."""
+    """Yields a case per convolution kernel size: one new query and the ones before it."""
     from msattn.kernels import conv_decode as op
 
     for c_q, c_k in options.kernels:
@@ -181,7 +181,7 @@ def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Merges 8 partial results of ``length`` queries."""
+    """Yields one case, which merges 8 partial results of ``length`` queries."""
     from msattn.kernels import merge_states as op
 
     outs = torch.stack(shape.draw(shape.q_heads, shape.length, PARTS))
@@ -202,12 +202,12 @@ def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def _dense(layers: Sequence[Layer], work: Work, setting: str = "") -> list[Peer]:
-    """Returns the dense peers of PyTorch, which read all keys."""
+    """Returns the dense peers, which read all keys."""
     return [*peers.dense(layers, work, causal=False, setting=setting), peers.flex_decode(layers, work, setting)]
 
 
 def _work(shape: Shape, queries: int, keys: float) -> Work:
-    """Returns the work of ``queries`` per head that read ``keys`` of the cache."""
+    """Returns the work of ``queries`` per head that read ``keys`` keys of the cache."""
     rows = shape.batch * shape.q_heads * queries * shape.head_size
     cache = shape.batch * shape.kv_heads * keys * shape.head_size
     return Work(4 * rows * keys, (2 * rows + 2 * cache) * shape.dtype.itemsize)

@@ -1,7 +1,7 @@
 """Each operation in eager PyTorch, with all scores materialized.
 
-These straightforward forms compute in the precision of their input. They are a peer of the kernels, and their rounding error
-sets the tolerance of the kernels' check. There is no padding, and there are as many queries as keys unless decoding.
+These functions compute in the precision of their input. They are a peer of the kernels, and their rounding error sets the
+tolerance in the check of the kernels. There is no padding, and prefill has as many queries as keys.
 """
 
 from functools import partial
@@ -32,13 +32,13 @@ def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Tensor) 
 
 
 def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor) -> tuple[Tensor, Tensor]:
-    """Dense attention over means: a key at zoom z becomes the mean of its group of z.
+    """Dense attention in which a key at zoom z is replaced by the mean of its group.
 
     The z equal scores of a group have the weight of one score plus log z, so no further correction is needed.
     """
     n = q.shape[2]
     first = torch.arange(zoom.shape[2], device=q.device) * BLOCK
-    near = (first + BLOCK).clamp(max=n) - 1 > first[:, None]  # at these blocks a mean would include keys past the causal limit
+    near = (first + BLOCK).clamp(max=n) - 1 > first[:, None]  # blocks whose means could include keys past the causal limit
     zoom = zoom.where(~near | (zoom == 0), 1).repeat_interleave(q.shape[1] // zoom.shape[1], dim=1)
     zoom = zoom.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :n, :n]
     group = q.shape[1] // k.shape[1]
@@ -71,7 +71,7 @@ def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
 
 
 def conv_decode(q_window: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """The last row of :func:`conv_attention`, from the last ``c_q`` queries."""
+    """Computes the last row of :func:`conv_attention` from the last ``c_q`` queries."""
     c_q, c_k = weight.shape[1:]
     group = q_window.shape[1] // k.shape[1]
     mask = visible(1, c_q, k.shape[2], True, None, k.device)
@@ -115,7 +115,7 @@ def keys_read(index: BucketIndex, probes: Tensor, recent: int, sink: int) -> Ten
 
 
 def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
-    """All probabilities, summed by the bucket of their key."""
+    """Sums all attention probabilities by the bucket of their key."""
     all_visible = torch.ones((), dtype=torch.bool, device=q.device)
     _, lse, probs = dense_attention(q, k, k, all_visible, dtype=q.dtype)
     of_key = buckets.long().repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand_as(probs)
@@ -123,23 +123,23 @@ def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int) -> tupl
 
 
 def nearest_centroid(k: Tensor, centroids: Tensor) -> Tensor:
-    """The maximum over the materialized products with all centroids."""
+    """Returns the maximum over the materialized products with all centroids."""
     return (k.to(centroids.dtype) @ centroids.mT).amax(-1)
 
 
 def bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
-    """A materialized one-hot matrix times the keys."""
+    """Multiplies a materialized one-hot matrix with the keys."""
     return one_hot(buckets.long(), num_buckets).to(k.dtype).mT @ k
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the parts, each weighted by its share of the softmax denominator."""
+    """Sums the parts, each weighted by its share of the softmax denominator."""
     lse = lses.logsumexp(0)
     return ((lses - lse).exp()[..., None].to(outs.dtype) * outs).sum(0), lse
 
 
 def pool_blocks(x: Tensor, poolings: list[str]) -> Tensor:
-    """One pass per pooling, over the whole blocks and over the partial last one."""
+    """Pools full blocks, then a partial last one, in one pass per pooling."""
     whole = x.shape[2] // BLOCK * BLOCK
     parts = [x[:, :, :whole].unflatten(2, (-1, BLOCK)), *([x[:, :, None, whole:]] if whole < x.shape[2] else [])]
     pool = {
@@ -151,12 +151,12 @@ def pool_blocks(x: Tensor, poolings: list[str]) -> Tensor:
 
 
 def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible blocks, in three passes over the map."""
+    """Computes the softmax over the visible blocks, with masks before and after it."""
     return logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~visible, 0)
 
 
 def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
-    """Sorts each row; keeps its ``counts`` best visible blocks, and ``always``."""
+    """Selects the ``counts`` best visible blocks of each row by sorting."""
     best = scores.masked_fill(~visible, -1).masked_fill_(always, torch.inf).topk(scores.shape[-1], dim=-1).indices
     keep = torch.arange(scores.shape[-1], device=scores.device) < torch.minimum(counts, visible.sum(-1, keepdim=True))
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, keep.expand_as(best)) | always

@@ -1,13 +1,12 @@
 """Comparison with the fp64 reference at the size that is timed.
 
-All results of a decoding step are compared. On a prompt the operation runs on the whole problem, and the reference, to limit
-its memory and time, runs on windows of query rows of the last sequence: at the beginning, in the middle and at the end. In a
-backward pass the gradient of the output is zero outside these rows, so that the exact gradients of all keys, values and weights
-are known.
+All results of a decoding step are compared. On a prompt the operation runs on the whole problem. To limit memory and time, the
+reference runs on windows of query rows of the last sequence: at the beginning, in the middle and at the end. In a backward pass
+the gradient of the output is zero outside these rows, so that the exact gradients of all keys, values and weights are known.
 
-The error of a row is the norm of the difference over the norm of the row, or over the root mean square norm of the 128 rows
-around it if that is larger. Values fall by orders of magnitude from the first rows to the last, so an error relative to the
-largest value would hide errors in small ones. The error of an LSE is absolute.
+The error of a row is the norm of the difference, relative to the norm of the row or to the root mean square norm in its group
+of 128 rows, whichever is larger. Values decrease by orders of magnitude from the first rows to the last, so an error relative
+to the largest value would hide errors in small ones. The error of an LSE is absolute.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from msattn.kernels.bench.eager import BLOCK
 
 MAX_WHOLE_QUERIES = 16  # up to this number of queries all results are compared
 WINDOW_ROWS = 128  # a multiple of BLOCK
-TOLERANCE_EPS = 8  # in units of the epsilon of the input's dtype; gradients were measured to be off by 2
+TOLERANCE_EPS = 8  # in units of the epsilon of the input's dtype; correct gradients have errors of about 2
 FP32_TOLERANCE = 2**-14
 
 
@@ -78,7 +77,7 @@ def _window_errors(case: BenchCase, window: Window) -> Iterator[float]:
 
 
 def _gradient_errors(case: BenchCase, window: Window) -> Iterator[float]:
-    """Errors of the gradients of the first output, which is the pass that is timed."""
+    """Yields the errors of the gradients of the first output, whose pass is timed."""
     leaves = [x.detach().requires_grad_() if is_float(x) else x for x in case.layers[0]]
     out = outputs(case.call(*leaves))[0]
     last = [x.requires_grad_() if is_float(x) else x for x in _to_double(_last_sequence(case.layers[0]))]
@@ -95,7 +94,7 @@ def _gradient_errors(case: BenchCase, window: Window) -> Iterator[float]:
     for actual, expected in zip(gradients, exact, strict=True):
         if actual.ndim == 4:
             yield _error(actual[-1:], expected)
-        else:  # a weight: each head is a row
+        else:  # the gradient of a weight, where each head is a row
             yield _error(*(x.flatten(1)[None, None] for x in (actual, expected)))
 
 

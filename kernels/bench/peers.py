@@ -27,7 +27,7 @@ class PeerUnavailable(RuntimeError):
 
 
 def dense(layers: Sequence[Layer], work: Work, *, causal: bool, setting: str = "") -> list[Peer]:
-    """Returns ``scaled_dot_product_attention`` with each of its backends."""
+    """Returns a peer for each backend of ``scaled_dot_product_attention``."""
     qkv = [layer[:3] for layer in layers]
     peers = []
     for name, backend in DENSE_BACKENDS.items():
@@ -52,9 +52,10 @@ def _dense(backend: str, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tenso
 def eager(
     function: Function, layers: Sequence[Layer], work: Work, scores: int, backward: bool = False, setting: str = ""
 ) -> Peer:
-    """Returns the operation in eager PyTorch, unavailable if memory is too small.
+    """Returns the operation in eager PyTorch as a peer.
 
-    ``scores`` is the number of scores that are materialized; a backward pass needs twice as much memory for them.
+    ``scores`` is the number of scores that are materialized; a backward pass needs twice as much memory for them. The peer is
+    unavailable if memory is too small for them.
     """
 
     def prepare() -> Function:
@@ -74,17 +75,17 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def flex_decode(layers: Sequence[Layer], work: Work, setting: str = "") -> Peer:
-    """Returns compiled FlexAttention over all keys of a cache."""
+    """Returns compiled FlexAttention over all keys of a cache as a peer."""
     return Peer("flex", lambda: _flex, [layer[:3] for layer in layers], work, setting=setting)
 
 
 def flex(
     layers: Sequence[Layer], work: Work, block_mask: Tensor, *, coarse: bool, setting: str = "", sparsity: float = 0.0
 ) -> Peer:
-    """Returns compiled FlexAttention over the visible blocks of ``block_mask``.
+    """Returns compiled FlexAttention over the visible blocks of a mask as a peer.
 
-    The mask is ``[1, Hq | Hkv | 1, T, T]``. ``coarse`` replaces it by a mask of 128-token blocks that reads as many keys: the
-    backward pass of FlexAttention does not support blocks of 64.
+    ``block_mask`` is ``[1, Hq | Hkv | 1, T, T]``. ``coarse`` replaces it by a mask of 128-token blocks that reads about as many
+    keys (:func:`coarsen`), because the backward pass of FlexAttention does not support blocks of 64.
     """
     q = layers[0][0]
 
@@ -158,7 +159,7 @@ def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def dense_work(shape: Shape, backward: bool) -> Work:
-    """Returns the work of causal attention with as many queries as keys.
+    """Returns the work of dense causal attention with as many queries as keys.
 
     The forward pass has 2 matrix products, the backward pass 5; inputs and results are moved once.
     """
@@ -166,7 +167,7 @@ def dense_work(shape: Shape, backward: bool) -> Work:
 
 
 def attention_work(shape: Shape, pairs: float, backward: bool) -> Work:
-    """Returns the work when only ``pairs`` scores, over all heads, are read."""
+    """Returns the work of attention that reads ``pairs`` scores, over all heads."""
     tokens = shape.batch * shape.length
     rows, keys = tokens * shape.q_heads * shape.head_size, 2 * tokens * shape.kv_heads * shape.head_size
     lse = 4 * tokens * shape.q_heads

@@ -1,9 +1,9 @@
 """Benchmark cases of prefill: causal attention with as many queries as keys.
 
-The operations are compared with dense attention. Masks are random for each query head and include the diagonal. The time of the
-kernels depends on the number of blocks that are read, so the masks of a gate are no cheaper. Work counts the scores that are
-read and visible by the operation's definition; anything more that a kernel computes (masked halves of diagonal tiles, a
-convolution as products) counts as its overhead.
+The operations are compared with dense attention. Masks are random for each query head and include the diagonal; masks of a gate
+take the same time, since the time of the kernels depends on the number of blocks that are read. Work counts the FLOPs of an
+operation's definition, for the visible scores that it reads. Anything more that a kernel computes (masked halves of diagonal
+tiles, a convolution as matrix products) is overhead of the kernel.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ BLOCK = eager.BLOCK
 
 
 def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """The dense forward pass, with its block map."""
+    """Yields one case: dense attention and its block map, in a forward pass."""
     from msattn.kernels import maxpool_attention as op
 
     layers = [shape.qkv()]
@@ -44,7 +44,10 @@ def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Random masks per query head, and at the first sparsity also per group."""
+    """Yields a case per sparsity with random masks of each query head.
+
+    At the first sparsity there is another case, with masks of each query group.
+    """
     from msattn.kernels.block_sparse_attention import forward as op
 
     qkv = shape.qkv()
@@ -77,7 +80,7 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
 
 
 def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Random zooms, with equally many blocks at 2, 4 and 8.
+    """Yields a case per sparsity with random zooms, equally many blocks at 2, 4 and 8.
 
     The peer ``block_sparse`` is block-sparse attention that reads as many tokens.
     """
@@ -119,9 +122,9 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def conv_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """A convolution over the queries and keys of the scores.
+    """Yields a case per convolution kernel size.
 
-    The backward pass recomputes it, and has two more convolutions of the same size.
+    The backward pass recomputes the convolution, and has two more of the same size.
     """
     from msattn.kernels.conv_attention import operation as op
 
@@ -135,9 +138,9 @@ def conv_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def head_mix_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """A linear mix of the scores of all query heads.
+    """Yields one case, in which the scores of all query heads are mixed.
 
-    The backward pass recomputes it, and has two more mixes of the same size.
+    The backward pass recomputes the mixing, and has two more of the same size.
     """
     from msattn.kernels.head_mix_attention import operation as op
 
@@ -169,9 +172,9 @@ def _weighted(
     setting: str = "",
     context: int = 0,
 ) -> BenchCase:
-    """Returns a case with a weight over scores.
+    """Returns a case of an operation with a weight that mixes scores.
 
-    It takes ``flops_per_score`` more operations than dense attention for each score.
+    For each score it takes ``flops_per_score`` more FLOPs than dense attention.
     """
     layers = [(*shape.qkv(), weight)]
     full = peers.dense_work(shape, options.backward)
@@ -186,7 +189,7 @@ def _weighted(
 def _row_inputs(layer: Layer, begin: int, end: int) -> Layer:
     """Returns the inputs of the query rows [begin, end).
 
-    These are the keys up to the last row, and the rows' blocks of a mask or of zooms.
+    They include the keys up to the last row, and the row blocks of a mask or of zooms.
     """
     q, k, v, *others = layer
     last = -(-end // BLOCK)
@@ -213,7 +216,7 @@ def _zoom(shape: Shape, sparsity: float) -> Tensor:
     The diagonal is always read.
     """
     blocks = -(-shape.length // BLOCK)
-    # The share of blocks at each of 2, 4 and 8 is bounded by the share that is read and by the share that exists.
+    # Share of blocks at each of the zooms 2, 4 and 8: at most that at zoom 1, and such that all shares sum to at most 1.
     each = min((1 - sparsity) / 1.875, sparsity / 2.125)
     whole = 1 - sparsity - 0.875 * each
     edges = torch.tensor([whole, whole + each, whole + 2 * each, whole + 3 * each], device=shape.device)
@@ -234,9 +237,9 @@ def _pairs(shape: Shape) -> float:
 
 
 def _pairs_read(selection: Tensor, shape: Shape) -> float:
-    """Returns the number of visible scores that a mask or zooms read.
+    """Returns the number of visible scores that attention with a mask or zooms reads.
 
-    ``selection`` is ``[1, heads, T, T]``. The mean of several keys has one score.
+    ``selection`` is the mask or the zooms, ``[1, heads, T, T]``. The mean of several keys has one score.
     """
     first = torch.arange(selection.shape[3], device=selection.device, dtype=torch.float64) * BLOCK
     tokens = (shape.length - first).clamp(max=BLOCK)

@@ -12,7 +12,7 @@ CHECK_LENGTH = 333  # tokens of the check before timing: several blocks, the las
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a problem: ``length`` keys, and as many queries unless decoding."""
+    """Size of a problem; ``length`` is the number of keys, and of queries in prefill."""
 
     length: int
     batch: int = 1
@@ -24,7 +24,7 @@ class Shape:
     seed: int = 0
 
     def small(self) -> "Shape":
-        """Returns a short problem of the same kind that the reference solves quickly."""
+        """Returns a small problem of the same kind, for which the reference is fast."""
         kv_heads = min(2, self.kv_heads)
         group = self.q_heads // self.kv_heads
         return dataclasses.replace(
@@ -55,7 +55,7 @@ class Shape:
 
 
 class Work(NamedTuple):
-    """Minimum work of one run: operations on the scores read, bytes moved once."""
+    """Minimum work of one run: FLOPs on the scores that are read, bytes moved once."""
 
     flops: float
     bytes: float
@@ -70,12 +70,12 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One measurement; without one, ``ms`` is None and ``note`` gives the reason.
+    """One measurement; without a time, ``ms`` is None and ``note`` has the reason.
 
     Attributes
     ----------
     op, direction : the operation; ``backward`` is the backward pass alone.
-    variant : ``msattn``, a tile of a sweep, or a peer.
+    variant : ``msattn``, ``shipped`` or a tile of a sweep, or the name of a peer.
     setting : distinguishes rows of the same variant, e.g. ``90% sparse``.
     batch, length, queries, q_heads, kv_heads, head_size, dtype : size of the problem; ``length`` counts keys.
     sparsity : realised share of the visible keys that is not read.

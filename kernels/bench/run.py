@@ -38,7 +38,7 @@ CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
 def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Times an operation and its peers at each length.
 
-    Peers come before the rows that are compared with them.
+    The rows of peers come before those of the operation that are compared with them.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow
     Yields
     ------
     BenchRow
-        As soon as it is measured. A peer that cannot run here has no time, and a note that gives the reason.
+        Each row as soon as it is measured. A peer that cannot run on this machine has no time, and a note with the reason.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def sweep(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     Yields
     ------
     BenchRow
-        A tile that fails or gives a wrong result has no time, and a note that gives the reason.
+        One row for each tile and case. A tile that fails or gives a wrong result has no time, and a note with the reason.
 
     Raises
     ------
@@ -114,7 +114,13 @@ class _Timer:
         }
 
     def time_operation(self, case: BenchCase, variant: str) -> BenchRow:
-        """Times the operation, then checks it at this size (ReferenceMismatch)."""
+        """Times the operation, then compares it with its reference at the same size.
+
+        Raises
+        ------
+        ReferenceMismatch
+            If the error exceeds rounding.
+        """
         row = self.row(variant, case.setting, case.sparsity, case.queries)
         try:
             timed = self._time(case.call, case.layers, case.work, case.graph)
@@ -123,7 +129,7 @@ class _Timer:
         return replace(row, **timed, error=error_at_full_size(case, self.backward))
 
     def time_peer(self, peer: Peer, case: BenchCase) -> BenchRow:
-        """Times a peer. As third-party code it may raise anything; that becomes the note."""
+        """Times a peer, and notes any exception, which third-party code may raise."""
         row = replace(self.row(peer.name, peer.setting, peer.sparsity, case.queries), note=peer.note)
         try:
             return replace(row, **self._time(peer.prepare(), peer.layers, peer.work, case.graph))

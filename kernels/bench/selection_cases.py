@@ -13,7 +13,7 @@ from msattn.kernels.bench.rows import Shape, Work
 
 
 def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """A gate per query head in its default configuration."""
+    """Yields one case: a gate for each query head, in the default configuration."""
     from msattn.kernels import gate_scores as op
 
     (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length, cached=True)
@@ -40,7 +40,7 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Average pooling of queries, max and min pooling of keys (SeerAttention)."""
+    """Yields two cases: average pooling of queries, max and min pooling of keys."""
     from msattn.kernels import pool_blocks as op
 
     for heads, poolings in ((shape.q_heads, ["avg"]), (shape.kv_heads, ["max", "min"])):
@@ -61,7 +61,7 @@ def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Softmax over the visible blocks, then the best blocks of each row."""
+    """Yields a case of ``block_softmax``, then one of ``best_blocks`` per sparsity."""
     from msattn.kernels import best_blocks as op
 
     blocks = -(-shape.length // eager.BLOCK)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 Call = Callable[[], object]
-SLEEP_CYCLES = 2_000_000  # GPU clock cycles of idling before a timed call: about as long as Python takes to launch it
+SLEEP_CYCLES = 2_000_000  # GPU clock cycles to idle before a timed call: about as long as Python takes to launch it
 
 
 class Milliseconds(NamedTuple):
@@ -22,7 +22,7 @@ class Milliseconds(NamedTuple):
 
 
 def time_ms(call: Call, device: str, repeats: int = 20, budget_s: float = 5.0, min_repeats: int = 5) -> Milliseconds:
-    """Times a warm call, by CUDA events on a GPU and by the wall clock on a CPU.
+    """Times a call after a warm-up, by CUDA events on a GPU, by wall clock on a CPU.
 
     Slow calls are repeated less often, to stay within ``budget_s``, but at least ``min_repeats`` times.
     """
@@ -73,7 +73,7 @@ def peak_memory_gb(call: Call, device: str) -> float | None:
 
 @contextmanager
 def compile_seconds() -> Iterator[list[float]]:
-    """Collects the seconds of each Triton compilation, without Triton's disk cache."""
+    """Disables Triton's disk cache and collects the seconds of each compilation."""
     seconds: list[float] = []
     if find_spec("triton") is None:
         yield seconds
@@ -90,7 +90,7 @@ def compile_seconds() -> Iterator[list[float]]:
 
 
 def graphed(call: Call, device: str) -> Call:
-    """Returns the call as a CUDA graph, without launch overhead; unchanged on a CPU."""
+    """Captures the call in a CUDA graph and returns its replay; on a CPU, the call."""
     if device == "cpu":
         return call
     call()

@@ -84,7 +84,7 @@ def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, r
 def _visible_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """Returns the number of column blocks that the row block at t0 sees.
 
-    The second result is the number of full ones. Full blocks have no key after a query of the row block, so that they may be pooled.
+    The second result is the number of full blocks: these have no key after a query of the row block and may be pooled.
     """
     seen, past = keys, keys
     if CAUSAL:

@@ -1,8 +1,8 @@
 """Multi-scale attention in PyTorch, by gathering means, and its gradient.
 
-Means of K and V are appended to them. The result has the *entries* ``[keys | means of 2 | of 4 | of 8]``, counted from the start
-of a sequence. A block at zoom 8 has an eighth as many entries as keys. Blocks are listed in parts of an eighth of a block, so
-that the length of a list is proportional to the number of entries at every zoom.
+Means of K and V are appended to them. The result has the *entries* ``[keys | means of 2 | of 4 | of 8]``, counted from the
+start of a sequence. A block at zoom 8 has an eighth as many entries as keys. Blocks are listed in parts of an eighth of a
+block, so that the length of a list is proportional to the number of entries at every zoom.
 """
 
 import math
