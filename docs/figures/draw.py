@@ -85,7 +85,7 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
 
 
 def draw_quality(axes: Axes, theme: Theme) -> None:
-    """Perplexity over dense against the share of blocks read, the trained gate beside training-free selections."""
+    """Perplexity over dense against the share of blocks read, the trained gate compared with training-free selections."""
     rows = read("quality.csv", "perplexity")
     names = {
         "quest": "Quest bounds",

@@ -115,7 +115,7 @@ def launch(
 
 
 def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
-    """True if ``name`` is given, swept, or an interpolation such as ``yarn-${select.sparsity}``."""
+    """Returns True if ``name`` is given, swept, or an interpolation such as ``yarn-${select.sparsity}``."""
     from omegaconf import OmegaConf
 
     given = any(override.startswith("name=") for override in overrides)

@@ -130,7 +130,7 @@ def _tapped_attention(
     msattn_tap: _LayerTap,
     **unused: object,  # transformers passes further arguments to every attention function
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers; ``attention_mask`` is the ``kv_start`` that :func:`_mask_to_kv_start` returned."""
+    """Computes attention for transformers; ``attention_mask`` is the ``kv_start`` that :func:`_mask_to_kv_start` returned."""
     if attention_mask is not None and attention_mask.ndim != 1:
         raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
     out = msattn_tap(int(module.layer_idx), query, key, value, attention_mask, scaling)  # pyright: ignore[reportArgumentType]
@@ -147,7 +147,7 @@ def _mask_to_kv_start(
     kv_offset: int = 0,
     **unused: object,  # transformers passes further arguments to every mask function
 ) -> Tensor | None:
-    """Mask function for transformers: converts a 2D padding mask to ``kv_start``, or None without padding."""
+    """Converts a 2D padding mask to ``kv_start``, or None without padding; a mask function for transformers."""
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is not causal_mask_function:
@@ -239,7 +239,7 @@ def _dense_attention(
     scaling: float,
     **unused: object,  # transformers passes further arguments to every attention function
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers. Under autocast queries and keys are fp32 after RoPE, hence the casts."""
+    """Computes dense attention for transformers; casts, because under autocast queries and keys are fp32 after RoPE."""
     out = causal_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=None)
     return out.transpose(1, 2).contiguous(), None
 

@@ -102,7 +102,7 @@ def _evaluate(gate: Gate, loaded: models.Loaded, heldout: data.Chunks, folder: P
         try:
             maps.save(picture, MAP_TITLES)
             tracker.image("block maps", picture, tracker.step)
-        except OSError as error:  # training goes on without a picture
+        except OSError as error:  # training continues without a picture
             print(f"{picture}: {error.strerror}; the picture is left out", file=sys.stderr, flush=True)
     return recalls
 

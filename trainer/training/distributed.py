@@ -82,8 +82,7 @@ def _control_group() -> Any:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """If one rank of a ``torchrun`` dies inside the block, the others exit. Enter on every rank.
-
+    """Ends all ranks of a ``torchrun`` if one of them dies inside the context. Enter it on every rank.
     A rank counts as lost when its process ends without leaving the block normally or through Ctrl-C or SIGTERM, which reach
     all ranks. A rank that hangs, as in a collective on GPUs, prints the message from a thread and exits with code 1.
 
