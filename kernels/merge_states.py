@@ -16,7 +16,7 @@ from msattn.kernels.types import Backend, SparseAttention
 
 
 def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) -> SparseAttention:
-    """Merges normalised attention results of disjoint sets of keys.
+    """Merges normalized attention results of disjoint sets of keys.
 
     Parameters
     ----------

@@ -61,7 +61,7 @@ def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = 
 def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backend | None = None) -> BucketSums:
     """Computes the sum and the number of the keys in each bucket.
 
-    The sums, normalised, are the next centroids of spherical k-means.
+    The sums, normalized, are the next centroids of spherical k-means.
 
     Parameters
     ----------

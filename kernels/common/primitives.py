@@ -173,7 +173,7 @@ def softmax_step(s, s_max, v, m, l, acc, scale2, PRECISION: tl.constexpr):
 
 @triton.jit
 def softmax_finalize(m, l, acc, exists):
-    """Returns the normalised output and the base-2 LSE ``[BM]``.
+    """Returns the normalized output and the base-2 LSE ``[BM]``.
 
     They are 0 and -inf for rows without visible keys and for rows that do not exist.
     """
@@ -212,7 +212,7 @@ def store_tile(ptr, tile, b, h, t, first, total, stride_b, stride_h, stride_n, H
     """Stores the rows ``t`` of a sequence.
 
     The sequence occupies rows ``first`` to ``total``, the end of the tensor. Rows past its end wrap around to the padding
-    before its start and are stored as zeros, so that programs for all ``total`` rows initialise the whole output.
+    before its start and are stored as zeros, so that programs for all ``total`` rows initialize the whole output.
     """
     i = first + t
     exists = i < total

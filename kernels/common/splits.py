@@ -63,9 +63,9 @@ def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tens
     part_max, part_sum : Tensor fp32 ``[..., S]``
         Row maxima (base 2) and sums of exponentials of each split.
     part_out : Tensor fp32 ``[..., S, D]``
-        Weighted sums of values, not normalised.
+        Weighted sums of values, not normalized.
     out, lse : Tensor ``[..., D]``, ``[...]``
-        Written: normalised output, natural-log LSE (0 and -inf for a row without visible keys).
+        Written: normalized output, natural-log LSE (0 and -inf for a row without visible keys).
     rebase : bool
         False if all splits of a row used the same maximum, so that sums add up without rescaling.
     """

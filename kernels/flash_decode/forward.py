@@ -23,7 +23,7 @@ closer to the peak memory bandwidth than many short ones. The last, partial tile
 loaded through pointers.
 
 Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts: part_max, part_sum ``[B, Hkv,
-G * N, S]``, in base 2 and not normalised; part_out ``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are
+G * N, S]``, in base 2 and not normalized; part_out ``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are
 the result itself. Grid: (split, block of rows), key/value head, sequence; then the merge kernel.
 """
 

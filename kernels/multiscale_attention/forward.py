@@ -8,8 +8,8 @@ with keys after some query of the row block is read at zoom 1, so that no mean c
 
 Two kernels run first: one computes the means (:mod:`msattn.kernels.multiscale_attention.levels`), one lists the blocks of each
 row block by zoom (:mod:`msattn.kernels.multiscale_attention.lists`). In the main kernel a program owns one row block. It
-processes pooled blocks first, in tiles of BP means. A tile may span several blocks of the list and two zooms, so that only the
-last tile is partial; each column locates its mean through the list. A tile with a single zoom has one bias for all columns.
+processes pooled blocks first, in tiles of BP means. A tile may span several blocks of the list and zooms, so that only the last
+tile is partial; each column locates its mean through the list. A tile with a single zoom has one bias for all columns.
 Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read at zoom z, the cost is ``sum_z f_z /
 z`` of the FLOPs and loads of dense attention, plus writing 7/8 of K and V once more.
 
