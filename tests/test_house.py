@@ -131,6 +131,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_what_the_disk_holds(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     held = {name.removeprefix("msattn/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("msattn/")}
@@ -331,6 +332,7 @@ def test_importing_any_module_changes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_without_the_optional_libraries_imports_everything(tmp_path: Path) -> None:
     script = (
         "import importlib, sys\nfor name in ('hydra', 'omegaconf', 'wandb', 'faiss', 'datasets', 'matplotlib', 'typer'):\n"

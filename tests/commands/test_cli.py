@@ -230,12 +230,12 @@ def test_other_ranks_write_no_run_folder(msattn, here: Path, job: list, monkeypa
     ("words", "number", "expected"),
     [
         ("msattn train-", 1, "train-gate"),
-        ("msattn train-gate mod", 2, "model"),
+        pytest.param("msattn train-gate mod", 2, "model", marks=pytest.mark.slow),
         ("msattn train-gate model=ll", 2, "model=llama3"),
-        ("msattn train-gate model = ll", 4, "llama3"),
-        ("msattn train-gate model =", 3, "tiny"),
+        pytest.param("msattn train-gate model = ll", 4, "llama3", marks=pytest.mark.slow),
+        pytest.param("msattn train-gate model =", 3, "tiny", marks=pytest.mark.slow),
         ("msattn train-gate train.st", 2, "train.steps="),
-        ("msattn eval select.spars", 2, "select.sparsity="),
+        pytest.param("msattn eval select.spars", 2, "select.sparsity=", marks=pytest.mark.slow),
         ("msattn eval --multirun probes=4 select = or", 6, "oracle"),
     ],
 )

@@ -9,8 +9,11 @@ from msattn import cli
 
 SMALL = [
     "model.init=random",
+    "model.architecture.hidden_size=64",
+    "model.architecture.intermediate_size=64",
     "model.architecture.num_hidden_layers=2",
-    "model.presets.seq_len=256",
+    "model.architecture.head_dim=16",
+    "data.seq_len=512",
     "model.presets.num_buckets=4",
     "model.presets.long_range=16",
     "model.presets.qmodel_hidden=16",

@@ -70,6 +70,7 @@ def infer(model, ids):
         run_backbone(model, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_step_at_128k_tokens_needs_the_memory_of_inference(loss):
     model, ids = tiny_model(**SHAPE), random_tokens(1, TOKENS)

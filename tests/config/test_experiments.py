@@ -147,6 +147,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return collected
 
 
+@pytest.mark.slow
 def test_all_commands_of_lab_yaml_find_what_they_read(checked: list[Any]) -> None:
     """Every command with every point that it sweeps over."""
     there: set[str] = set()
@@ -168,6 +169,7 @@ def test_all_commands_of_lab_yaml_find_what_they_read(checked: list[Any]) -> Non
             assert {cfg.eval.perplexity.length for cfg in checked} == {8192, 16384, 32768}
 
 
+@pytest.mark.slow
 def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.chdir(tmp_path)

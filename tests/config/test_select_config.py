@@ -60,7 +60,7 @@ def test_keys_of_other_policies_are_refused_in_python(policy: str, key: str) -> 
         replace(SelectConfig(policy), **{key: 0})
 
 
-@pytest.mark.parametrize("override", ["{}=0.5", "+{}=0.5"])
+@pytest.mark.parametrize("override", ["{}=0.5", pytest.param("+{}=0.5", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("policy", "key"), FOREIGN)
 def test_keys_of_other_policies_are_refused_on_the_command_line(policy: str, key: str, override: str) -> None:
     with pytest.raises(UserError) as caught:

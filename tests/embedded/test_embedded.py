@@ -262,6 +262,7 @@ def run_recipe(workspace: Path, out: str, *arguments: str) -> Path:
     return workspace / out
 
 
+@pytest.mark.slow
 def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_recipe(workspace, "whole")
     forward = WeightedLanguageModel.forward

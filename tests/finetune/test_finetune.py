@@ -87,6 +87,7 @@ def served_model(cfg: FinetuneConfig, folder: Path) -> ModelConfig:
     return replace(cfg.model, path=str(folder), init="pretrained", rope_scaling=None)
 
 
+@pytest.mark.slow
 def test_the_result_loads_in_transformers(root: Path, trained: Path) -> None:
     cfg = run_config(root)
     assert trained == root / "outputs/small/finetuned/model"

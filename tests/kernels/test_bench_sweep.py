@@ -45,6 +45,7 @@ def test_compile_seconds_are_those_that_triton_reports() -> None:
     assert (knobs.compilation.listener, knobs.compilation.always_compile) == before
 
 
+@pytest.mark.slow
 def test_sweep_ignores_the_users_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     user_tiles = {("block_sparse_attention", 256): Tile(16, 16, 2, 1)}
     monkeypatch.setattr(tuned, "user_tiles", lambda: user_tiles)

@@ -86,6 +86,7 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
     check(case, mask, backend, device)
 
 
+@pytest.mark.slow
 def test_reference_at_4095_tokens() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
     check(case, random_block_mask(1, 1, *case.blocks, 0.1), "torch", "cpu")
@@ -211,6 +212,7 @@ def test_sequences_are_independent(backend: Backend, device: str) -> None:
         torch.testing.assert_close(x[order], y)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(n=st.integers(1, 80), more=st.integers(0, 40), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
 def test_invariant_to_a_constant_added_to_the_keys(device: str, n: int, more: int, backend: Backend, seed: int) -> None:

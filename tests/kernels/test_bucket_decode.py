@@ -156,7 +156,8 @@ def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, re
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
     offsets, order = build_bucket_index(buckets, num_buckets)
     shuffled = torch.randperm(num_keys)
-    again = shuffled[buckets[0, 0, shuffled].argsort(stable=True)].int()[None, None]
+    labels = torch.where(buckets < 0, num_buckets, buckets)[0, 0]  # keys in no bucket come last
+    again = shuffled[labels[shuffled].argsort(stable=True)].int()[None, None]
     probes = torch.randint(-1, num_buckets, (1, 1, 3), dtype=torch.int32)
     twice = torch.cat([probes.flip(-1), probes], -1)
     straight = bucket_decode(q, k, v, BucketIndex(offsets, order), probes, recent=recent, sink=sink)

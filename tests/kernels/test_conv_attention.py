@@ -99,6 +99,7 @@ def test_agrees_with_fp64(case: Case, size: tuple[int, int], backend: Backend, d
     check(case, size, backend, device)
 
 
+@pytest.mark.slow
 def test_reference_at_4095_tokens() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
     q, k, v = case.qkv()
@@ -134,6 +135,7 @@ def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatc
     torch.testing.assert_close(mixed_scores.results(conv_attention, inputs, dout, backend), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_padded_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
@@ -202,6 +204,7 @@ def test_fp32_weight_with_16_bit_inputs(backend: Backend, device: str) -> None:
     torch.testing.assert_close(out.detach(), exact.to(HALF), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [None, (0, 3)])
 def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
     q, k, v = random_qkv(2, 2, 1, 4, 5, 8, torch.float64)

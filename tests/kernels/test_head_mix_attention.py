@@ -87,6 +87,7 @@ def test_full_length() -> None:
     check(Case(1, 4, 2, 4095, 4095, 128, torch.bfloat16), "triton", "cuda")
 
 
+@pytest.mark.slow
 def test_reference_at_4095_tokens() -> None:
     q, k, v = random_qkv(1, 2, 1, 4095)
     weight = random_weight(2, FULL, "cpu")
@@ -95,6 +96,7 @@ def test_reference_at_4095_tokens() -> None:
     torch.testing.assert_close(head_mix_attention(q, k, v, weight)[:, :, 4000:], want.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """A small scratch forces processing by a few rows."""

@@ -50,6 +50,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
     check(case, backend, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [4095])
 def test_reference_at_4095_tokens(length: int) -> None:
     check(Case(1, 1, 1, length, length, 64), "torch", "cpu")

@@ -169,6 +169,7 @@ def test_tiles_of_means_across_zooms(last: int, device: str) -> None:
         check(case, zoom, "triton", device, with_gradients=False)
 
 
+@pytest.mark.slow
 def test_reference_at_4095_tokens() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
     check(case, random_zoom(1, 1, case.blocks, 0.2), "torch", "cpu", with_gradients=False)
@@ -255,6 +256,7 @@ def test_exact_for_equal_neighbouring_keys(n: int, more: int, causal: bool, seed
     torch.testing.assert_close(got, SparseAttention(*block_sparse_attention(q, k, v, zoom > 0, **case.options())))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(n=st.integers(1, 100), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
 def test_later_keys_have_no_influence(device: str, n: int, more: int, backend: Backend, seed: int) -> None:

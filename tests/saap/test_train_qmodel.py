@@ -241,6 +241,7 @@ def test_cached_targets_of_another_dtype_are_rejected(text: Path, trained: Path,
         train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
 
 
+@pytest.mark.slow
 def test_a_finished_run_leaves_no_checkpoints(
     text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

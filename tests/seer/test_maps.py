@@ -20,6 +20,7 @@ def test_stored_layers_are_evenly_spaced(count, shown):
     assert evenly_spaced(count, 3) == shown
 
 
+@pytest.mark.slow
 def test_stored_maps_are_those_of_the_head_without_invisible_blocks(tmp_path):
     maps = BlockMaps(num_layers=5, num_heads=4)
     size = 6

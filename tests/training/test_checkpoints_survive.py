@@ -246,6 +246,7 @@ class Wide(Line):
         return {"loss": outputs["loss"] + self.more.square().sum()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [2**15, 2**16 + 2**14])  # below the weights, below the optimizer's state
 def test_a_failed_checkpoint_write_keeps_the_last_complete_one(tmp_path: Path, limit: int) -> None:
     run(Wide(tmp_path / "seen-0"), tmp_path, replace(TRAIN, steps=4, save_every=4, schedule="constant"))

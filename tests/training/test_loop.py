@@ -254,6 +254,7 @@ def test_bad_settings_are_refused(tmp_path: Path, change: dict[str, Any], named:
         run(Regression(), tmp_path, replace(TRAIN, **change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", loop._SCHEDULES)
 def test_every_schedule_that_is_accepted_runs(tmp_path: Path, schedule: str) -> None:
     assert run(Regression(), tmp_path, replace(TRAIN, steps=2, warmup_steps=1, schedule=schedule)).steps == 2
