@@ -4,10 +4,10 @@ Triton's interpreter accepts code that its compiler rejects (short dots, ``break
 launcher therefore runs in a process without the interpreter, on CPU tensors, with a driver that compiles kernels and does not
 launch them.
 
-A new operation adds a function that calls the launcher with small CPU tensors of the given dtype and head size. Compilation is
-slow, so that each kernel compiles at one shape for a GPU, and the variants of an operation are distributed over the GPUs; further
-shapes (heads of 256, which need the most shared memory, and fp32) compile with the GPU tests. Triton caches what it compiled by
-source: an unchanged kernel is not compiled again.
+A new operation adds a function that calls the launcher with small CPU tensors of the given dtype and head size. Compilation
+is slow: each kernel compiles at one shape for a GPU, and the variants of an operation are distributed over the GPUs. Further
+shapes (heads of 256, which need the most shared memory, and fp32) compile with the GPU tests. Triton caches what it compiled
+by source, so that an unchanged kernel is not compiled again.
 """
 
 import itertools
