@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
 	@touch $@
 
-demo: $(INSTALLED)  ## the whole line on the embedded model, a few minutes on two CPU cores
+demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two CPU cores
 	$(BIN)/msattn demo
 
 test: lint  ## lint, and every test that a change usually breaks; at most five minutes on two cores

@@ -25,8 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         arguments = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         if arguments.get("backend") == "triton" and item.name.startswith("test_agrees_with_fp64"):
-            interpreted[item.module.__name__] += 1
-            if interpreted[item.module.__name__] > INTERPRETED_CASES:
+            interpreted[item.path.name] += 1
+            if interpreted[item.path.name] > INTERPRETED_CASES:
                 item.add_marker(pytest.mark.slow)
 
 
