@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import patch
 
 import psutil
 
@@ -19,7 +21,24 @@ TIMEOUT = 300  # seconds for jobs that take ten on an idle machine, so that only
 
 sys.path.append(str(ROOT))  # inherited by forked processes, which import tests from it
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pytest", "msattn.trainer.finetune.run", "msattn.trainer.saap.train_qmodel"])
+_forks.set_forkserver_preload(
+    [
+        "pytest",
+        "msattn.trainer.finetune.run",
+        "msattn.trainer.saap.fit_kmeans",
+        "msattn.trainer.saap.train_qmodel",
+        "hydra._internal.hydra",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+# Launched processes keep bytecode of all they import even if the tests run without: compiling takes most of their start.
+BYTECODE = {"PYTHONPYCACHEPREFIX": str(ROOT / ".pytest_cache/bytecode")}
+
+
+def prepare() -> None:
+    """Starts the server that forks jobs, unless it runs; its imports, many seconds, go on beside the test."""
+    with patch.dict(os.environ, BYTECODE):
+        forkserver.ensure_running()
 
 
 class Job:
@@ -41,6 +60,7 @@ class Job:
         shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
         several = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
         each = [NO_GPU | own for own in (several if processes > 1 else [{}])]
+        prepare()
         self._ranks = [_forks.Process(target=_run, args=(call, own, str(self.out), str(self.err))) for own in each]
         for rank in self._ranks:
             rank.start()
@@ -107,7 +127,9 @@ class LaunchedJob(Job):
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = psutil.Popen(
                 [sys.executable, *torchrun, *call],
-                env={**os.environ, **self.hidden, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **self.hidden, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+                | BYTECODE
+                | {"PYTHONDONTWRITEBYTECODE": ""},
                 stdout=out,
                 stderr=err,
             )

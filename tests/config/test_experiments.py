@@ -1,7 +1,11 @@
 """The lab model's experiments: all commands in lab.yaml compose, find what they read, and run in order on a toy model."""
 
+import gc
 import json
 import re
+from collections.abc import Iterator
+from copy import deepcopy
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from hydra._internal.hydra import Hydra
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from msattn import cli
 from msattn.trainer.commands import compose
 from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig, RunConfig, TrainGateConfig, TrainQModelConfig
+from msattn.trainer.seer.maps import BlockMaps
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
 LINE = [command.split() for command in re.findall(r"msattn ([a-z].*?)(?=\s{3,}|\n)", (EXPERIMENTS / "lab.yaml").read_text())]
@@ -62,7 +68,14 @@ TOY = {  # overrides by command; "" is for all
     "finetune": [
         f"train.{key}" for key in ("steps=2", "batch_size=2", "micro_batch_size=1", "warmup_steps=1", "num_workers=0")
     ],
-    "eval": ["eval.needle.depths=[0.5]", "eval.recall.num_queries=4"],
+    "eval": [
+        "eval.perplexity.sparsities=[0.5,0.9]",
+        "eval.recall.sparsities=[0.5]",
+        "eval.recall.num_queries=4",
+        "eval.recall.num_chunks=1",
+        "eval.needle.sparsities=[0.8]",
+        "eval.needle.depths=[0.5]",
+    ],
 }
 SHORTER = {  # one point of each sweep, at the length of a toy; experiment=lab is keyed by the first of its names
     "lab_short": ["data.seq_len=64", "tasks=0", "train.compile=false"],
@@ -192,10 +205,37 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
     assert not list(tmp_path.iterdir()), "a mistake must leave no files"
 
 
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes commands start faster.
+
+    Hydra parses each YAML file once, and composes the jobs of a sweep once instead of twice. No garbage is collected, and no
+    pictures of block maps are drawn during training: the test of the demo draws them.
+    """
+    parsed: dict[str, Any] = {}
+    load = OmegaConf.load
+
+    def load_once(file: Any) -> Any:
+        text = file.read() if hasattr(file, "read") else Path(file).read_text()
+        if text not in parsed:
+            parsed[text] = load(StringIO(text))
+        return deepcopy(parsed[text])
+
+    monkeypatch.setattr(OmegaConf, "load", load_once)
+    monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda *_: None)
+    monkeypatch.setattr(BlockMaps, "save", lambda *_: None)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.slow
-def test_all_commands_of_lab_yaml_run_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_commands_of_lab_yaml_run_on_a_toy_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None
+) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(3000)))
+    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
     for arguments in LINE:
         command, name = arguments[0], experiment_of(arguments)
         swept = ["name=yarn,yarn-0.5"] if (command, name) == ("eval", "lab_32k") else []

@@ -31,7 +31,7 @@ from msattn.trainer.finetune.run import finetune
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.train_gate import train_gate
 from tests.factory import tiny_architecture
-from tests.jobs import Job, LaunchedGpuJob
+from tests.jobs import Job, LaunchedGpuJob, prepare
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -315,6 +315,7 @@ def assert_near(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_model_as_one(root: Path, trained: Path, tmp_path: Path) -> None:
+    prepare()
     gate, runs = str(run_config(root).artifacts.gate), root / "outputs/small"
     cfg = run_config(root, "one", dtype="float32")
     finetune(replace(cfg, train=replace(cfg.train, batch_size=4)))

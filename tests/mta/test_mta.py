@@ -358,6 +358,7 @@ def test_exact_match_counts_whole_answers(monkeypatch: pytest.MonkeyPatch) -> No
     assert figures["test_loss"] == pytest.approx(9 * 8 / 48, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["plain", "multi_token"])
 def test_training_lowers_the_loss_and_resuming_gives_the_same_weights(attention: Any, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -24,7 +24,7 @@ from msattn.trainer.saap.clustering import (
 from msattn.trainer.saap.fit_kmeans import collect_keys, fit_kmeans
 from msattn.trainer.saap.kmeans import KMeans
 from tests.factory import random_tokens, tiny_model
-from tests.jobs import Job
+from tests.jobs import Job, prepare
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -215,6 +215,7 @@ def written(folder: Path) -> artifacts.Artifact:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
     """Returns the artifact of one uninterrupted process."""
+    prepare()
     folder = tmp_path_factory.mktemp("alone")
     cfg = compose("fit-kmeans", settings(folder))
     assert isinstance(cfg, FitKMeansConfig)
