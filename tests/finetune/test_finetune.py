@@ -273,7 +273,7 @@ def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], s
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
         ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk"),
         ({"select": SelectConfig(scores="quest")}, "select.scores=quest: finetune trains with gate"),
-        ({"select": SelectConfig(dense_below=4096)}, "select.dense_below=4096: auto or 0: finetune reads"),
+        ({"select": SelectConfig(dense_below=4096)}, "select.dense_below=4096: auto or 0: finetune uses sparse attention"),
         ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
         ({"data": DataConfig("stdlib", seq_len=1)}, "data.seq_len=1: 2 tokens or more"),
     ],
