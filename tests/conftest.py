@@ -11,12 +11,12 @@ if not torch.cuda.is_available():
 
 import pytest
 
-INTERPRETED_CASES = 5  # of a kernel's test_agrees_with_fp64 that `make test` runs without a GPU
+INTERPRETED_CASES = 4  # of a kernel's test_agrees_with_fp64 that `make test` runs without a GPU
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU, skips GPU tests and marks the later cases of interpreted kernels as slow."""
+    """Without a GPU, skips GPU tests; of interpreted kernels, marks later cases and operator checks as slow."""
     if torch.cuda.is_available():
         return
     interpreted: Counter[str] = Counter()
@@ -24,9 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         arguments = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if arguments.get("backend") == "triton" and item.name.startswith("test_agrees_with_fp64"):
-            interpreted[item.path.name] += 1
-            if interpreted[item.path.name] > INTERPRETED_CASES:
+        if arguments.get("backend") == "triton" and item.name.startswith(("test_agrees_with_fp64", "test_operator")):
+            interpreted[item.path.name] += item.name.startswith("test_agrees_with_fp64")
+            if item.name.startswith("test_operator") or interpreted[item.path.name] > INTERPRETED_CASES:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -269,7 +269,14 @@ def test_a_non_finite_loss_is_reported(here: Path, rejected: Callable[..., str])
     assert not (here / "outputs/tiny/new/gate").exists()
 
 
-@pytest.mark.parametrize("arguments", ["trian-gate", "train-gate model=lama3", "train-gate data=text data.path=nowhere.txt"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "trian-gate",
+        "train-gate model=lama3",
+        pytest.param("train-gate data=text data.path=nowhere.txt", marks=pytest.mark.slow),
+    ],
+)
 def test_exit_code_and_streams_of_the_installed_command(tmp_path: Path, arguments: str) -> None:
     """Runs in a separate process."""
     command = [str(Path(sys.executable).with_name("msattn")), *arguments.split()]
