@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two CPU cores
 	$(BIN)/msattn demo
 
-test: lint  ## lint, and every test that a change usually breaks; at most five minutes on two cores
+test: lint  ## lint, and every test that a change usually breaks
 	$(PYTEST) -m 'not slow'
 
 test-all: test  ## the slow tests too: compile targets, full products, process kills, toy experiments
