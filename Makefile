@@ -5,7 +5,7 @@ VENV ?= .venv
 # Processes of gpu-test: each takes 12 GB of GPU memory, tests of offsets beyond 2**31 elements 60 GB.
 WORKERS ?= 4
 BIN := $(VENV)/bin
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -28,10 +28,10 @@ test: lint  ## lint, and every test that a change usually breaks
 test-all: test  ## the slow tests too: compile targets, full products, process kills, toy experiments
 	$(PYTEST) -m slow
 
-lint: $(INSTALLED)  ## ruff and pyright
+lint: $(INSTALLED)  ## ruff and pyrefly
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 gpu-test: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu -n $(WORKERS)

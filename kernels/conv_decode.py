@@ -256,7 +256,7 @@ def _stream_keys(
                 total += pending[d]
             sums = sums + (total,)  # noqa: RUF005
         pending = sums[2:]
-        s = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), [1, 0, 2]), [4, BN])
+        s = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), [1, 0, 2]), [4, BN])  # pyrefly: ignore[bad-index]
 
         live = (place + n >= 0) & (place + n < place_end)
         b_v = tl.load(p_v, mask=live[:, None] & m_d[None, :], other=0.0)

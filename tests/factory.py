@@ -79,5 +79,5 @@ def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
     """Saves a word-level tokenizer with the vocabulary ``t0 t1 ...`` in transformers' format."""
     vocab = {f"t{i}": i for i in range(vocab_size)}
     words = Tokenizer(WordLevel(vocab, unk_token="t0"))
-    words.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t0").save_pretrained(folder)

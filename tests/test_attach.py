@@ -318,7 +318,7 @@ def test_saved_artifacts_match_loaded_ones(model: Any, tmp_path: Path) -> None:
     assert type(msattn.load(str(paths[2]))) is QModel
     ids = random_tokens(1, 50)
     for router_path, router in zip(paths[1:], modules[1:], strict=True):
-        outs = []
+        outs: list[Any] = []
         for gate, qmodel in ((paths[0], router_path), (modules[0], router)):
             with msattn.attach(model, gate=gate, qmodel=qmodel, probes=2, recent=4):
                 outs.append(generate(model, ids, output_logits=True, return_dict_in_generate=True))

@@ -227,7 +227,7 @@ def test_the_root_exports_lazily_what_it_lists() -> None:
     assert set(msattn.__all__) <= set(dir(msattn))
     assert all(getattr(msattn, name) is not None for name in msattn.__all__)
     with pytest.raises(AttributeError, match="no attribute 'attend'"):
-        msattn.attend  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+        msattn.attend  # noqa: B018
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

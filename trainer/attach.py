@@ -96,7 +96,7 @@ def attach(
     _check_numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
     for module in (gate, router):
         if module is not None:
-            module.to(model.device)  # pyright: ignore[reportArgumentType]
+            module.to(model.device)
     sparse = Sparse(
         selection,
         router,

@@ -75,7 +75,7 @@ def exit_process(code: int) -> NoReturn:
 def _first_to_print(line: str) -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True  # without torchrun's agent, the store may have ended with the rank that hosted it
-    from torch.distributed import DistError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import DistError, TCPStore
 
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -269,7 +269,7 @@ def _mass_kernel(
         b_k_pos = tl.load(k_pos + tl.load(slots + first_tile * BN + column, mask=run > 0, other=0))
     for n in tl.range(first_tile, first_tile + run):
         if MASKED:
-            s = mask_by_distance(s, b_q_pos - b_k_pos[None, :], min_distance, CAUSAL, FAR)
+            s = mask_by_distance(s, b_q_pos - b_k_pos[None, :], min_distance, CAUSAL, FAR)  # pyrefly: ignore[unbound-name]
         s = tl.reshape(s, [BM, GROUPS, GROUP_SIZE // 2, 4, 2])
         largest = tl.max(tl.max(tl.max(s, 4), 2), 1)  # [BM, 4]
         better = largest > top

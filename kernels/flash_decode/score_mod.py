@@ -9,7 +9,7 @@ functions: built-in modifications are passed to it by name, and :func:`built_in`
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ def sliding_window(width: int) -> ScoreMod:
 
 def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> ScoreMod:
     """Restores the modification of that name from its tensors and numbers."""
-    return {"softcap": softcap, "alibi": alibi, "sliding_window": sliding_window}[name](*tensors, *numbers)
+    constructors: dict[str, Callable[..., ScoreMod]] = {"softcap": softcap, "alibi": alibi, "sliding_window": sliding_window}
+    return constructors[name](*tensors, *numbers)
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def test_defaults_name_every_key(command: str) -> None:
     known = set(known_keys(COMMANDS[command].schema))
     if "select" in node:
         known -= {f"select.{key}" for key in ("threshold", "mass", "tokens", "shares")}  # of policies that are no default
-    assert keys_of(node) == known  # pyright: ignore[reportArgumentType]
+    assert keys_of(node) == known
 
 
 @pytest.mark.parametrize("command", WITH_A_MODEL)
@@ -199,7 +199,7 @@ def test_known_keys_reach_the_leaves() -> None:
 def test_every_schema_is_frozen() -> None:
     classes = [c for c in vars(schemas).values() if isinstance(c, type) and is_dataclass(c)]
     assert len(classes) > 10
-    assert all(c.__dataclass_params__.frozen for c in classes)  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(c.__dataclass_params__.frozen for c in classes)  # pyrefly: ignore[missing-attribute]
 
 
 @pytest.mark.parametrize(

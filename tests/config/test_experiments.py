@@ -120,7 +120,12 @@ def experiment_of(arguments: list[str]) -> str:
 
 def written(cfg: RunConfig) -> set[str]:
     """The artifacts that a job writes."""
-    kinds = {FinetuneConfig: ["model"], TrainGateConfig: ["gate"], FitKMeansConfig: ["kmeans"], TrainQModelConfig: ["qmodel"]}
+    kinds: dict[type, list[str]] = {
+        FinetuneConfig: ["model"],
+        TrainGateConfig: ["gate"],
+        FitKMeansConfig: ["kmeans"],
+        TrainQModelConfig: ["qmodel"],
+    }
     found = kinds.get(type(cfg), [])
     if isinstance(cfg, FinetuneConfig) and cfg.sparse:
         found = [*found, "gate"]

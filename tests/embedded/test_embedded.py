@@ -273,7 +273,7 @@ def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytes
         calls += 1
         if calls == 4:  # the second step of the second stage
             raise RuntimeError("killed")
-        return forward(self, **batch)  # pyright: ignore[reportArgumentType]
+        return forward(self, **batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(WeightedLanguageModel, "forward", killed)

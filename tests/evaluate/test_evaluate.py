@@ -67,7 +67,7 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
         outputs=str(outputs),
         device="cpu",
         select=SelectConfig(block_size=16, dense_below=10**6),  # an evaluation ignores dense_below
-        eval=replace(tasks, **changes),  # pyright: ignore[reportArgumentType]
+        eval=replace(tasks, **changes),
         recent=16,
         sink=1,
     )
@@ -254,7 +254,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
         k = x.k.repeat_interleave(2, 1)[0]
         seen = torch.arange(x.num_keys) <= positions[:, None]
         weights = (x.q[0, :, positions] @ k.mT * x.scale).masked_fill(~seen, -torch.inf).softmax(-1)  # [Hq, n, M]
-        centroids = routing.router.centroids[x.layer].repeat_interleave(2, 0)  # pyright: ignore[reportAttributeAccessIssue, reportIndexIssue]
+        centroids = routing.router.centroids[x.layer].repeat_interleave(2, 0)  # pyrefly: ignore[bad-index]
         probe = (x.q_nope[0, :, positions] @ centroids.mT).argmax(-1)
         buckets = routing.router.assign(x.layer, x.k_nope, x.k)[0].repeat_interleave(2, 0)
         inside = (torch.arange(x.num_keys) < cfg.sink) | (torch.arange(x.num_keys) > positions[:, None] - cfg.recent)

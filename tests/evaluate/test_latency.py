@@ -53,7 +53,7 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
         probes=2,
         recent=16,
     )
-    return replace(cfg, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(cfg, **changes)
 
 
 def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

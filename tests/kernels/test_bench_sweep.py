@@ -40,7 +40,7 @@ def test_compile_seconds_are_those_that_triton_reports() -> None:
         assert knobs.compilation.always_compile
         assert knobs.compilation.listener
         times = knobs.CompileTimes(ir_initialization=0, lowering_stages=[("ttir", 2_000_000)], store_results=500_000)
-        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)  # pyright: ignore[reportArgumentType]
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)
     assert seconds == [2.5]
     assert (knobs.compilation.listener, knobs.compilation.always_compile) == before
 

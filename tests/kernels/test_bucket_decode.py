@@ -247,7 +247,12 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
     ],
 )
 def test_refuses(change: dict, message: str) -> None:
-    arguments = {"q": torch.zeros(1, 2, 1, 64), "k": torch.zeros(1, 2, 20, 64), "v": torch.zeros(1, 2, 20, 64), "recent": 3}
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(1, 2, 1, 64),
+        "k": torch.zeros(1, 2, 20, 64),
+        "v": torch.zeros(1, 2, 20, 64),
+        "recent": 3,
+    }
     arguments["index"] = BucketIndex(torch.zeros(1, 2, 5, dtype=torch.int32), torch.zeros(1, 2, 9, dtype=torch.int32))
     arguments["probes"] = torch.zeros(1, 2, 4, dtype=torch.int32)
     arguments |= change

@@ -4,6 +4,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_left_padded_rows_equal_unpadded_sequences() -> None:
     model = tiny_model("qwen2")
     rows = [random_tokens(1, n, seed=n)[0] for n in (5, 17, 11)]
     ids, mask = left_padded(rows)
-    starts = []
+    starts: list[Any] = []
     with tap(model, lambda x: (starts.append(x.kv_start), dense_attention(x))[1]):
         batched = model(ids, attention_mask=mask).logits
         unpadded = [model(row[None]).logits[0] for row in rows]

@@ -202,7 +202,7 @@ def test_cropping_the_cache_keeps_the_preceding_queries(removed: int, works: boo
 def test_the_query_window_is_bounded() -> None:
     model, cache = converted("kernel"), DynamicCache()
     model(random_tokens(1, 100), past_key_values=cache)
-    window = cache.layers[0].query_window  # pyright: ignore[reportAttributeAccessIssue]
+    window = cache.layers[0].query_window  # pyrefly: ignore[missing-attribute]
     assert window.shape == (1, 4, 3 + ROLLBACK, 16)
     assert window.untyped_storage().nbytes() <= window.nbytes
 

@@ -170,11 +170,11 @@ def test_faiss_kmeans_matches_the_high_level_interface() -> None:
 def test_collected_keys_are_in_the_order_of_prompts(rope: bool) -> None:
     model, prompts = tiny_model(), random_tokens(3, 20)
     chunks = [{"input_ids": prompt} for prompt in prompts]
-    keys = collect_keys(model, chunks, [1], rope=rope)  # pyright: ignore[reportArgumentType]
+    keys = collect_keys(model, chunks, [1], rope=rope)
     assert list(keys) == [1]
     assert keys[1].shape == (2, 3 * 19, 16)
     for number, chunk in enumerate(chunks):
-        alone = collect_keys(model, [chunk], [0, 1], rope=rope)  # pyright: ignore[reportArgumentType]
+        alone = collect_keys(model, [chunk], [0, 1], rope=rope)
         assert torch.equal(keys[1][:, 19 * number : 19 * (number + 1)], alone[1])
 
 

@@ -322,7 +322,7 @@ def test_cached_rows_are_loaded_by_classifier(trained: Path, text: Path) -> None
     partition = KMeans.load(trained / "toy" / "base" / "kmeans")
     work = trained / "toy" / "base" / "runs" / "qmodel"
     parts = FinishedParts(work / "cache", json.loads((work / "cache" / "settings.json").read_text()), resume=True)
-    cache = TargetCache(parts, "train", [None] * 4, partition, cfg)  # pyright: ignore[reportArgumentType]
+    cache = TargetCache(parts, "train", [None] * 4, partition, cfg)
     files = [parts.load(cache.part_name(i))[0] for i in range(4)]
     whole = cache.load([0, 1], 2, torch.device("cpu"))
     assert whole.count.sum() == len(whole.queries) == cache.totals("counts").sum()

@@ -328,6 +328,6 @@ def test_artifact_with_missing_tensors_is_refused(tmp_path):
     gate = noisy_gate(config())
     tensors = gate.tensors()
     tensors.pop("inv_freq")
-    gate.tensors = lambda: tensors  # pyright: ignore[reportAttributeAccessIssue]
+    gate.tensors = lambda: tensors
     with pytest.raises(UserError, match="inv_freq"):
         Gate.load(write(gate, tmp_path / "gate"))

@@ -221,10 +221,10 @@ def generate(attention: Any, prompt: dict[str, Tensor], **options: Any) -> Tenso
     model = tiny_model(num_hidden_layers=LAYERS)
     arguments = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
     if attention is None:
-        result = model.generate(**prompt, **arguments)  # pyright: ignore[reportCallIssue]
+        result = model.generate(**prompt, **arguments)
     else:
         with tap(model, attention):
-            result = model.generate(**prompt, past_key_values=attention.cache(), **arguments)  # pyright: ignore[reportCallIssue]
+            result = model.generate(**prompt, past_key_values=attention.cache(), **arguments)
         assert attention.decoded > 0
     if arguments.get("num_beams", 1) > 1:
         return result.sequences

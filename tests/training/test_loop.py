@@ -277,10 +277,11 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 def test_the_progress_bar_can_be_disabled(tmp_path: Path, enabled: bool) -> None:
     with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
         callback = TrainingCallback(Regression(), TRAIN, tracker, None, {}, TrainingResult(0, 0.0, {}, {}), StopConsensus(1))
-    callback.console = Console(file=io.StringIO(), force_terminal=True)
+    output = io.StringIO()
+    callback.console = Console(file=output, force_terminal=True)
     with callback.progress_bar(enabled=enabled):
         pass
-    assert bool(callback.console.file.getvalue()) == enabled  # pyright: ignore[reportAttributeAccessIssue]
+    assert bool(output.getvalue()) == enabled
 
 
 def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:

@@ -157,9 +157,9 @@ def _with_ratios(row: CostRow, inference: CostRow | None, maxpool: CostRow | Non
     """Returns ``row`` with its ratios to rows measured before."""
     return replace(
         row,
-        over_inference=_ratio(row.seconds, inference and inference.seconds),
-        over_maxpool=_ratio(row.seconds, maxpool and maxpool.seconds),
-        memory_over_inference=_ratio(row.peak_gib, inference and inference.peak_gib),
+        over_inference=_ratio(row.seconds, inference.seconds if inference else None),
+        over_maxpool=_ratio(row.seconds, maxpool.seconds if maxpool else None),
+        memory_over_inference=_ratio(row.peak_gib, inference.peak_gib if inference else None),
     )
 
 

@@ -62,7 +62,7 @@ def typed(config: Any, schema: type[Config]) -> Config:
         target = OmegaConf.structured(schema)
         _unfreeze(target, schema, config)
         target.merge_with(config)
-        return OmegaConf.to_object(target)  # pyright: ignore[reportReturnType]
+        return OmegaConf.to_object(target)  # pyrefly: ignore[bad-return]
     except UserError:
         raise
     except ConfigKeyError as error:

@@ -272,7 +272,7 @@ def train(
 
     Checkpoints are written to ``out/stage-N``, metrics to ``out/metrics.jsonl``.
     """
-    model = build_model(plan, tokenizer).to(device)  # pyright: ignore[reportArgumentType]
+    model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
     module = WeightedLanguageModel(model)
     phrases = PhraseEncoder(tokenizer)
     with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(args.device)
     compiled = device.type == "cuda" and not args.no_compile
     model = train(plan, texts, tokenizer, args.out, device=device, workers=args.workers, compiled=compiled, resume=args.resume)
-    record = {
+    record: dict[str, Any] = {
         "plan": asdict(plan),
         "parameters": model.num_parameters(),
         "tokens": sum(stage.steps * stage.batch_size * stage.seq_len for stage in plan.stages),

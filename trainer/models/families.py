@@ -16,7 +16,7 @@ def num_layers(config: "PreTrainedConfig") -> int:
 
 
 def num_heads(config: "PreTrainedConfig") -> int:
-    return config.num_attention_heads  # pyright: ignore[reportReturnType]
+    return config.num_attention_heads
 
 
 def num_kv_heads(config: "PreTrainedConfig") -> int:

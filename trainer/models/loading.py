@@ -188,7 +188,7 @@ def _tokenizer(cfg: ModelConfig) -> "PreTrainedTokenizerBase":
         raise UserError(f"model.path={cfg.path}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     try:
         with _no_retry_warnings():
-            return AutoTokenizer.from_pretrained(source, revision=cfg.revision)
+            return AutoTokenizer.from_pretrained(source, revision=cfg.revision)  # pyrefly: ignore[bad-return]
     except (OSError, ValueError, KeyError) as error:
         raise _load_error(cfg.path, source, error) from error
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,9 @@ class _LayerTap:
 
     def __init__(self, module: Any, attend: Attend) -> None:
         self.attend = attend
-        self.q_nope = self.k_nope = self.position_embeddings = self.past_key_values = None
+        self.q_nope: Tensor | None = None
+        self.k_nope: Tensor | None = None
+        self.position_embeddings = self.past_key_values = None
         self.handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
             getattr(module, "q_norm", module.q_proj).register_forward_hook(self._keep_q),
@@ -133,7 +135,7 @@ def _tapped_attention(
     """Computes attention for transformers; ``attention_mask`` is the ``kv_start`` that :func:`_mask_to_kv_start` returned."""
     if attention_mask is not None and attention_mask.ndim != 1:
         raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
-    out = msattn_tap(int(module.layer_idx), query, key, value, attention_mask, scaling)  # pyright: ignore[reportArgumentType]
+    out = msattn_tap(int(module.layer_idx), query, key, value, attention_mask, scaling)  # pyrefly: ignore[bad-argument-type]
     return out.transpose(1, 2), None
 
 
@@ -209,7 +211,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
         raise UserError("model: it is already tapped (or attached); leave that context first")
     taps: list[_LayerTap] = []
     try:
-        for layer in model.base_model.layers:  # pyright: ignore[reportGeneralTypeIssues]
+        for layer in cast(Any, model.base_model).layers:
             taps.append(_LayerTap(layer.self_attn, attend))
         model.config._attn_implementation = IMPLEMENTATION
         yield

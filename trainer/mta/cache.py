@@ -101,4 +101,4 @@ def query_window_layer(cache: Cache, layer: int, reach: int) -> QueryWindowLayer
             f"past_key_values: layer {layer} was filled by another attention without queries; accepted: an empty DynamicCache"
         )
     cache.layers[layer : layer + 1] = [QueryWindowLayer(reach)]
-    return cache.layers[layer]  # pyright: ignore[reportReturnType]
+    return cache.layers[layer]  # pyrefly: ignore[bad-return]

@@ -201,7 +201,7 @@ class Selection:
                 "select.scores=gate: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline"
             )
         scorers: dict[str, Callable[[], Scorer]] = {
-            "gate": lambda: GateScores(gate),  # pyright: ignore[reportArgumentType]
+            "gate": lambda: GateScores(gate),  # pyrefly: ignore[bad-argument-type]
             "oracle": lambda: Oracle(cfg.block_size),
             "random": lambda: Random(cfg.block_size, cfg.seed),
             "sink_local": lambda: SinkLocal(cfg.block_size),

@@ -92,7 +92,7 @@ class TrainingCallback(TrainerCallback):
         if "input_ids" in inputs:
             self._tokens += inputs["input_ids"].numel()
 
-    def on_step_end(
+    def on_step_end(  # pyrefly: ignore[bad-override]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         step, finished = state.global_step, state.global_step >= state.max_steps

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore
 
 from msattn.trainer.errors import Fault, RankLost, Terminated, TrainingDiverged, print_once
 

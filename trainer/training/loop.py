@@ -175,7 +175,7 @@ def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed
         dataloader_pin_memory=on_gpu,
         # Sharded gradients are reduced at every micro-batch: unreduced ones have the size of the whole model.
         accelerator_config={"non_blocking": on_gpu, "gradient_accumulation_kwargs": {"sync_each_batch": shard is not None}},
-        fsdp=shard is not None,  # pyright: ignore[reportArgumentType]
+        fsdp=shard is not None,  # pyrefly: ignore[bad-argument-type]
         fsdp_config={"transformer_layer_cls_to_wrap": [shard], "state_dict_type": "SHARDED_STATE_DICT"} if shard else None,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
@@ -200,7 +200,7 @@ class _ShuffledPasses(Dataset[Any]):
         self.dataset = dataset
         self.length = length
         self.seed = seed
-        self.size = len(dataset)  # pyright: ignore[reportArgumentType]
+        self.size = len(dataset)  # pyrefly: ignore[bad-argument-type]
         if self.size == 0:
             raise UserError("the training data are empty")
         self._permutation = (-1, np.empty(0, np.int64))

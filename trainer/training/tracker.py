@@ -147,7 +147,7 @@ def _start_wandb(cfg: TrackerConfig, folder: Path, run_name: str, config: dict[s
             name=run_name,
             dir=str(folder),
             config=config,
-            mode=mode,  # pyright: ignore[reportArgumentType]
+            mode=mode,  # pyrefly: ignore[bad-argument-type]
             settings=wandb.Settings(silent=True, console="off"),
         )
     except wandb.Error as error:
