@@ -60,6 +60,7 @@ def parquet(path: Path, column: str = "text") -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 def test_stdlib_source_is_the_interpreters_library() -> None:
     train, heldout = sides(DataConfig("stdlib"))
     names = [document.name for document in [*train, *heldout]]

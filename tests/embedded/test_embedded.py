@@ -93,6 +93,7 @@ def test_shipped_model_retrieves_passkeys_and_predicts_text(shipped: Loaded, tex
     assert recipe.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
 
 
+@pytest.mark.slow
 @given(st.text())
 @settings(max_examples=200, deadline=None)
 def test_tokenizer_round_trips_any_text(content: str) -> None:

@@ -184,6 +184,7 @@ def test_a_share_of_the_chunks_are_retrieval_tasks(root: Path) -> None:
     assert facts["metrics"]["steps"] == 4
 
 
+@pytest.mark.slow
 def test_bfloat16_training_keeps_float32_weights(root: Path) -> None:
     folder = finetune(
         run_config(root, "half", dtype="bfloat16", artifacts=ArtifactsConfig(str(new_gates(root, "cpu", "bfloat16"))))

@@ -166,6 +166,7 @@ def test_splitting_a_batch_with_token_weights_changes_nothing(sparse: bool) -> N
         torch.testing.assert_close(split.get_parameter(name).grad, weight.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dense_training_compiles_to_one_graph() -> None:
     module, plain = fine_tuner(sparse=False), fine_tuner(sparse=False)
     module.compile(dynamic=False, fullgraph=True, backend="aot_eager")

@@ -189,6 +189,7 @@ def test_full_mask_equals_dense_attention(n: int, more: int, causal: bool, block
     torch.testing.assert_close(got.lse, want.lse)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(n=st.integers(1, 150), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
 def test_ignores_mask_above_the_diagonal(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
@@ -262,6 +263,7 @@ def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] |
     assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
+@pytest.mark.slow
 def test_accepts_output_gradients_of_any_layout(device: str) -> None:
     """Covers expanded, transposed and misaligned ones, and those of the LSE alone."""
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, head_size=16, device=device)]

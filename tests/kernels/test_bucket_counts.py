@@ -13,6 +13,7 @@ from msattn.kernels.types import BucketIndex
 SEQUENCES, HEADS = 2, 3
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     num_keys=st.integers(1, 700),

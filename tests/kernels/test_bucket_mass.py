@@ -221,6 +221,7 @@ def test_operator(backend: Backend, steady_device: str) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_accepts_strided_views(device: str) -> None:
     packed = torch.randn(2, 70, 4, 64, device=device).transpose(1, 2)
     q, k = packed[:, :3], packed[:, 3:]

@@ -124,6 +124,7 @@ def test_full_length() -> None:
     check(Case(1, 4, 2, 4095, 4095, 128, torch.bfloat16), (6, 11), "triton", "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """A small scratch forces processing by single heads and by a few rows."""

@@ -269,6 +269,7 @@ def test_operator(backend: Backend, device: str) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_custom_modification_inside_a_compiled_function(backend: Backend, device: str) -> None:
     """A custom modification breaks the graph and gives the eager result."""

@@ -167,6 +167,7 @@ def test_scores_beyond_half_precision(device: str) -> None:
     assert all(x.isfinite().all() for x in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [None, (0, 3)])
 def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
     q, k, v = random_qkv(2, 4, 2, 4, 5, 8, torch.float64)

@@ -273,6 +273,7 @@ def test_later_keys_have_no_influence(device: str, n: int, more: int, backend: B
         torch.testing.assert_close(x[:, :, : query + 1], y[:, :, : query + 1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_are_independent(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(3, 2, 1, 70, head_size=16, device=device)
@@ -296,6 +297,7 @@ def test_operator(backend: Backend, device: str) -> None:
     torch.testing.assert_close(*(gradients(x, inputs, dout, dlse) for x in (got, want)), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_accepts_output_gradients_of_any_layout(device: str) -> None:
     """Covers expanded and misaligned ones."""
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=device)]

@@ -162,6 +162,7 @@ def whole_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "error", "workers"), [(signal.SIGTERM, Terminated, 0), (signal.SIGINT, KeyboardInterrupt, 2)]
 )

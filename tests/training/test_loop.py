@@ -122,6 +122,7 @@ def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterr
     assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
 
 
+@pytest.mark.slow
 def test_kill_while_saving_falls_back_to_the_complete_checkpoint(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
     script = """
 import os, sys

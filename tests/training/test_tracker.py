@@ -118,6 +118,7 @@ def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_account")
 def test_wandb_without_a_key_is_offline_and_prints_how_to_upload(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with start(WANDB, tmp_path) as tracker:

@@ -1,0 +1,114 @@
+"""The documents: their commands, examples, links and figures."""
+
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn.kernels.operations import OPERATIONS
+from tests.house.modules import ROOT
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def commands(document: str) -> list[str]:
+    text = "\n".join(blocks(document, "bash")).replace("\\\n", " ")
+    return [line.split("#")[0].strip() for line in text.splitlines() if line.split("#")[0].strip()]
+
+
+def overrides_of(words: list[str]) -> list[str]:
+    """The Hydra overrides of a command line; of a sweep, its first point."""
+    found, rest = [], iter(words)
+    for word in rest:
+        if word in ("--prompt", "--prompt-file", "--config-dir", "--cfg"):
+            next(rest)
+        elif not word.startswith("-"):
+            found.append(word if re.search(r"[\[{]", word) else word.split(",")[0])
+    return found
+
+
+@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/guide.md", marks=pytest.mark.slow), "docs/kernels.md"])
+def test_the_documents_commands_are_real(document: str) -> None:
+    """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
+    from msattn.trainer.commands.compose import COMMANDS, compose
+
+    found = commands(document)
+    assert len(found) > 3
+    for line in found:
+        program, *words = shlex.split(line)
+        if program == "torchrun":
+            program, *words = words[words.index("msattn") :]
+        if program == "make":
+            assert all(
+                re.search(rf"^{re.escape(word)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE) for word in words
+            )
+        elif program == "msattn" and words[0] in COMMANDS:
+            assert compose(words[0], overrides_of(words[1:])), line
+        elif program == "msattn":
+            assert words[0] in ("demo", "doctor", "--help", "--install-completion"), line
+        else:
+            assert program in ("pip", "git", "python", "cd"), f"{document}: {line}"
+    for block in blocks(document, "python"):
+        compile(block, document, "exec")
+
+
+def run_example(number: int, folder: Path) -> dict[str, Any]:
+    """Names that a Python block of docs/kernels.md defines; run from a file, because Triton reads its functions' source."""
+    example = folder / "example.py"
+    example.write_text(blocks("docs/kernels.md", "python")[number], encoding="utf-8")
+    return runpy.run_path(str(example))
+
+
+@pytest.mark.parametrize("number", range(len(blocks("docs/kernels.md", "python"))))
+def test_the_kernels_examples_run(number: int, tmp_path: Path) -> None:
+    assert run_example(number, tmp_path)
+
+
+def test_the_kernels_own_score_mod_has_equal_twins(tmp_path: Path, device: str) -> None:
+    from msattn.kernels.flash_decode import flash_decode
+    from msattn.kernels.testing import assert_within_budget
+
+    names = run_example(-1, tmp_path)
+    q, k, v = (names[name].to(device) for name in "qkv")
+    mod = names["mod"]._replace(tensors=tuple(x.to(device) for x in names["mod"].tensors))
+    exact = flash_decode(q.double(), k.double(), v.double(), causal=True, score_mod=mod, backend="torch")
+    actual, plain = (flash_decode(q, k, v, causal=True, score_mod=mod, backend=backend) for backend in ("triton", "torch"))
+    for name in ("out", "lse"):
+        assert_within_budget(name, *(getattr(x, name) for x in (actual, exact, plain)))
+
+
+def test_the_kernels_document_has_every_operation() -> None:
+    """A row of the table, a section, and a command that measures it."""
+    text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    measured = {word for line in commands("docs/kernels.md") for word in shlex.split(line) if word.startswith("op=")}
+    assert set(re.findall(r"^\| \[`(\w+)`\]\(#\1\)", text, flags=re.MULTILINE)) == set(OPERATIONS)
+    assert {heading for heading in re.findall(r"^## (\w+)$", text, flags=re.MULTILINE) if "_" in heading} == set(OPERATIONS)
+    assert measured == {f"op={name}" for name in OPERATIONS}
+
+
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT)) for folder in (".", "docs", "outputs", ".github") for path in (ROOT / folder).glob("*.md")
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_within_the_documents_hold(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert ((ROOT / document).parent / target).exists(), f"{document} links to {target}"
+
+
+def test_the_figures_are_drawn_from_the_kept_files(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs/figures", tmp_path / "figures", ignore=shutil.ignore_patterns("*.svg"))
+    subprocess.run([sys.executable, str(tmp_path / "figures/draw.py")], check=True)
+    drawn = {path.name for path in (tmp_path / "figures").glob("*.svg")}
+    assert drawn == {path.name for path in (ROOT / "docs/figures").glob("*.svg")}
+    assert len(drawn) == 6

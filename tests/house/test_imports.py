@@ -1,0 +1,83 @@
+"""Side effects and weight of imports."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.modules import MODULES, ROOT
+
+LIGHT = [
+    "msattn",
+    "msattn.cli",
+    "msattn.trainer.config",
+    "msattn.trainer.commands.compose",
+    "msattn.trainer.commands.doctor",
+    "msattn.trainer.commands.demo",
+]
+
+
+def test_light_modules_import_nothing_heavy() -> None:
+    script = (
+        f"import importlib, sys\nfor name in {LIGHT}: importlib.import_module(name)\n"
+        "heavy = {'torch', 'transformers', 'triton', 'hydra', 'wandb', 'faiss', 'datasets', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+PURITY = """
+import importlib, os, socket, sys, threading
+
+def refuse(*arguments, **named):
+    raise AssertionError("an import reached for the network")
+
+import torch, transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def state():
+    return dict(os.environ), os.getcwd(), torch.get_default_dtype(), torch.get_num_threads(), torch.initial_seed(), \\
+        sorted(ALL_ATTENTION_FUNCTIONS), sorted(ALL_MASK_ATTENTION_FUNCTIONS), threading.active_count(), sorted(os.listdir("."))
+
+socket.socket.connect = socket.getaddrinfo = refuse
+before = state()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert state() == before, "an import changed what lies outside the package"
+assert not torch.cuda.is_initialized()
+lazy = {"wandb", "faiss", "hydra", "matplotlib"} & set(sys.modules)
+assert not lazy, f"imported before they are needed: {lazy}"
+"""
+
+
+@pytest.mark.slow
+def test_importing_any_module_changes_nothing(tmp_path: Path) -> None:
+    names = [f"msattn.{name}" if name else "msattn" for name in MODULES]
+    done = subprocess.run([sys.executable, "-c", PURITY, *names], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_machine_without_the_optional_libraries_imports_everything(tmp_path: Path) -> None:
+    script = (
+        "import importlib, sys\nfor name in ('hydra', 'omegaconf', 'wandb', 'faiss', 'datasets', 'matplotlib', 'typer'):\n"
+        "    sys.modules[name] = None\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    names = [f"msattn.{name}" if name else "msattn" for name in MODULES if name != "cli"]
+    done = subprocess.run([sys.executable, "-c", script, *names], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_transformers_finds_no_kernels_package_of_ours() -> None:
+    """transformers probes for Hugging Face's ``kernels``; with the root on sys.path it must not take ours for it."""
+    script = (
+        "import sys, importlib.util\nimport transformers\nfrom transformers.utils import is_kernels_available\n"
+        "spec = importlib.util.find_spec('kernels')\n"
+        "assert spec is None or spec.origin is None or not spec.origin.startswith(sys.argv[1]), spec\n"
+        "assert not is_kernels_available() or spec.origin is not None"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script, str(ROOT)], cwd=ROOT, env=environment, check=True)

@@ -1,0 +1,147 @@
+"""The layout of the package: levels of its rooms, what kernels may import, the registry of operations, docstrings."""
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from msattn.kernels.operations import OPERATIONS
+from tests.house.modules import MODULES, ROOT, imports
+
+LEVELS = {  # a module imports from its own room, or from lower levels; the longest matching prefix counts
+    "kernels.operations": 0,
+    "kernels.types": 0,
+    "kernels.tuned": 0,
+    "kernels.common": 1,
+    "kernels.reference": 2,
+    "kernels.testing": 2,
+    "kernels": 3,  # operations
+    "kernels.bench": 4,
+    "trainer.errors": 5,
+    "trainer.config": 6,
+    "trainer.artifacts": 7,
+    "trainer.data": 7,
+    "trainer.models": 7,
+    "trainer.training": 8,
+    "trainer.embedded": 9,
+    "trainer.mta": 9,
+    "trainer.saap": 9,
+    "trainer.seer": 9,
+    "trainer.finetune": 10,
+    "trainer.serving": 10,
+    "trainer.attach": 11,
+    "trainer.evaluate": 12,
+    "trainer.commands": 13,
+    "trainer": 13,
+    "cli": 14,
+}
+
+
+def room(module: str) -> str:
+    """The longest prefix of ``module`` that has a level; of an operation, its own module or folder."""
+    prefixes = [name for name in LEVELS if module == name or module.startswith(f"{name}.")]
+    longest = max(prefixes, key=len)
+    return ".".join(module.split(".")[:2]) if longest == "kernels" else longest
+
+
+def level(module: str) -> int:
+    return LEVELS.get(room(module), LEVELS["kernels"])
+
+
+def ours(path: Path) -> set[str]:
+    """Modules of msattn that a file imports."""
+    names = {name.removeprefix("msattn.") for name in imports(path) if name.startswith("msattn.")}
+    return {name for name in names if name in MODULES or name.rsplit(".", 1)[0] in MODULES} & set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_stay_in_the_room_or_go_down(module: str) -> None:
+    """No import upwards, none between rooms of one level: so there is no circle of rooms, and no operation imports another."""
+    if module in ("", "conf"):
+        return  # the public API is lazy; conf is data
+    found = {name for name in ours(MODULES[module]) if name and name != "conf" and room(name) != room(module)}
+    packages = {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
+    wrong = {name for name in found - packages if level(name) >= level(module)}
+    assert not wrong, f"{module} (level {level(module)}) imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("kernels.")])
+def test_kernels_know_tensors_alone(module: str) -> None:
+    everything = imports(MODULES[module])
+    assert not {name.split(".")[0] for name in everything} & {"transformers", "hydra", "omegaconf", "wandb"}
+    assert not any(name.startswith(("msattn.trainer", "msattn.conf", "msattn.cli")) for name in everything)
+    if module.startswith(("kernels.reference", "kernels.types", "kernels.operations")):
+        third_party = {name.split(".")[0] for name in everything} - set(sys.stdlib_module_names)
+        assert third_party <= {"torch", "msattn"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_uses_its_own_reference_alone(operation: str) -> None:
+    """The reference's public form: ``reference.<operation>``, with a suffix for passes and parts."""
+    parts = {"best_blocks": {"block_softmax"}, "nearest_centroid": {"bucket_sums"}}.get(operation, set())
+    for name, path in MODULES.items():
+        if name != f"kernels.{operation}" and not name.startswith(f"kernels.{operation}."):
+            continue
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        used = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "reference"}
+        assert all(each.startswith(operation) or each in parts for each in used), f"{name} uses reference.{sorted(used)}"
+        assert not any(each.startswith("msattn.kernels.reference.") for each in imports(path) if each not in MODULES)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_has_kernel_reference_and_tests(operation: str) -> None:
+    import msattn
+    from msattn.kernels import reference
+
+    public = getattr(importlib.import_module(OPERATIONS[operation].module), operation)
+    assert getattr(msattn, operation) is public
+    assert callable(getattr(reference, operation))
+    assert (ROOT / f"tests/kernels/test_{operation}.py").is_file()
+    assert OPERATIONS[operation].differentiable == hasattr(reference, f"{operation}_backward")
+
+
+def test_the_registry_lists_every_operation_on_disk() -> None:
+    shared = {"common", "reference", "bench", "operations", "testing", "tuned", "types"}
+    on_disk = {path.stem for path in (ROOT / "kernels").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert on_disk - shared == set(OPERATIONS)
+
+
+def test_the_root_exports_lazily_what_it_lists() -> None:
+    import msattn
+
+    assert set(msattn.__all__) == {"SelectConfig", "UserError", "__version__", "attach", "load", *OPERATIONS}
+    assert set(msattn.__all__) <= set(dir(msattn))
+    assert all(getattr(msattn, name) is not None for name in msattn.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'attend'"):
+        msattn.attend  # noqa: B018
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line number and text of every docstring in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield getattr(node, "lineno", 1), text
+
+
+def test_docstrings_state_and_do_not_ask() -> None:
+    questions = re.compile(r"(What|Where|How|Whether|When|Who|Whose|Which|Why)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in (*MODULES.values(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.py")))
+        for line, text in docstrings(path)
+        if questions.match(text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["kernels", "trainer"])
+def test_every_folder_says_what_it_is_for(folder: str) -> None:
+    for path in (ROOT / folder).rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path.relative_to(ROOT)} has no docstring"
