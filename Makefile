@@ -25,8 +25,8 @@ demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes o
 test: lint  ## lint, and every test that a change usually breaks
 	$(PYTEST) -m 'not slow'
 
-test-all: test  ## the slow tests too: compile targets, full products, process kills, toy experiments
-	$(PYTEST) -m slow
+test-all: lint  ## the slow tests too: compile targets, full products, process kills, toy experiments
+	$(PYTEST)
 
 lint: $(INSTALLED)  ## ruff and pyrefly
 	$(BIN)/ruff check
