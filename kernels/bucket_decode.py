@@ -22,7 +22,7 @@ from msattn.kernels.common.bucket_checks import check_bucket_decode
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
 from msattn.kernels.common.primitives import (
     LOG2_E,
-    num_processors,
+    num_sms,
     padded_head,
     pdl_args,
     pdl_launch_dependents,
@@ -166,7 +166,7 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     group, cols = q_heads // kv_heads, padded_head(head)
     tile = tile or default_tile(cols, q.element_size())
-    slots = tile.programs * num_processors(q.device)
+    slots = tile.programs * num_sms(q.device)
     splits = one_wave_splits(batch * kv_heads, slots, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
     offsets, order, probes = offsets.contiguous(), order.contiguous(), probes.contiguous()
     if probes.shape[2] > MAX_PROBES:

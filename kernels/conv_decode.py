@@ -31,7 +31,7 @@ from msattn.kernels.common.decode_checks import check_conv_decode
 from msattn.kernels.common.mta_checks import key_taps_before
 from msattn.kernels.common.primitives import (
     LOG2_E,
-    num_processors,
+    num_sms,
     padded_head,
     pdl_args,
     pdl_launch_dependents,
@@ -150,7 +150,7 @@ def launch(
     head_blocks = triton.cdiv(group, 4)
     # Pipeline stages and programs per SM, by the bytes of a head. For 64 columns four programs fit, but three split better.
     stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
-    blocks, slots = batch * kv_heads * head_blocks, programs * num_processors(q_window.device)
+    blocks, slots = batch * kv_heads * head_blocks, programs * num_sms(q_window.device)
     splits = 1 + (
         splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), efficiency=0.97, saturation=0.9, extra_tiles=4)
     )

@@ -29,7 +29,7 @@ from msattn.kernels.common.primitives import (
     capability,
     load_tile,
     mask_scores,
-    num_processors,
+    num_sms,
     padded_head,
     precision,
     sequence_span,
@@ -143,7 +143,7 @@ def launch(
     row_blocks, col_blocks = triton.cdiv(num_queries, block_size), triton.cdiv(num_keys, block_size)
     row_tiles = triton.cdiv(num_queries, tile.rows)
     tiles = batch * q_heads * row_tiles
-    programs = min(tiles, num_processors(q.device) * tile.programs)
+    programs = min(tiles, num_sms(q.device) * tile.programs)
     keys = min(tile.keys, 2 * block_size)
     strip = min(keys, block_size)
     strips = triton.cdiv(num_keys, keys) * (keys // strip)

@@ -20,7 +20,7 @@ from torch import Tensor
 from msattn.kernels import reference, tuned
 from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
 from msattn.kernels.common.checks import resolve_backend, statistics_dtype
-from msattn.kernels.common.primitives import capability, num_processors, padded_head, tl, triton
+from msattn.kernels.common.primitives import capability, num_sms, padded_head, tl, triton
 from msattn.kernels.common.splits import one_wave_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid
@@ -162,7 +162,7 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int, tile: Tile | None 
     batch, heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tile or tuned.pick("bucket_sums", cols, k.dtype, capability(k.device))
-    blocks, slots = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_processors(k.device)
+    blocks, slots = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_sms(k.device)
     tiles = triton.cdiv(num_keys, tile.keys)
     steps = triton.cdiv(tiles, one_wave_splits(blocks, slots, tiles))  # tiles per split
     splits = triton.cdiv(num_keys, steps * tile.keys)

@@ -1,7 +1,8 @@
-"""Registry of operations, read by the public API, bench, configuration, tests and documentation checks.
+"""Registry of operations.
 
-``msattn.kernels.<name>`` holds the function ``<name>``, and ``msattn.kernels.reference`` the same in plain PyTorch. Imports
-nothing, so that the command line can list operations at once.
+The public API, bench, configuration, tests and documentation checks read it. ``msattn.kernels.<name>`` holds the function
+``<name>``, and ``msattn.kernels.reference`` the same in plain PyTorch. This module imports nothing of msattn, so that the
+command line can list operations at once.
 """
 
 from typing import NamedTuple

@@ -74,7 +74,7 @@ def _coarse(device: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
-            patch.setattr(multiscale_levels, "POOLED_AT_ONCE", 2**15)
+            patch.setattr(multiscale_levels, "POOL_TILE_ELEMENTS", 2**15)
             for operation, tile in tuned.FULL_PRECISION.items():
                 patch.setitem(tuned.FULL_PRECISION, operation, tuned.Tile(max(64, tile.rows), 64, 4, 1))
         yield
@@ -84,8 +84,8 @@ def _coarse(device: str) -> Iterator[None]:
 def round_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """``msattn bench`` with fixed peak rates and few timed runs."""
     from msattn.kernels.bench import run
-    from msattn.kernels.bench.rows import Rate
+    from msattn.kernels.bench.rows import PeakRates
     from msattn.kernels.bench.timing import time_ms
 
-    monkeypatch.setattr(run, "ceilings", lambda device, dtype: Rate(2.0, 0.5))
+    monkeypatch.setattr(run, "ceilings", lambda device, dtype: PeakRates(2.0, 0.5))
     monkeypatch.setattr(run, "time_ms", lambda call, device, budget_s: time_ms(call, device, 5, 0.01))

@@ -7,12 +7,12 @@ from functools import cache
 
 import torch
 
-from msattn.kernels.bench.rows import Rate
+from msattn.kernels.bench.rows import PeakRates
 from msattn.kernels.bench.timing import time_ms
 
 
 @cache
-def ceilings(device: str, dtype: torch.dtype) -> Rate:
+def ceilings(device: str, dtype: torch.dtype) -> PeakRates:
     """Measures the peak TFLOP/s of a matrix product in ``dtype``, and peak TB/s.
 
     This takes some seconds; the result is cached. The memory ceiling is the larger bandwidth of a copy (which reads and writes)
@@ -25,4 +25,4 @@ def ceilings(device: str, dtype: torch.dtype) -> Rate:
     target = torch.empty_like(source)
     copied = time_ms(lambda: target.copy_(source), device, budget_s=1.0)
     read = time_ms(source.sum, device, budget_s=1.0)
-    return Rate(2 * side**3 / product.median / 1e9, max(2 * size / copied.median, size / read.median) / 1e9)
+    return PeakRates(2 * side**3 / product.median / 1e9, max(2 * size / copied.median, size / read.median) / 1e9)

@@ -61,7 +61,7 @@ class Work(NamedTuple):
     bytes: float
 
 
-class Rate(NamedTuple):
+class PeakRates(NamedTuple):
     """Measured peak TFLOP/s and TB/s of a machine."""
 
     tflops: float
@@ -124,7 +124,7 @@ class BenchRow:
         return record | {f"times_{peer}": ratio for peer, ratio in record.pop("times").items()}
 
 
-def throughput(work: Work, ms: float, ceiling: Rate) -> dict[str, Any]:
+def throughput(work: Work, ms: float, ceiling: PeakRates) -> dict[str, Any]:
     """Returns ``tflops``, ``tb_s``, ``share`` and ``bound`` of a :class:`BenchRow`."""
     tflops, tb_s = work.flops / ms / 1e9, work.bytes / ms / 1e9
     compute, memory = tflops / ceiling.tflops, tb_s / ceiling.tb_s

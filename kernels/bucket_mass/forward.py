@@ -30,7 +30,7 @@ from msattn.kernels.bucket_mass.finalize import (
 from msattn.kernels.bucket_mass.packing import max_key_groups, pack_keys
 from msattn.kernels.common.bucket_checks import check_bucket_mass
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
-from msattn.kernels.common.primitives import LOG2_E, load_tile, num_processors, padded_head, precision, tile_view, tl, triton
+from msattn.kernels.common.primitives import LOG2_E, load_tile, num_sms, padded_head, precision, tile_view, tl, triton
 from msattn.kernels.common.splits import choose_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketMass
@@ -151,7 +151,7 @@ def launch(
     group_size = default_group_size(num_keys // num_buckets, tile.keys)
     row_tiles = triton.cdiv(rows, tile.rows)
     max_tiles = triton.cdiv(max_key_groups(num_keys, num_buckets, group_size) * group_size, tile.keys)
-    slots = tile.programs * num_processors(q.device)
+    slots = tile.programs * num_sms(q.device)
     # Merging takes time for each split, hence fewer splits than the fastest main pass would have.
     splits = choose_splits(row_tiles * kv_heads * batch, slots, max_tiles, efficiency=0.9, saturation=1.0)
     packed = pack_keys(k, buckets, num_buckets, group_size, tile.keys, splits)

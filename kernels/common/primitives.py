@@ -68,7 +68,7 @@ def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> 
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, heads, rows, cols or padded_head(x.shape[-1])])
 
 
-def num_processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors (SMs).
 
     It is 3 where kernels are interpreted, to keep the number of programs small.

@@ -40,7 +40,7 @@ from msattn.kernels.common.primitives import (
     LOG2_E,
     capability,
     load_tile,
-    num_processors,
+    num_sms,
     padded_head,
     pdl_args,
     pdl_launch_dependents,
@@ -238,7 +238,7 @@ def _plan(q: Tensor, k: Tensor, splits: int | None, tile: Tile | None) -> _Plan:
     row_blocks = triton.cdiv(rows, tile.rows)
     tiles = triton.cdiv(num_keys, tile.keys)
     if splits is None:
-        slots = tile.programs * num_processors(q.device)
+        slots = tile.programs * num_sms(q.device)
         efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
         splits = choose_splits(batch * kv_heads * row_blocks, slots, tiles, efficiency)
     return _Plan(tile, rows, row_blocks, min(splits, tiles))

@@ -14,7 +14,7 @@ from msattn.kernels import bench, merge_states
 from msattn.kernels.bench import candidate_tiles as tiles
 from msattn.kernels.bench import cases, decode_cases, eager, peers, prefill_cases
 from msattn.kernels.bench.ceilings import ceilings
-from msattn.kernels.bench.rows import Rate, Work, throughput
+from msattn.kernels.bench.rows import PeakRates, Work, throughput
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import OPERATIONS
 from msattn.trainer.commands.bench_report import figure
@@ -117,9 +117,9 @@ def test_backward_pass_has_speedups_over_peers() -> None:
 
 
 def test_throughput_is_bound_by_compute_or_memory() -> None:
-    compute = throughput(Work(flops=4e12, bytes=1e9), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
+    compute = throughput(Work(flops=4e12, bytes=1e9), ms=1000, ceiling=PeakRates(tflops=8, tb_s=4))
     assert compute == {"tflops": 4.0, "tb_s": 0.001, "share": 0.5, "bound": "compute"}
-    memory = throughput(Work(flops=1e9, bytes=3e12), ms=1000, ceiling=Rate(tflops=8, tb_s=4))
+    memory = throughput(Work(flops=1e9, bytes=3e12), ms=1000, ceiling=PeakRates(tflops=8, tb_s=4))
     assert memory == {"tflops": 0.001, "tb_s": 3.0, "share": 0.75, "bound": "memory"}
 
 
