@@ -16,21 +16,25 @@ INTERPRETED_CASES = 3  # of a test of agreement with a reference that `make test
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU, skips GPU tests; of interpreted kernels, marks later cases and operator checks as slow."""
-    if torch.cuda.is_available():
-        return
+    """Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
+
+    The operator checks of kernels are GPU tests: interpreted they take long, and those of the reference check the same schema.
+    """
     interpreted: Counter[str] = Counter()
     for item in items:
+        arguments = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        runs_kernel = arguments.get("backend") == "triton"
+        if runs_kernel and item.name.startswith("test_operator"):
+            item.add_marker(pytest.mark.gpu)
+        if torch.cuda.is_available():
+            continue
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        arguments = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if arguments.get("backend") == "triton" and "_agrees_with_" in item.name:
+        elif runs_kernel and "_agrees_with_" in item.name:
             test = item.nodeid.partition("[")[0]
             interpreted[test] += 1
             if interpreted[test] > INTERPRETED_CASES:
                 item.add_marker(pytest.mark.slow)
-        elif arguments.get("backend") == "triton" and item.name.startswith("test_operator"):
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -153,12 +153,13 @@ def test_coarsened_mask_reads_as_many_keys() -> None:
     assert torch.equal(peers.coarsen(torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())[0, 0], torch.ones(4, 4).tril().bool())
 
 
-@pytest.mark.slow
-def test_flex_reads_the_same_blocks() -> None:
-    case = next(prefill_cases.block_sparse_attention(SMALL, OPTIONS))
+@pytest.mark.gpu  # on a CPU its compilation takes long
+def test_flex_reads_the_same_blocks(device: str) -> None:
+    shape = replace(SMALL, head_size=64, dtype=torch.float16, device=device)
+    case = next(prefill_cases.block_sparse_attention(shape, OPTIONS))
     (flex,) = (peer for peer in case.peers if peer.name == "flex")
     actual = flex.prepare()(*flex.layers[0])
-    torch.testing.assert_close(actual, case.reference(*case.layers[0]).out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, case.reference(*case.layers[0]).out, rtol=0, atol=5e-3)
 
 
 def test_peers_that_cannot_run_have_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from msattn.kernels.operations import OPERATIONS
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # maximum bytes per block, by compute capability
 HEADS = {80: (("bfloat16", 128),), 90: (("float16", 128),)}
 FURTHER_HEADS = {80: (("bfloat16", 256),), 90: (("float32", 64), ("float16", 64))}
-PARTS = 2  # processes
+PARTS = 3  # processes
 Variant = TypeVar("Variant")
 Heads = dict[int, tuple[tuple[str, int], ...]]
 SIZES = (64, 128, 256)

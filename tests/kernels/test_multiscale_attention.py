@@ -169,10 +169,10 @@ def test_tiles_of_means_across_zooms(last: int, device: str) -> None:
         check(case, zoom, "triton", device, with_gradients=False)
 
 
-@pytest.mark.slow
-def test_reference_at_4095_tokens() -> None:
+@pytest.mark.gpu
+def test_reference_at_4095_tokens(device: str) -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
-    check(case, random_zoom(1, 1, case.blocks, 0.2), "torch", "cpu", with_gradients=False)
+    check(case, random_zoom(1, 1, case.blocks, 0.2, device), "torch", device, with_gradients=False)
 
 
 @pytest.mark.gpu
