@@ -223,9 +223,9 @@ def test_operator(backend: Backend, steady_device: str) -> None:
 
 @pytest.mark.slow
 def test_accepts_strided_views(device: str) -> None:
-    packed = torch.randn(2, 70, 4, 64, device=device).transpose(1, 2)
+    packed = torch.randn(2, 20, 4, 64, device=device).transpose(1, 2)
     q, k = packed[:, :3], packed[:, 3:]
-    buckets = random_buckets(2, 1, 70, 10, device)
+    buckets = random_buckets(2, 1, 20, 10, device)
     got = bucket_mass(q, k, buckets, num_buckets=10, scale=0.3, backend="triton")
     want = bucket_mass(q.contiguous(), k.contiguous(), buckets, num_buckets=10, scale=0.3, backend="triton")
     for x, y in zip(got, want, strict=True):

@@ -67,7 +67,8 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
     mask = random_block_mask(1, 2, blocks, blocks, 0.5)
     options = mask, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
     op.launch(q, k, v, *options, tile)
-    backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+    if _compiles_backward(head_size, sm):
+        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -115,7 +116,8 @@ def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     options = zoom, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
     lse = torch.zeros(1, 4, 200)
     op.launch(q, k, v, *options, tile)
-    backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+    if _compiles_backward(head_size, sm):
+        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
 
 
 def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -196,12 +198,18 @@ def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int,
 
     inputs = [*random_qkv(1, 4, 2, 200, 200, head_size, dtype), weight.to(dtype)]
     out, lse = op.launch(*inputs, kv_start, causal, 0.1)
-    op.launch_backward(torch.zeros_like(out), torch.zeros_like(lse), *inputs, out, lse, kv_start, causal, 0.1)
+    if _compiles_backward(head_size, sm):
+        op.launch_backward(torch.zeros_like(out), torch.zeros_like(lse), *inputs, out, lse, kv_start, causal, 0.1)
 
 
 def _choose(variants: Sequence[Variant], head_size: int, sm: int) -> Variant:
     """Returns one variant, so that head sizes and GPUs cover them in rotation."""
     return variants[(SIZES.index(head_size) + (sm == 80)) % len(variants)]
+
+
+def _compiles_backward(head_size: int, sm: int) -> bool:
+    """Returns False on sm_80 for the first shape: its backward passes compile with the further shapes."""
+    return sm == 90 or head_size != 128
 
 
 def _block_size(head_size: int) -> int:

@@ -156,7 +156,8 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
     zoom = random_zoom(case.batch if number % 2 else 1, heads, case.blocks, device=device)
     if number % 4 == 3:
         zoom[:, :, -1] = 0
-    check(case, zoom, backend, device)
+    # Interpreted gradients take most of the time, so every second case checks the outputs alone.
+    check(case, zoom, backend, device, with_gradients=device == "cuda" or backend == "torch" or number % 2 == 1)
 
 
 @pytest.mark.parametrize("last", [8, 4, 2, 0])
@@ -257,7 +258,7 @@ def test_exact_for_equal_neighbouring_keys(n: int, more: int, causal: bool, seed
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(n=st.integers(1, 100), more=st.integers(0, 90), backend=st.sampled_from(BACKENDS), seed=st.integers(0, 99))
 def test_later_keys_have_no_influence(device: str, n: int, more: int, backend: Backend, seed: int) -> None:
     """Keys after a query do not change its result, whatever the zooms."""
