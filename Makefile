@@ -4,10 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes of gpu-test: each takes 12 GB of GPU memory, tests of offsets beyond 2**31 elements 60 GB.
 WORKERS ?= 4
-# Processes of test: one more than cores, because some tests wait.
-JOBS ?= 3
 BIN := $(VENV)/bin
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 20
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help

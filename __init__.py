@@ -3,6 +3,7 @@
 Public API, loaded on first use so that ``import msattn`` is fast and does not import torch:
 
 - ``msattn.attach``: context manager that runs a Hugging Face model with sparse attention through trained artifacts.
+- ``msattn.enable``, ``msattn.disable``: the same without a context, e.g. in a server.
 - ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and checks it.
 - ``msattn.SelectConfig``: policy that selects the blocks of a prompt that are read.
 - ``msattn.UserError``: raised for every mistake that the caller can correct; a ``ValueError``.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from msattn.kernels.nearest_centroid import nearest_centroid
     from msattn.kernels.pool_blocks import pool_blocks
     from msattn.kernels.probe_buckets import probe_buckets
-    from msattn.trainer.attach import attach, load
+    from msattn.trainer.attach import attach, disable, enable, load
     from msattn.trainer.config import SelectConfig
     from msattn.trainer.errors import UserError
 
@@ -38,6 +39,8 @@ _MODULES = {name: operation.module for name, operation in OPERATIONS.items()} | 
     "SelectConfig": "msattn.trainer.config",
     "UserError": "msattn.trainer.errors",
     "attach": "msattn.trainer.attach",
+    "disable": "msattn.trainer.attach",
+    "enable": "msattn.trainer.attach",
     "load": "msattn.trainer.attach",
 }
 __all__ = [  # noqa: RUF022  # operations last
@@ -45,6 +48,8 @@ __all__ = [  # noqa: RUF022  # operations last
     "UserError",
     "__version__",
     "attach",
+    "disable",
+    "enable",
     "load",
     "best_blocks",
     "block_sparse_attention",

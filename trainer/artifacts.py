@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from msattn import __version__
+from msattn.trainer.config import RunConfig
 from msattn.trainer.errors import UserError, first_line, write_error
 
 FORMAT_VERSION = 1
@@ -42,6 +43,7 @@ MANIFEST_KEYS = (
     "content_hash",
     "created",
 )
+SHIPPED = Path(__file__).parent / "embedded" / "artifacts"  # the artifacts of the embedded model, a folder of each kind
 IDENTITY_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "config_hash", "rope", "weights_hash")
 CARD_TITLES = {
     "gate": "SeerAttention gates: scores of key blocks for each query block",
@@ -73,6 +75,17 @@ class Artifact:
 def artifact_folder(outputs: str | Path, model_name: str, name: str, kind: str) -> Path:
     """Returns the path ``outputs/<model_name>/<name>/<kind>``."""
     return Path(outputs) / model_name / name / kind
+
+
+def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
+    """Returns the artifact of the configured model and name, or None if there is none.
+
+    The embedded model falls back on the artifacts that ship with the package, unless a ``name`` is given.
+    """
+    own = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
+    if own.is_dir():
+        return own
+    return SHIPPED / kind if cfg.model.is_embedded and cfg.name == RunConfig.name else None
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
@@ -261,7 +274,7 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
 
     Parameters
     ----------
-    path : a folder, or the id of a Hub repository
+    path : see :func:`find`
     kind : required kind; None accepts any
 
     Raises
@@ -271,7 +284,7 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
     import yaml
     from safetensors.torch import load_file
 
-    folder = _local_folder(path)
+    folder = find(path, *([kind] if kind else []))
     manifest = _read_manifest(folder, path, kind)
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
@@ -290,7 +303,33 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
     return Artifact(manifest["kind"], tensors, config, manifest, folder)
 
 
+def find(path: str | Path, *kinds: str) -> Path:
+    """Returns the local folder of an artifact.
+
+    Parameters
+    ----------
+    path : folder of an artifact, folder of a run (``outputs/<model>/<name>``), id of a Hub repository with the same files, or
+        ``embedded`` (the artifacts that ship with the package).
+    kinds : accepted kinds, in order of precedence, where ``path`` holds an artifact of each kind.
+
+    Raises
+    ------
+    UserError : there is no such folder, or it holds only artifacts of other kinds.
+    """
+    folder = _local_folder(path)
+    if (folder / MANIFEST).is_file():
+        return folder
+    held = [kind for kind in KINDS if (folder / kind / MANIFEST).is_file()]
+    accepted = [kind for kind in kinds if kind in held]
+    if held and not accepted:
+        choice = f"accepted is {' or '.join(kinds)}" if kinds else f"name one, e.g. {folder / held[0]}"
+        raise UserError(f"artifact {path}: the folder holds {', '.join(held)}; {choice}")
+    return folder / accepted[0] if accepted else folder
+
+
 def _local_folder(path: str | Path) -> Path:
+    if path == "embedded":
+        return SHIPPED
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -299,7 +338,8 @@ def _local_folder(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, allow_patterns=[WEIGHTS, CONFIG, MANIFEST, CARD]))
+        files = (WEIGHTS, CONFIG, MANIFEST, CARD)
+        return Path(snapshot_download(path, allow_patterns=[*files, *(f"{kind}/{name}" for kind in KINDS for name in files)]))
     except (OSError, ValueError) as error:
         raise UserError(
             f"artifact {path}: not a local folder, and loading it from the Hugging Face Hub failed ({first_line(error)})"
@@ -307,13 +347,13 @@ def _local_folder(path: str | Path) -> Path:
 
 
 def read_kind(path: str | Path) -> str:
-    """Returns the kind of the artifact in a folder or on the Hub, reading only its manifest.
+    """Returns the kind of an artifact, reading only its manifest.
 
     Raises
     ------
     UserError : the manifest is missing or invalid.
     """
-    return _read_manifest(_local_folder(path), path)["kind"]
+    return _read_manifest(find(path), path)["kind"]
 
 
 def _read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:

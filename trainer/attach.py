@@ -1,14 +1,17 @@
-"""The public functions ``attach``, which runs a model with sparse attention, and ``load``, which loads an artifact."""
+"""The public functions ``attach`` and ``enable``, which run a model with sparse attention, and ``load`` for artifacts."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig, SparsityConfig
+from msattn.trainer.config.select import select_config
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.break_even import break_even
 from msattn.trainer.models.families import check_supported, num_layers
@@ -24,13 +27,20 @@ from msattn.trainer.serving.sparse import Sparse
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Sparse", "attach", "load"]
+__all__ = ["Sparse", "attach", "disable", "enable", "load"]
 
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load}
+# How routers are served whose manifest records nothing.
+SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
+_enabled: "WeakKeyDictionary[PreTrainedModel, AbstractContextManager[Sparse]]" = WeakKeyDictionary()
 
 
 def load(path: str | Path) -> Gate | KMeans | QModel:
-    """Loads an artifact of any kind from a folder or a Hub id, on the CPU.
+    """Loads an artifact of any kind, on the CPU.
+
+    Parameters
+    ----------
+    path : folder of an artifact, or the id of a Hub repository.
 
     Raises
     ------
@@ -44,12 +54,13 @@ def attach(
     model: "PreTrainedModel",
     *,
     gate: Gate | str | Path | None = None,
-    select: Selection | SelectConfig | None = None,
+    select: Selection | SelectConfig | Mapping[str, Any] | str | None = None,
+    sparsity: float | None = None,
     qmodel: QModel | KMeans | str | Path | None = None,
-    probes: int = 32,
-    recent: int = 2047,
-    sink: int = 1,
-    dense_layers: tuple[int, ...] = (0,),
+    probes: int | None = None,
+    recent: int | None = None,
+    sink: int | None = None,
+    dense_layers: tuple[int, ...] | None = None,
     measure_recall: bool = False,
     measure_time: bool = False,
 ) -> Iterator[Sparse]:
@@ -61,13 +72,18 @@ def attach(
     Parameters
     ----------
     model : a Llama, Mistral, Qwen2 or Qwen3 decoder.
-    gate : path, Hub id or loaded gate. Prompts read the blocks that ``select`` chooses from its scores.
-    select : policy of block selection. None with a gate selects the top blocks at 90 % sparsity; baselines need no gate. A
-        ``Selection`` object applies to prompts of every length.
-    qmodel : path, Hub id or loaded query classifier or k-means. New tokens read the dense window and ``probes`` buckets.
+    gate : a loaded gate, its folder, that of its run (``outputs/tiny/base``), a Hub id, or ``embedded`` (the gate that ships
+        with the package, for the embedded model). Prompts read the blocks that ``select`` chooses from its scores.
+    select : how blocks are selected: a policy (``topk``), the scores of a baseline (``quest``, which needs no gate), the keys
+        of a :class:`SelectConfig`, or an object. None with a gate is ``calibrated``, as on the command line, or ``topk`` if the
+        gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.
+    sparsity : share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``,
+        0.9 by default.
+    qmodel : a query classifier or a k-means, given in the same ways. New tokens read the dense window and ``probes`` buckets.
     probes : number of buckets that a new token visits, for each key/value head.
     recent, sink : numbers of last and first keys that a new token always reads.
-    dense_layers : layers in which new tokens read every key.
+    dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
+        artifact's manifest records, or for 32, 2047, 1 and (0,).
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     measure_time : also measures the time of selection and of attention on the device.
 
@@ -89,22 +105,24 @@ def attach(
     check_supported(model.config)
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = _load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
-    selection = _build_selection(select, gate)
+    given = select if isinstance(select, Selection) else _chosen_config(select, sparsity, gate)
+    selection = _build_selection(given, gate, sparsity)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
     _check_same_model(model, gate, router)
-    _check_numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
+    numbers: dict[str, Any] = {"probes": probes, "recent": recent, "sink": sink, "dense_layers": dense_layers}
+    numbers = _serving(router) | {name: value for name, value in numbers.items() if value is not None}
+    _check_numbers(model, router, **numbers)
+    if router is not None and probes is None and numbers["probes"] == router.num_buckets:
+        warnings.warn(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense", stacklevel=3)
     for module in (gate, router):
         if module is not None:
             module.to(model.device)
     sparse = Sparse(
         selection,
         router,
-        probes=probes,
-        recent=recent,
-        sink=sink,
-        dense_layers=tuple(dense_layers),
-        dense_below=_dense_below(select, model.device),
+        **numbers,
+        dense_below=_dense_below(given, model.device),
         measure_recall=measure_recall,
         timer=PhaseTimer(model.device) if measure_time else None,
     )
@@ -116,8 +134,38 @@ def attach(
             hook.remove()
 
 
+def enable(model: "PreTrainedModel", **options: Any) -> Sparse:
+    """Runs ``model`` with sparse attention until :func:`disable` is called, e.g. in a server.
+
+    Parameters
+    ----------
+    model : as for :func:`attach`.
+    **options : the other parameters of :func:`attach`.
+
+    Raises
+    ------
+    UserError : as :func:`attach`.
+    """
+    context = attach(model, **options)
+    sparse = context.__enter__()
+    _enabled[model] = context
+    return sparse
+
+
+def disable(model: "PreTrainedModel") -> None:
+    """Restores a model after :func:`enable`.
+
+    Raises
+    ------
+    UserError : :func:`enable` was not called for this model.
+    """
+    if model not in _enabled:
+        raise UserError("disable: the model is not enabled")
+    _enabled.pop(model).__exit__(None, None, None)
+
+
 def _load_router(path: str | Path) -> QModel | KMeans:
-    artifact = load(path)
+    artifact = load(artifacts.find(path, "qmodel", "kmeans"))
     if isinstance(artifact, Gate):
         raise UserError(f"qmodel={path}: this is a gate; accepted is a qmodel or a kmeans artifact")
     return artifact
@@ -132,25 +180,42 @@ def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QMode
             artifacts.check_model(manifest, identity)
 
 
-def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None) -> Selection | None:
-    if isinstance(select, Selection):
-        if gate is not None:
-            raise UserError("gate: a Selection has its own scores; give one of gate and select, or a SelectConfig")
-        return select
+def _serving(router: QModel | KMeans | None) -> dict[str, Any]:
+    """Returns the numbers with which ``router`` is meant to be served."""
+    recorded = router.artifact.manifest["details"].get("serving", {}) if router and router.artifact else {}
+    found = SERVING | recorded
+    return found | {"dense_layers": tuple(found["dense_layers"])}
+
+
+def _chosen_config(
+    select: SelectConfig | Mapping[str, Any] | str | None, sparsity: float | None, gate: Gate | None
+) -> SelectConfig | None:
+    """Returns the configuration that ``select`` stands for, or None for dense prompts."""
     if select is None and gate is None:
+        if sparsity is not None:
+            raise UserError(f"sparsity={sparsity}: there is nothing to select; give gate= or select=")
         return None
-    return Selection.from_config(select or SelectConfig(), gate)
+    return select_config(select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity)
+
+
+def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None, sparsity: float | None) -> Selection | None:
+    if not isinstance(select, Selection):
+        return None if select is None else Selection.from_config(select, gate)
+    if gate is not None:
+        raise UserError("gate: a Selection has its own scores; give one of gate and select, or a SelectConfig")
+    if sparsity is not None:
+        raise UserError(f"sparsity={sparsity}: a Selection has its own policy")
+    return select
 
 
 def _dense_below(select: Selection | SelectConfig | None, device: torch.device) -> int:
     """Returns the prompt length in tokens from which attention is sparse; see :class:`SelectConfig`."""
-    if isinstance(select, Selection):
+    if select is None or isinstance(select, Selection):
         return 0
-    cfg = select or SelectConfig()
-    if isinstance(cfg.dense_below, int):
-        return cfg.dense_below
-    if cfg.scores == "gate" and isinstance(cfg, SparsityConfig):  # break-even was measured only for these
-        return break_even(cfg.sparsity, device)
+    if isinstance(select.dense_below, int):
+        return select.dense_below
+    if select.scores == "gate" and isinstance(select, SparsityConfig):  # break-even was measured only for these
+        return break_even(select.sparsity, device)
     return 0
 
 

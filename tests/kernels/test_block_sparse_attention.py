@@ -48,7 +48,7 @@ def dense_gradients(
     return torch.autograd.grad((out, lse), leaves, weights)
 
 
-def check(case: Case, mask: Tensor, backend: Backend, device: str) -> None:
+def check(case: Case, mask: Tensor, backend: Backend, device: str, with_gradients: bool = True) -> None:
     """Checks outputs, and gradients through out and lse, against dense attention.
 
     Query gradients of rows without visible keys are exactly 0.
@@ -63,7 +63,8 @@ def check(case: Case, mask: Tensor, backend: Backend, device: str) -> None:
     assert got.lse.dtype == torch.float32
     assert_within_budget("out", got.out.detach(), exact.out, eager.out)
     assert_within_budget("lse", got.lse.detach(), exact.lse, full.lse)
-
+    if not with_gradients:
+        return
     weights = torch.randn_like(got.out), torch.randn_like(got.lse)
     gradients = torch.autograd.grad(got, inputs, weights)
     wanted, eager_ones = (dense_gradients(inputs, seen, *weights, dtype) for dtype in (torch.float64, case.dtype))
@@ -83,7 +84,8 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
     mask = random_block_mask(case.batch if number % 2 else 1, heads, *case.blocks, 0.4, device)
     if number % 4 == 3:
         mask[:, :, -1] = False
-    check(case, mask, backend, device)
+    # Interpreted gradients take most of the time, so every second case checks the outputs alone.
+    check(case, mask, backend, device, with_gradients=device == "cuda" or backend == "torch" or number % 2 == 1)
 
 
 @pytest.mark.gpu

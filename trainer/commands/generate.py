@@ -68,7 +68,7 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
     serving = attach(
         loaded.model,
         gate=chosen["gate"],
-        select=cfg.select if chosen["gate"] else None,
+        select=cfg.select if chosen["gate"] or cfg.select.scores != "gate" else None,
         qmodel=chosen["qmodel"] or chosen["kmeans"],
         probes=cfg.probes,
         recent=cfg.recent,
@@ -83,17 +83,19 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
     return results
 
 
-def _artifacts(cfg: GenerateConfig) -> dict[str, str | None]:
-    """Returns the paths of the artifacts by kind: those of the configuration, else those in the model's folder."""
-    from msattn.trainer.artifacts import artifact_folder
+def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
+    """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name."""
+    from msattn.trainer import artifacts
 
-    chosen: dict[str, str | None] = {}
-    for kind in ("gate", "kmeans", "qmodel"):
-        folder = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
-        chosen[kind] = getattr(cfg.artifacts, kind) or (str(folder) if folder.is_dir() else None)
-    if not any(chosen.values()):
-        folder = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
-        raise UserError(f"{folder}: no artifact to try; train one, e.g. msattn train-gate model={cfg.model.name}")
+    chosen = {kind: getattr(cfg.artifacts, kind) or artifacts.default_artifact(cfg, kind) for kind in artifacts.KINDS}
+    if cfg.select.scores != "gate":  # a baseline needs no gate
+        chosen["gate"] = None
+    elif not any(chosen.values()):
+        folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
+        raise UserError(
+            f"{folder}: no artifact to try; train one, e.g. msattn train-gate model={cfg.model.name}, or add select=quest, "
+            "which needs no training"
+        )
     return chosen
 
 

@@ -82,3 +82,8 @@ class ModelConfig:
             self.init,
             "random needs model.architecture, which the files of conf/model/ have",
         )
+
+    @property
+    def is_embedded(self) -> bool:
+        """True for the model that ships with the package, with its own weights and positions."""
+        return self.path == "embedded" and self.init == "pretrained" and self.rope_scaling is None

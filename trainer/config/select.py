@@ -1,7 +1,7 @@
 """Configuration of block selection: one dataclass for each policy, with the keys that this policy accepts."""
 
-from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config.values import nearest, one_of, power_of_two, require
@@ -161,6 +161,27 @@ POLICIES: dict[str, type[SelectConfig]] = {
     kind.policy: kind
     for kind in (TopKConfig, CalibratedConfig, ThresholdConfig, NucleusConfig, TokenBudgetConfig, MultiscaleConfig)
 }
+
+
+def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: float | None = None) -> SelectConfig:
+    """Returns the selection that a user describes.
+
+    Parameters
+    ----------
+    select : a selection, its keys, the name of a policy, or that of a baseline's scores, of which the top blocks are read.
+    sparsity : replaces the ``sparsity`` of the policy.
+
+    Raises
+    ------
+    UserError : an unknown name or key, a value out of range, or a ``sparsity`` for a policy that has none.
+    """
+    if isinstance(select, str):
+        one_of("select", select, (*POLICIES, *SCORES[1:]))
+        select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
+    elif isinstance(select, Mapping):
+        select = SelectConfig(**select)
+    given: dict[str, Any] = {} if sparsity is None else {"sparsity": sparsity}
+    return replace(select, **given)
 
 
 def policy_class(policy: str) -> type[SelectConfig]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msattn.trainer import artifacts
-from msattn.trainer.attach import attach, load
+from msattn.trainer.attach import LOADERS, attach
 from msattn.trainer.config import EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.errors import UserError
@@ -99,7 +99,7 @@ class ComparedMethods:
 
 
 def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> ComparedMethods:
-    """Loads the artifacts of ``cfg.artifacts``, or those of this model and name, and adds ``eval.baselines``.
+    """Loads the artifacts of ``cfg.artifacts`` and those of this model and name, and adds ``eval.baselines``.
 
     Raises
     ------
@@ -112,42 +112,53 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
         manifest = artifacts.read(path, kind=kind).manifest
         artifacts.check_model(manifest, loaded.fingerprint)
         manifests[label] = {"path": str(path), **manifest}
-        found[label] = load(path).to(device)
-    return ComparedMethods(_block_selections(cfg, found.get("gate")), _bucket_routings(cfg, found), manifests, notes)
+        found[label] = LOADERS[kind](path).to(device)
+    return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes)
 
 
 def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:
-    """Returns ``{label: (kind, path)}`` of the artifacts to read, and a note for each missing kind.
+    """Returns ``{label: (kind, path)}`` of the artifacts to read, and a note for each kind that is missing or not of this name.
 
-    A k-means of ``cfg.artifacts`` is compared with the k-means of this name, e.g. with and without RoPE; gates and query
-    classifiers of ``cfg.artifacts`` replace those of this name.
+    An artifact of ``cfg.artifacts`` is compared with that of this model and name, e.g. a k-means with and without RoPE.
     """
     paths: dict[str, tuple[str, str | Path]] = {}
     notes = []
     for kind, command in COMMANDS.items():
-        own, given = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind), getattr(cfg.artifacts, kind)
-        if own.exists() and (given is None or kind == "kmeans"):
+        own = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
+        default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
+        if own.exists():
             paths[kind] = (kind, own)
         if given is not None:
-            both = kind in paths and Path(given).resolve() != own.resolve()
-            paths[f"{kind} (named)" if both else kind] = (kind, given)
+            both = kind in paths and artifacts.find(given, kind).resolve() != own.resolve()
+            paths[f"{kind} ({'embedded' if given == 'embedded' else 'named'})" if both else kind] = (kind, given)
+        elif default is not None and default != own:
+            paths[kind] = (kind, default)
+            notes.append(f"There is no {kind} at {own}: the one that ships with msattn is measured.")
         if kind not in paths:
             notes.append(f"No {kind} at {own}: `msattn {command} model={cfg.model.name} name={cfg.name}` creates it.")
     return paths, notes
 
 
-def _block_selections(cfg: EvalRunConfig, gate: "Gate | None") -> list[BlockSelectionMethod]:
-    size = gate.cfg.block_size if gate else cfg.select.block_size  # baselines select among the same blocks as the gate
+def _block_selections(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BlockSelectionMethod]:
+    gates = {label: module for label, module in found.items() if label.startswith("gate")}
+    # Baselines select among the same blocks as the gate.
+    size = next((gate.cfg.block_size for gate in gates.values()), cfg.select.block_size)
     # The thresholds of the calibrated policy are stored with a gate; baselines have none.
     fixed = cfg.select.with_policy("topk") if cfg.select.policy == "calibrated" else cfg.select
-    trained = [BlockSelectionMethod("gate", replace(cfg.select, scores="gate"), gate)] if gate else []
-    if gate and fixed != cfg.select:
-        trained.append(BlockSelectionMethod("gate, top-k", replace(fixed, scores="gate"), gate))
-    return trained + [BlockSelectionMethod(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
+    methods = []
+    for label, gate in gates.items():
+        methods.append(BlockSelectionMethod(label, replace(cfg.select, scores="gate"), gate))
+        if fixed != cfg.select:
+            methods.append(BlockSelectionMethod(f"{label}, top-k", replace(fixed, scores="gate"), gate))
+    return methods + [BlockSelectionMethod(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
 
 
 def _bucket_routings(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:
     window = (cfg.recent, cfg.sink, tuple(cfg.dense_layers))
-    names = {"qmodel": "classifier", "kmeans": "k-means", "kmeans (named)": "k-means (named)"}
-    rope = {label: ", RoPE" if getattr(router, "rope", False) else "" for label, router in found.items()}
-    return [BucketRoutingMethod(name + rope[label], found[label], *window) for label, name in names.items() if label in found]
+    methods = []
+    for kind, name in {"qmodel": "classifier", "kmeans": "k-means"}.items():
+        for label, router in found.items():
+            if label.startswith(kind):
+                rope = ", RoPE" if getattr(router, "rope", False) else ""
+                methods.append(BucketRoutingMethod(label.replace(kind, name) + rope, router, *window))
+    return methods

@@ -18,6 +18,7 @@ from msattn.trainer.config import FitKMeansConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.clustering import fit_centroids, mean_stats, resolve_engine
+from msattn.trainer.saap.routing import serving
 from msattn.trainer.training import distributed
 from msattn.trainer.training.parts import FinishedParts, layer_part
 from msattn.trainer.training.tracker import Tracker
@@ -160,7 +161,12 @@ def write_artifact(
         tensors={"centroids": torch.stack([each["centroids"] for each in tensors])},
         config=asdict(cfg),
         model=loaded.fingerprint,
-        details={**kmeans_settings, "layers": layers, "stats": list(stats)},
+        details={
+            **kmeans_settings,
+            "layers": layers,
+            "stats": list(stats),
+            "serving": serving(cfg.model.presets, cfg.kmeans.num_buckets),
+        },
         data=chunks.fingerprint,
         seed=cfg.seed,
         metrics=metrics,

@@ -1,6 +1,6 @@
 """Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from msattn.trainer.config.model import ModelPresets
     from msattn.trainer.models.tap import LayerInputs
 
 
@@ -44,6 +45,11 @@ class Router(Protocol):
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Returns the bucket scores of each query head, fp32 ``[B, Hq, C]``."""
         ...
+
+
+def serving(presets: "ModelPresets", num_buckets: int) -> dict[str, Any]:
+    """Returns the numbers with which a router is meant to be served; its manifest records them for ``msattn.attach``."""
+    return {"probes": min(presets.probes, num_buckets), "recent": presets.recent, "sink": 1, "dense_layers": [0]}
 
 
 def layer_index(layers: list[int], layer: int) -> int:

@@ -22,7 +22,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.saap.distillation import BatchSeeds, Distiller, average_layers, routing_recall
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.routing import layer_index
+from msattn.trainer.saap.routing import layer_index, serving
 from msattn.trainer.saap.targets import TargetCache
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
@@ -272,6 +272,7 @@ def write_artifact(
             "num_buckets": partition.num_buckets,
             "kmeans_hash": partition.artifact.manifest["content_hash"],
             "share_long_range": train.long_range_share(),
+            "serving": serving(cfg.model.presets, partition.num_buckets),
         },
         data=train.chunks.fingerprint,
         seed=cfg.seed,

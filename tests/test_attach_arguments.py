@@ -1,0 +1,132 @@
+"""The forms in which attach takes artifacts and selections, its defaults, and enable without a context."""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import msattn
+from msattn.trainer.artifacts import SHIPPED, find
+from msattn.trainer.config.select import SCORES, select_config
+from msattn.trainer.models import EMBEDDED
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
+from tests.factory import random_tokens, tiny_model
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Any:
+    return AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def logits(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    with torch.no_grad(), msattn.attach(model, **options):
+        return model(ids).logits
+
+
+@torch.no_grad()
+def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
+    ids = random_tokens(1, 600)
+    with msattn.attach(embedded, gate="embedded", qmodel="embedded") as sparse:
+        embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+        stats = sparse.stats()
+    assert 0.2 < stats["sparsity"] < 0.95
+    assert 0.4 < stats["selectivity"] < 0.9
+    assert stats["dense_fallbacks"] == 0
+    assert isinstance(msattn.load(SHIPPED / "kmeans"), KMeans)
+
+
+def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
+    with msattn.attach(embedded, qmodel="embedded") as sparse:
+        assert (sparse.probes, sparse.recent, sparse.sink, sparse.routed) == (2, 256, 1, {1, 2, 3, 4, 5})
+    with msattn.attach(embedded, qmodel="embedded", probes=5, dense_layers=()) as sparse:
+        assert (sparse.probes, sparse.recent, sparse.sink, sparse.routed) == (5, 256, 1, {0, 1, 2, 3, 4, 5})
+    ids = random_tokens(1, 700)
+    calibrated = logits(embedded, ids, gate="embedded", select="calibrated")
+    assert torch.equal(logits(embedded, ids, gate="embedded"), calibrated)
+    assert not torch.equal(logits(embedded, ids, gate="embedded", select="topk"), calibrated)
+
+
+@pytest.mark.parametrize("scores", SCORES[1:])
+def test_a_baseline_is_named_by_its_scores(model: Any, scores: str) -> None:
+    ids = random_tokens(1, 200)
+    expected = logits(model, ids, select=msattn.SelectConfig(scores=scores, sparsity=0.5))
+    assert torch.equal(logits(model, ids, select=scores, sparsity=0.5), expected)
+    assert torch.equal(logits(model, ids, select={"scores": scores, "sparsity": 0.5}), expected)
+    assert torch.equal(logits(model, ids, select=msattn.SelectConfig(scores=scores), sparsity=0.5), expected)
+
+
+def test_a_policy_is_named() -> None:
+    assert select_config("nucleus") == msattn.SelectConfig("nucleus")
+    assert select_config("calibrated", sparsity=0.7) == msattn.SelectConfig("calibrated", sparsity=0.7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"select": "best"}, "select=best: accepted are topk, calibrated"),
+        ({"select": {"policy": "nucleus", "sparsity": 0.5}}, "select.sparsity: policy=nucleus accepts mass"),
+        ({"select": "nucleus", "sparsity": 0.5}, "select.sparsity: policy=nucleus accepts mass"),
+        ({"select": {"policy": "topk", "sparsty": 0.5}}, "select.sparsty: policy=topk accepts"),
+        ({"select": "quest", "sparsity": 1.5}, r"select.sparsity=1.5: "),
+        ({"sparsity": 0.5}, "sparsity=0.5: there is nothing to select"),
+        ({"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
+    ],
+)
+def test_wrong_forms_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(msattn.UserError, match=message), msattn.attach(model, **options):
+        pass
+
+
+def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) -> None:
+    run = tmp_path / "base"
+    shutil.copytree(SHIPPED / "gate", run / "gate")
+    assert find(run, "gate") == find(run / "gate", "gate") == run / "gate"
+    message = "the folder holds gate; accepted is qmodel or kmeans"
+    with pytest.raises(msattn.UserError, match=message), msattn.attach(embedded, qmodel=run):
+        pass
+    shutil.copytree(SHIPPED / "kmeans", run / "kmeans")
+    with msattn.attach(embedded, gate=run, qmodel=str(run)) as sparse:
+        assert isinstance(sparse.router, KMeans)
+    shutil.copytree(SHIPPED / "qmodel", run / "qmodel")
+    with msattn.attach(embedded, qmodel=run) as sparse:
+        assert isinstance(sparse.router, QModel), "classifiers have precedence"
+    with pytest.raises(msattn.UserError, match=r"the folder holds gate, kmeans, qmodel; name one, e.g. .*gate"):
+        msattn.load(run)
+
+
+def test_enable_lasts_until_disable(model: Any) -> None:
+    ids = random_tokens(1, 200)
+    with torch.no_grad():
+        dense = model(ids).logits
+        sparse = msattn.enable(model, select="sink_local", sparsity=0.9)
+        assert not torch.equal(model(ids).logits, dense)
+        assert sparse.stats()["sparsity"] > 0
+        with pytest.raises(msattn.UserError, match="already"):
+            msattn.enable(model, select="quest")
+        msattn.disable(model)
+        assert torch.equal(model(ids).logits, dense)
+    with pytest.raises(msattn.UserError, match="not enabled"):
+        msattn.disable(model)
+    with pytest.raises(TypeError, match="sparsty"):
+        msattn.enable(model, select="quest", sparsty=0.5)
+
+
+def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
+    router = KMeans(torch.nn.functional.normalize(torch.randn(2, 2, 32, 16), dim=-1), [0, 1])
+    message = "probes=32 by default: every bucket is read"
+    with pytest.warns(UserWarning, match=message), msattn.attach(model, qmodel=router):
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with msattn.attach(model, qmodel=router, probes=32):
+            pass
