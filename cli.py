@@ -48,13 +48,33 @@ ConfigDir = Annotated[Path | None, typer.Option(help="An additional folder of co
 Cfg = Annotated[ConfigSection | None, typer.Option(help="Print the composed configuration and exit.", show_default=False)]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
 
+Model = Annotated[str | None, typer.Option(help="A model of your own: a folder or a Hub id.", show_default=False)]
+Data = Annotated[
+    str | None, typer.Option(help="Text of your own: a txt, md, jsonl or parquet file, a folder or a glob.", show_default=False)
+]
+
 app = typer.Typer(
     name="msattn",
-    help="Sparse attention for long-context language models: train, evaluate and use gates and query classifiers.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    from msattn import __version__
+
+    if wanted:
+        typer.echo(f"msattn {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """Sparse attention for long-context language models: train, evaluate and use gates and query classifiers."""
 
 
 @contextmanager
@@ -81,47 +101,84 @@ def _run(
     config_dir: Path | None,
     cfg: ConfigSection | None,
     multirun: bool,
+    model: str | None = None,
+    data: str | None = None,
     **arguments: Any,
 ) -> None:
     from msattn.trainer.commands.compose import launch, show
+    from msattn.trainer.commands.own import own_overrides
 
     with _exit_on_signals():
+        given = own_overrides(model, data) + (overrides or [])
         if cfg is not None:
-            show(command, overrides or [], kind=cfg.value, config_dir=config_dir)
+            show(command, given, kind=cfg.value, config_dir=config_dir)
         else:
-            launch(command, overrides or [], config_dir=config_dir, multirun=multirun, **arguments)
+            launch(command, given, config_dir=config_dir, multirun=multirun, **arguments)
 
 
 @app.command("train-gate", cls=ConfiguredCommand)
-def train_gate(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
+def train_gate(
+    overrides: Overrides = None,
+    model: Model = None,
+    data: Data = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+    multirun: Multirun = False,
+) -> None:
     """Train SeerAttention gates, which select key blocks for each query block."""
-    _run("train-gate", overrides, config_dir, cfg, multirun)
+    _run("train-gate", overrides, config_dir, cfg, multirun, model, data)
 
 
 @app.command("fit-kmeans", cls=ConfiguredCommand)
-def fit_kmeans(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
+def fit_kmeans(
+    overrides: Overrides = None,
+    model: Model = None,
+    data: Data = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+    multirun: Multirun = False,
+) -> None:
     """Cluster the keys of each key/value head into buckets by spherical k-means."""
-    _run("fit-kmeans", overrides, config_dir, cfg, multirun)
+    _run("fit-kmeans", overrides, config_dir, cfg, multirun, model, data)
 
 
 @app.command("train-qmodel", cls=ConfiguredCommand)
 def train_qmodel(
-    overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False
+    overrides: Overrides = None,
+    model: Model = None,
+    data: Data = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+    multirun: Multirun = False,
 ) -> None:
     """Train query classifiers, which select buckets of keys for each query."""
-    _run("train-qmodel", overrides, config_dir, cfg, multirun)
+    _run("train-qmodel", overrides, config_dir, cfg, multirun, model, data)
 
 
 @app.command("finetune", cls=ConfiguredCommand)
-def finetune(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
+def finetune(
+    overrides: Overrides = None,
+    model: Model = None,
+    data: Data = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+    multirun: Multirun = False,
+) -> None:
     """Train all weights of a model on long text, with the sparse attention of gates or with dense attention."""
-    _run("finetune", overrides, config_dir, cfg, multirun)
+    _run("finetune", overrides, config_dir, cfg, multirun, model, data)
 
 
 @app.command("eval", cls=ConfiguredCommand)
-def evaluate(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
+def evaluate(
+    overrides: Overrides = None,
+    model: Model = None,
+    data: Data = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+    multirun: Multirun = False,
+) -> None:
     """Evaluate the artifacts of a model; write tables, figures and a report."""
-    _run("eval", overrides, config_dir, cfg, multirun)
+    _run("eval", overrides, config_dir, cfg, multirun, model, data)
 
 
 @app.command("generate", cls=ConfiguredCommand)
@@ -129,6 +186,7 @@ def generate(
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option(help="Text of the prompt.", show_default=False)] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the prompt.", show_default=False)] = None,
+    model: Model = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = None,
     multirun: Multirun = False,
@@ -137,7 +195,7 @@ def generate(
     from msattn.trainer.commands.generate import read_prompt
 
     text = "" if cfg else read_prompt(prompt, prompt_file)
-    _run("generate", overrides, config_dir, cfg, multirun, prompt=text)
+    _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text)
 
 
 @app.command("bench", cls=ConfiguredCommand)

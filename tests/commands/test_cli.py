@@ -115,6 +115,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
             "eval=neddle: accepted are all, gates, latency, needle, perplexity, recall, routing (did you mean needle",
         ),
         ("eval select=topq", "did you mean topk?"),
+        ("eval select=null", "a group takes one of its options, as in select=topk"),
         ("-m train-gate", "No such option: -m"),
         ("train-gate -m train.steps=1,many", "job 1: train.steps: Value 'many'"),
         ("generate", "give one of --prompt and --prompt-file"),

@@ -10,10 +10,11 @@ import yaml
 from msattn.trainer import config as schemas
 from msattn.trainer.commands.compose import COMMANDS, compose
 from msattn.trainer.config import ModelPresets, SelectConfig, known_keys, nearest
+from msattn.trainer.config.model import packaged_models
 from msattn.trainer.errors import UserError
 
 CONF = Path(__file__).parents[2] / "conf"
-MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+MODELS = packaged_models()
 WITH_A_MODEL = [name for name, command in COMMANDS.items() if issubclass(command.schema, schemas.RunConfig)]
 
 

@@ -103,7 +103,7 @@ def test_folders_and_globs_are_searched(tmp_path: Path) -> None:
     for name, content in {
         "b.txt": b"bee",
         "deep/a.txt.gz": gzip.compress(b"ay"),
-        "notes.md": b"no text",
+        "notes.rst": b"no text",
         "empty.txt": b"",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -277,7 +277,7 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
     ("name", "content", "message"),
     [
         ("missing.txt", None, r"data\.path=.*missing\.txt: no such file"),
-        ("table.csv", b"a,b", r"data\.path=.*table\.csv: accepted are \.txt, \.jsonl, \.parquet, also compressed as"),
+        ("table.csv", b"a,b", r"data\.path=.*table\.csv: accepted are \.txt, \.md, \.jsonl, \.parquet, also compressed as"),
         ("latin1.txt", b"caf\xe9", r"data\.path=.*latin1\.txt: not UTF-8 at byte 3"),
         ("latin1.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xe9", mtime=0), r"data\.path=.*latin1\.txt\.gz: not UTF-8 at byte 6"),
         ("latin1.jsonl", b'{"text": "caf\xe9"}', r"data\.path=.*latin1\.jsonl: not UTF-8 at byte 13"),

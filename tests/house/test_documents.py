@@ -28,7 +28,7 @@ def overrides_of(words: list[str]) -> list[str]:
     """The Hydra overrides of a command line; of a sweep, its first point."""
     found, rest = [], iter(words)
     for word in rest:
-        if word in ("--prompt", "--prompt-file", "--config-dir", "--cfg"):
+        if word in ("--prompt", "--prompt-file", "--model", "--data", "--config-dir", "--cfg"):
             next(rest)
         elif not word.startswith("-"):
             found.append(word if re.search(r"[\[{]", word) else word.split(",")[0])

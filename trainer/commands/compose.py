@@ -17,7 +17,7 @@ from typing import Any
 from msattn.trainer import config as schemas
 from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, typed
 from msattn.trainer.config.select import foreign_key, keys_of
-from msattn.trainer.errors import Fault, TrainingDiverged, UserError
+from msattn.trainer.errors import Fault, TrainingDiverged, UserError, first_line
 
 MAIN_RANK = "0"
 QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
@@ -61,7 +61,7 @@ def compose(command: str, overrides: Sequence[str] = ()) -> Any:
     UserError : Hydra or the schema refuses an override.
     """
     with _hydra(command, None) as hydra:
-        return _typed(hydra.compose_config(COMMANDS[command].config, list(overrides), _run_mode("RUN")), command)
+        return _typed(_composed(hydra, command, overrides), command)
 
 
 def launch(
@@ -93,7 +93,7 @@ def launch(
     task = functools.partial(_run_job, command=command, arguments=arguments)
     with _hydra(command, config_dir) as hydra:
         if multirun:
-            sweep = hydra.compose_config(name, overrides, _run_mode("MULTIRUN"))
+            sweep = _composed(hydra, command, overrides, "MULTIRUN")
             _check_points(hydra, sweep, command)
             # Each training job writes artifacts of its own name; other jobs read those of the name they are given.
             if COMMANDS[command].trains and not _names_its_jobs(sweep, overrides):
@@ -101,9 +101,12 @@ def launch(
             batches = hydra.multirun(config_name=name, task_function=task, overrides=overrides)
             results = [job.return_value for batch in batches for job in batch]
         else:
-            # Checked before Hydra creates the run's folder, so that a mistake leaves no files.
-            composed = hydra.compose_config(name, overrides, _run_mode("RUN"))
-            _check_outputs(_typed(composed, command))
+            # Checked before Hydra creates the run's folder, so that a mistake leaves no files, and before the job's imports.
+            composed = _composed(hydra, command, overrides)
+            cfg = _typed(composed, command)
+            if isinstance(cfg, schemas.RunConfig):
+                cfg.data.check_files()
+            _check_outputs(cfg)
             if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process writes the run's folder
                 results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
             else:
@@ -142,7 +145,7 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
     for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
         try:
-            _typed(hydra.compose_config(COMMANDS[command].config, [*given.hydra, *point], _run_mode("RUN")), command)
+            _typed(_composed(hydra, command, [*given.hydra, *point]), command)
         except UserError as error:
             raise UserError(f"job {number}: {error}") from error
 
@@ -151,7 +154,7 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
     """Prints the composed YAML; ``kind`` is ``job``, ``hydra`` or ``all``."""
     overrides = _with_search_path(overrides, config_dir)
     with _hydra(command, config_dir) as hydra:
-        _typed(hydra.compose_config(COMMANDS[command].config, overrides, _run_mode("RUN")), command)
+        _typed(_composed(hydra, command, overrides), command)
         hydra.show_cfg(COMMANDS[command].config, overrides, cfg_type=kind, package=None)
 
 
@@ -160,7 +163,7 @@ def describe(command: str) -> str:
     from omegaconf import OmegaConf
 
     with _hydra(command, None) as hydra:
-        cfg = hydra.compose_config(COMMANDS[command].config, [], _run_mode("RUN"))
+        cfg = _composed(hydra, command)
         chosen = cfg.hydra.runtime.choices
         groups = [g for g in hydra.list_all_config_groups() if not g.startswith("hydra") and g in chosen]
         lines = [f"  {group}={{{','.join(hydra.config_loader.get_group_options(group))}}}" for group in groups]
@@ -213,10 +216,14 @@ def _without_hydra(composed: Any) -> Any:
     return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
 
 
-def _run_mode(name: str) -> Any:
+def _composed(hydra: Any, command: str, overrides: Sequence[str] = (), mode: str = "RUN") -> Any:
+    """Returns the configuration of ``command`` with Hydra's own keys; ``mode`` is ``RUN`` or ``MULTIRUN``."""
     from hydra.types import RunMode
 
-    return RunMode[name]
+    try:
+        return hydra.compose_config(COMMANDS[command].config, list(overrides), RunMode[mode])
+    except ValueError as error:  # not a HydraException: a group is null
+        raise UserError(f"{first_line(error)}; a group takes one of its options, as in select=topk") from error
 
 
 def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
@@ -257,7 +264,7 @@ def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
         try:
             yield hydra
         except (HydraException, OmegaConfBaseException) as error:
-            chosen = hydra.compose_config(COMMANDS[command].config, [], _run_mode("RUN")).hydra.runtime.choices
+            chosen = _composed(hydra, command).hydra.runtime.choices
             keys = [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
             raise UserError(_explain(error, keys)) from error
 

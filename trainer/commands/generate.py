@@ -93,7 +93,7 @@ def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
     elif not any(chosen.values()):
         folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
         raise UserError(
-            f"{folder}: no artifact to try; train one, e.g. msattn train-gate model={cfg.model.name}, or add select=quest, "
+            f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.model.argument}, or add select=quest, "
             "which needs no training"
         )
     return chosen

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from msattn.trainer.config.text_files import text_files
 from msattn.trainer.config.values import one_of, require
 
 
@@ -12,7 +13,7 @@ class DataConfig:
     Attributes
     ----------
     source : ``stdlib`` (the running interpreter's library), ``text`` (local files) or ``hub`` (a streamed Hub dataset).
-    path : file, folder or glob of txt, jsonl or parquet, also compressed as .gz or .zst (``text``); dataset id (``hub``).
+    path : file, folder or glob of txt, md, jsonl or parquet, also compressed as .gz or .zst (``text``); dataset id (``hub``).
     heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, chosen by a hash of their names, or
         the last tenth of a single document.
     subset, split, column : configuration, split and text column of a Hub dataset; ``column`` also of jsonl and parquet files.
@@ -39,3 +40,10 @@ class DataConfig:
         require(ok, "data.path", self.path, "data=stdlib reads no path; add data=text or data=hub")
         require(self.seq_len > 0, "data.seq_len", self.seq_len, "a positive number of tokens")
         require(self.num_chunks is None or self.num_chunks > 0, "data.num_chunks", self.num_chunks, "null or positive")
+
+    def check_files(self) -> None:
+        """Raises UserError if a path to local text names no file."""
+        if self.source == "text":
+            text_files("data.path", str(self.path))
+            if self.heldout_path is not None:
+                text_files("data.heldout_path", self.heldout_path)

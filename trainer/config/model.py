@@ -1,6 +1,7 @@
 """Configuration of the language model, and sizes that depend on it."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from msattn.trainer.config.values import one_of, require
@@ -84,6 +85,16 @@ class ModelConfig:
         )
 
     @property
+    def argument(self) -> str:
+        """The argument of a command that means this model, for messages."""
+        return f"model={self.name}" if self.name in packaged_models() else f"--model {self.path}"
+
+    @property
     def is_embedded(self) -> bool:
         """True for the model that ships with the package, with its own weights and positions."""
         return self.path == "embedded" and self.init == "pretrained" and self.rope_scaling is None
+
+
+def packaged_models() -> list[str]:
+    """Returns the options of the group ``model`` that name a model."""
+    return sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml") if path.stem != "own")

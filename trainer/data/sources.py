@@ -1,6 +1,5 @@
 """Documents of a data source: the standard library, local files, or a Hugging Face dataset."""
 
-import glob
 import hashlib
 import io
 import json
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer.config import DataConfig
+from msattn.trainer.config.text_files import SUFFIXES, file_type, text_files
 from msattn.trainer.data.retrieval import inject_needles
 from msattn.trainer.errors import UserError
 
 HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
-_SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,7 @@ def _stdlib_documents() -> Iterator[Document]:
 def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:
     """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row."""
     root = Path(path).expanduser()
-    if root.is_dir():
-        files = sorted(file for file in root.rglob("*") if file.is_file() and _file_type(file) is not None)
-    elif root.is_file():  # checked before the glob, as a file name may contain its metacharacters
-        files = [root]
-    else:
-        files = sorted(Path(name) for name in glob.glob(str(root), recursive=True) if Path(name).is_file())
-    if not files:
-        raise UserError(f"{key}={path}: no such file, or no {', '.join(_SUFFIXES)} (.gz, .zst) file in it")
-    for file in files:
+    for file in text_files(key, path):
         name = str(file.relative_to(root)) if root.is_dir() else file.name
         for document in _read_file(file, name, column, f"{key}={file}"):
             if document.text:
@@ -112,23 +103,15 @@ def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:
 
 
 def _read_file(file: Path, name: str, column: str, where: str) -> Iterator[Document]:
-    file_type = _file_type(file)
-    if file_type is None:
-        raise UserError(f"{where}: accepted are {', '.join(_SUFFIXES)}, also compressed as .gz or .zst")
+    kind = file_type(file)
+    if kind is None:
+        raise UserError(f"{where}: accepted are {', '.join(SUFFIXES)}, also compressed as .gz or .zst")
     content = _decompress(file, where)
-    if file_type == ".txt":
+    if kind in (".txt", ".md"):
         yield Document(name, _decode(content, where))
     else:
-        rows = _parquet_rows(content, column, where) if file_type == ".parquet" else _json_rows(content, column, where)
+        rows = _parquet_rows(content, column, where) if kind == ".parquet" else _json_rows(content, column, where)
         yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
-
-
-def _file_type(file: Path) -> str | None:
-    """Returns ``.txt``, ``.jsonl`` or ``.parquet``, ignoring a compression suffix; None for other files."""
-    suffixes = file.suffixes
-    if suffixes and suffixes[-1] in (".gz", ".zst"):
-        suffixes = suffixes[:-1]
-    return suffixes[-1] if suffixes and suffixes[-1] in _SUFFIXES else None
 
 
 def _decompress(file: Path, where: str) -> bytes:

@@ -1,0 +1,112 @@
+"""--model and --data: one's own model and text in one command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn import cli
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.own import own_overrides, sizes_for
+from msattn.trainer.config import ModelPresets
+from msattn.trainer.errors import UserError
+from msattn.trainer.models import EMBEDDED
+from tests.factory import tiny_model
+
+
+def folder(tmp_path: Path, **config: Any) -> Path:
+    path = tmp_path / "My Model (v2)"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    return path
+
+
+def test_a_folder_is_a_model_with_sizes_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder(tmp_path, max_position_embeddings=4096)
+    cfg = compose("eval", own_overrides(str(path), None))
+    assert (cfg.model.name, cfg.model.path) == ("my-model-v2-", str(path))
+    assert cfg.data.seq_len == cfg.eval.perplexity.length == 4096
+    assert (cfg.model.presets.num_buckets, cfg.probes, cfg.recent, cfg.eval.needle.probes) == (64, 2, 256, [0, 1, 2, 4])
+    assert cfg.eval.latency.lengths == [1024, 2048, 4096]
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "4096 positions, so model.presets has seq_len=4096, num_buckets=64" in err
+    assert compose("eval", [*own_overrides(str(path), None), "data.seq_len=512"]).data.seq_len == 512
+
+
+@pytest.mark.parametrize("config", [{"max_position_embeddings": 131072}, {}])
+def test_long_models_keep_the_defaults(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = compose("train-gate", own_overrides(str(folder(tmp_path, **config)), None))
+    assert cfg.model.presets == ModelPresets()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("positions", [1, 63, 64, 128, 1000, 2048, 40960, 65535])
+def test_sizes_are_possible_for_every_number_of_positions(positions: int) -> None:
+    sizes = sizes_for(positions)
+    assert 0 <= max(sizes["eval_probes"]) <= sizes["num_buckets"]
+    assert 1 <= sizes["probes"] < sizes["num_buckets"]
+    assert sizes["recent"] + 1 <= max(positions, 2)
+    assert all(length <= positions for length in sizes["latency_lengths"])
+
+
+def test_packaged_models_and_the_embedded_one(tmp_path: Path) -> None:
+    assert own_overrides("llama3", None) == ["model=llama3"]
+    assert own_overrides(None, None) == []
+    assert compose("train-gate", own_overrides(str(EMBEDDED), None)).data.seq_len == 4096
+
+
+def test_data_is_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
+    (tmp_path / "it's, a=b.md").write_text("text")
+    for path in (tmp_path, tmp_path / "it's, a=b.md", tmp_path / "*.md"):
+        cfg = compose("train-gate", own_overrides(None, str(path)))
+        assert (cfg.data.source, cfg.data.path) == ("text", str(path))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ("./none", None, "--model ./none: no such folder; accepted is a folder, a Hub id, or one of lab, llama3"),
+        (".", None, "--model .: the folder has no config.json"),
+        (None, "none.txt", "--data=none.txt: no such file"),
+        (None, ".", r"--data=.: no such file, or no .txt, .md, .jsonl, .parquet"),
+    ],
+)
+def test_mistakes_are_named(
+    model: str | None, data: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        own_overrides(model, data)
+
+
+def test_damaged_configurations_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    for content, message in (("{", "not valid JSON"), ("[]", "not an object")):
+        (path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            own_overrides(str(path), None)
+
+
+def test_a_gate_of_ones_own_model_and_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.chdir(tmp_path)
+    tiny_model("qwen3", vocab_size=4096).save_pretrained("q3")
+    PreTrainedTokenizerFast.from_pretrained(EMBEDDED).save_pretrained("q3")
+    Path("notes.md").write_text("\n".join(f"Note {i}: the answer to {i} is {i * i}." for i in range(2000)))
+    words = ["--model", "q3", "--data", "notes.md", "gate.block_size=16", "train.steps=2", "train.batch_size=1", "tracker=none"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train-gate", *words, "device=cpu"])
+    assert caught.value.code == 0, capsys.readouterr().err
+    assert (tmp_path / "outputs/q3/base/gate/manifest.json").is_file()
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["generate", "--model", "q3", "--prompt", "Note 7: the answer", "max_new_tokens=3", "device=cpu"])
+    assert caught.value.code == 0, capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu"])
+    assert caught.value.code == 2
+    assert "msattn train-gate --model q3, or add select=quest" in capsys.readouterr().err

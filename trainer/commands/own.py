@@ -1,0 +1,109 @@
+"""``--model`` and ``--data``: the Hydra overrides for a model and a text of the user's own."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer.config import ModelPresets
+from msattn.trainer.config.model import packaged_models
+from msattn.trainer.config.text_files import text_files
+from msattn.trainer.errors import UserError, first_line, print_once
+
+TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
+BUCKETS_PER_PROBE = 32
+WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up to the papers' 2047
+
+
+def own_overrides(model: str | None, data: str | None) -> list[str]:
+    """Returns the overrides that ``--model`` and ``--data`` stand for.
+
+    Parameters
+    ----------
+    model : a folder or Hub id of a Hugging Face model, or an option of the group ``model``.
+    data : a text file, a folder or a glob.
+
+    Raises
+    ------
+    UserError : there is no such model, or no text file.
+    """
+    found = []
+    if model is not None:
+        found += [f"model={model}"] if model in packaged_models() else _model_overrides(model)
+    if data is not None:
+        text_files("--data", data)
+        found += ["data=text", f"data.path={_quoted(data)}"]
+    return found
+
+
+def _model_overrides(model: str) -> list[str]:
+    config = _read_config(model)
+    name = re.sub(r"[^\w.-]+", "-", Path(model).expanduser().resolve().name).lower()
+    positions = config.get("max_position_embeddings")
+    sizes = sizes_for(positions) if isinstance(positions, int) else {}
+    if sizes:
+        values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
+        print_once(f"--model {model}: {positions} positions, so model.presets has {values}")
+    return [
+        "model=own",
+        f"model.name={_quoted(name)}",
+        f"model.path={_quoted(model)}",
+        *(f"model.presets.{key}={value}" for key, value in sizes.items()),
+    ]
+
+
+def sizes_for(positions: int) -> dict[str, Any]:
+    """Returns the presets of a model with fewer positions than the default length has tokens, in the papers' proportions."""
+    default = ModelPresets()
+    if positions >= default.seq_len:
+        return {}
+    buckets = max(positions // TOKENS_PER_BUCKET, 2)
+    probes = max(buckets // BUCKETS_PER_PROBE, 1)
+    window = max(positions // WINDOW_SHARE, 1)
+    return {
+        "seq_len": positions,
+        "num_buckets": buckets,
+        "probes": probes,
+        "recent": min(window, default.recent),
+        "long_range": min(window, default.long_range),
+        "eval_probes": sorted({0, max(probes // 2, 1), probes, min(2 * probes, buckets)}),
+        "latency_lengths": [length for length in default.latency_lengths if length <= positions] or [positions],
+    }
+
+
+def _read_config(model: str) -> dict[str, Any]:
+    """Returns ``config.json`` of a local folder or of a Hub model."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise UserError(f"--model {model}: the folder has no config.json, so it is not a Hugging Face model")
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
+        file = _download_config(model)
+    else:
+        accepted = f"a folder, a Hub id, or one of {', '.join(packaged_models())}"
+        raise UserError(f"--model {model}: no such folder; accepted is {accepted}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"--model {model}: config.json is not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"--model {model}: config.json is not an object")
+    return config
+
+
+def _download_config(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--model {model}: not a local folder, and loading it from the Hub failed ({first_line(error)})"
+        ) from error
+
+
+def _quoted(value: str) -> str:
+    """Returns ``value`` as a quoted string of Hydra's override grammar."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
