@@ -135,7 +135,7 @@ def test_baselines_run_without_artifacts(tmp_path: Path, text: str, capsys: pyte
     assert [row["method"] for row in results["rows"]] == ["dense", "mean_pool", "mean_pool"]
     assert [note.split()[1] for note in results["notes"]] == ["gate", "kmeans", "qmodel"]
     shown = capsys.readouterr().out
-    assert "msattn train-gate model=rand name=base" in shown
+    assert "msattn train-gate --model" in shown
     assert "mean pooling" in shown
 
 
