@@ -183,7 +183,7 @@ def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QMode
 def _serving(router: QModel | KMeans | None) -> dict[str, Any]:
     """Returns the numbers with which ``router`` is meant to be served."""
     recorded = router.artifact.manifest["details"].get("serving", {}) if router and router.artifact else {}
-    found = SERVING | recorded
+    found = {name: recorded.get(name, default) for name, default in SERVING.items()}
     return found | {"dense_layers": tuple(found["dense_layers"])}
 
 
