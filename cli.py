@@ -47,7 +47,6 @@ Overrides = Annotated[
 ConfigDir = Annotated[Path | None, typer.Option(help="An additional folder of configuration groups.", show_default=False)]
 Cfg = Annotated[ConfigSection | None, typer.Option(help="Print the composed configuration and exit.", show_default=False)]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
-
 Model = Annotated[str | None, typer.Option(help="A model of your own: a folder or a Hub id.", show_default=False)]
 Data = Annotated[
     str | None, typer.Option(help="Text of your own: a txt, md, jsonl or parquet file, a folder or a glob.", show_default=False)
@@ -116,69 +115,29 @@ def _run(
             launch(command, given, config_dir=config_dir, multirun=multirun, **arguments)
 
 
-@app.command("train-gate", cls=ConfiguredCommand)
-def train_gate(
-    overrides: Overrides = None,
-    model: Model = None,
-    data: Data = None,
-    config_dir: ConfigDir = None,
-    cfg: Cfg = None,
-    multirun: Multirun = False,
-) -> None:
-    """Train SeerAttention gates, which select key blocks for each query block."""
-    _run("train-gate", overrides, config_dir, cfg, multirun, model, data)
+def _add_job(command: str, purpose: str) -> None:
+    """Adds a command that reads a model and text."""
+
+    @app.command(command, cls=ConfiguredCommand, help=purpose)
+    def job(
+        overrides: Overrides = None,
+        model: Model = None,
+        data: Data = None,
+        config_dir: ConfigDir = None,
+        cfg: Cfg = None,
+        multirun: Multirun = False,
+    ) -> None:
+        _run(command, overrides, config_dir, cfg, multirun, model, data)
 
 
-@app.command("fit-kmeans", cls=ConfiguredCommand)
-def fit_kmeans(
-    overrides: Overrides = None,
-    model: Model = None,
-    data: Data = None,
-    config_dir: ConfigDir = None,
-    cfg: Cfg = None,
-    multirun: Multirun = False,
-) -> None:
-    """Cluster the keys of each key/value head into buckets by spherical k-means."""
-    _run("fit-kmeans", overrides, config_dir, cfg, multirun, model, data)
-
-
-@app.command("train-qmodel", cls=ConfiguredCommand)
-def train_qmodel(
-    overrides: Overrides = None,
-    model: Model = None,
-    data: Data = None,
-    config_dir: ConfigDir = None,
-    cfg: Cfg = None,
-    multirun: Multirun = False,
-) -> None:
-    """Train query classifiers, which select buckets of keys for each query."""
-    _run("train-qmodel", overrides, config_dir, cfg, multirun, model, data)
-
-
-@app.command("finetune", cls=ConfiguredCommand)
-def finetune(
-    overrides: Overrides = None,
-    model: Model = None,
-    data: Data = None,
-    config_dir: ConfigDir = None,
-    cfg: Cfg = None,
-    multirun: Multirun = False,
-) -> None:
-    """Train all weights of a model on long text, with the sparse attention of gates or with dense attention."""
-    _run("finetune", overrides, config_dir, cfg, multirun, model, data)
-
-
-@app.command("eval", cls=ConfiguredCommand)
-def evaluate(
-    overrides: Overrides = None,
-    model: Model = None,
-    data: Data = None,
-    config_dir: ConfigDir = None,
-    cfg: Cfg = None,
-    multirun: Multirun = False,
-) -> None:
-    """Evaluate the artifacts of a model; write tables, figures and a report."""
-    _run("eval", overrides, config_dir, cfg, multirun, model, data)
+for _command, _purpose in {
+    "train-gate": "Train SeerAttention gates, which select key blocks for each query block.",
+    "fit-kmeans": "Cluster the keys of each key/value head into buckets by spherical k-means.",
+    "train-qmodel": "Train query classifiers, which select buckets of keys for each query.",
+    "finetune": "Train all weights of a model on long text, with the sparse attention of gates or with dense attention.",
+    "eval": "Evaluate the artifacts of a model; write tables, figures and a report.",
+}.items():
+    _add_job(_command, _purpose)
 
 
 @app.command("generate", cls=ConfiguredCommand)

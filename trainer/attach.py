@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,7 +31,7 @@ __all__ = ["Sparse", "attach", "disable", "enable", "load"]
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load}
 # How routers are served whose manifest records nothing.
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
-_enabled: "WeakKeyDictionary[PreTrainedModel, AbstractContextManager[Sparse]]" = WeakKeyDictionary()
+_enabled: "dict[PreTrainedModel, AbstractContextManager[Sparse]]" = {}
 
 
 def load(path: str | Path) -> Gate | KMeans | QModel:
@@ -135,7 +134,7 @@ def attach(
 
 
 def enable(model: "PreTrainedModel", **options: Any) -> Sparse:
-    """Runs ``model`` with sparse attention until :func:`disable` is called, e.g. in a server.
+    """Runs ``model`` with sparse attention, e.g. in a server, until :func:`disable` is called, which also lets go of it.
 
     Parameters
     ----------

@@ -89,7 +89,8 @@ def locate_means(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr
     level = tl.where((begin >= end4) & (end <= end4 + keys2 // 2), 1, level)
     blocks8 = tl.cdiv(keys8, BLOCK)
     blocks4 = blocks8 + tl.cdiv(keys4, BLOCK)
-    BITS: tl.constexpr = (BLOCK // 8).bit_length() - 1  # log2 of the groups of zoom 8 in a block  # pyrefly: ignore[missing-attribute]
+    # log2 of the groups of zoom 8 in a block
+    BITS: tl.constexpr = (BLOCK // 8).bit_length() - 1  # pyrefly: ignore[missing-attribute]
     list_shift4, list_shift2 = (blocks8 << (BITS + 1)) - end8, (blocks4 << (BITS + 2)) - end4
     g = begin + tl.arange(0, BP)
     past8, past4 = g >= end8, g >= end4

@@ -104,8 +104,7 @@ def launch(
             # Checked before Hydra creates the run's folder, so that a mistake leaves no files, and before the job's imports.
             composed = _composed(hydra, command, overrides)
             cfg = _typed(composed, command)
-            if isinstance(cfg, schemas.RunConfig):
-                cfg.data.check_files()
+            _check_files(cfg)
             _check_outputs(cfg)
             if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process writes the run's folder
                 results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
@@ -145,7 +144,7 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
     for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
         try:
-            _typed(_composed(hydra, command, [*given.hydra, *point]), command)
+            _check_files(_typed(_composed(hydra, command, [*given.hydra, *point]), command))
         except UserError as error:
             raise UserError(f"job {number}: {error}") from error
 
@@ -233,6 +232,12 @@ def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list
         raise UserError(f"--config-dir {config_dir}: no such folder")
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*overrides, f"hydra.searchpath=['file://{path}']"]
+
+
+def _check_files(cfg: JobConfig) -> None:
+    """Raises UserError for local text that does not exist, before a job imports what it needs."""
+    if isinstance(cfg, schemas.RunConfig):
+        cfg.data.check_files()
 
 
 def _check_outputs(cfg: JobConfig) -> None:

@@ -1,4 +1,4 @@
-"""The text files that ``data.path`` names; importing nothing, so that a wrong path is refused at once."""
+"""The text files that ``data.path`` names. Imports nothing heavy, so that a wrong path is refused at once."""
 
 import glob
 from pathlib import Path

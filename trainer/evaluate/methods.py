@@ -126,12 +126,12 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path
     for kind, command in COMMANDS.items():
         own = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
         default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
-        if own.exists():
+        if default == own:
             paths[kind] = (kind, own)
         if given is not None:
             both = kind in paths and artifacts.find(given, kind).resolve() != own.resolve()
             paths[f"{kind} ({'embedded' if given == 'embedded' else 'named'})" if both else kind] = (kind, given)
-        elif default is not None and default != own:
+        elif default is not None and kind not in paths:
             paths[kind] = (kind, default)
             notes.append(f"There is no {kind} at {own}: the one that ships with msattn is measured.")
         if kind not in paths:
