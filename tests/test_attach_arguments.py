@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import msattn
+from msattn.trainer import attach
 from msattn.trainer.artifacts import SHIPPED, find
 from msattn.trainer.config.select import SCORES, select_config
 from msattn.trainer.models import EMBEDDED
@@ -124,6 +125,7 @@ def test_enable_lasts_until_disable(model: Any) -> None:
 def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
     router = KMeans(torch.nn.functional.normalize(torch.randn(2, 2, 32, 16), dim=-1), [0, 1])
     message = "probes=32 by default: every bucket is read"
+    attach._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=message), msattn.attach(model, qmodel=router):
         pass
     with warnings.catch_warnings():

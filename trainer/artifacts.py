@@ -44,7 +44,8 @@ MANIFEST_KEYS = (
     "created",
 )
 SHIPPED = Path(__file__).parent / "embedded" / "artifacts"  # the artifacts of the embedded model, a folder of each kind
-IDENTITY_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "config_hash", "rope", "weights_hash")
+SHAPE_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
+IDENTITY_FIELDS = (*SHAPE_FIELDS, "config_hash", "weights_hash")
 CARD_TITLES = {
     "gate": "SeerAttention gates: scores of key blocks for each query block",
     "kmeans": "Spherical k-means of keys: the buckets that sparse decoding selects from",
@@ -373,21 +374,36 @@ def _read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> d
     return manifest
 
 
-def check_model(artifact: Artifact | Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
+def check_model(artifact: Artifact | Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True) -> str | None:
     """Checks that an artifact (or its manifest) was made for the model with this ``fingerprint``.
+
+    Parameters
+    ----------
+    strict : also refuse a model of the same shape with other weights, such as a quantized or fine-tuned one.
+
+    Returns
+    -------
+    A warning if the weights differ or cannot be compared, else None.
 
     Raises
     ------
-    UserError : it was made for another model; the message names the first field that differs.
+    UserError : it was made for a model of another shape or other RoPE parameters (the message names the first field that
+        differs), or, if ``strict``, for other weights.
     """
     manifest = artifact.manifest if isinstance(artifact, Artifact) else artifact
     made_for = manifest["model"]
-    for field in IDENTITY_FIELDS:
-        if made_for.get(field) != fingerprint.get(field):
-            raise UserError(
-                f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}: "
-                f"its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
-            )
+    origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"
+    differing = [field for field in IDENTITY_FIELDS if made_for.get(field) != fingerprint.get(field)]
+    if fingerprint.get("weights_hash") is None:
+        warning = f"{origin}: this model's weights are quantized or offloaded, so they were not compared"
+    elif differing:
+        field = differing[0]
+        warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
+    else:
+        return None
+    if strict or set(differing) & set(SHAPE_FIELDS):
+        raise UserError(warning)
+    return f"{warning}; quality may differ from what was measured"
 
 
 def _card(manifest: Mapping[str, Any]) -> str:

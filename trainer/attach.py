@@ -1,19 +1,22 @@
 """The public functions ``attach`` and ``enable``, which run a model with sparse attention, and ``load`` for artifacts."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.break_even import break_even
-from msattn.trainer.models.families import check_supported, num_layers
+from msattn.trainer.models.devices import compute_devices
+from msattn.trainer.models.families import check_supported, decoder, num_layers
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import PhaseTimer
@@ -59,7 +62,8 @@ def attach(
     probes: int | None = None,
     recent: int | None = None,
     sink: int | None = None,
-    dense_layers: tuple[int, ...] | None = None,
+    dense_layers: Sequence[int] | None = None,
+    strict: bool = False,
     measure_recall: bool = False,
     measure_time: bool = False,
 ) -> Iterator[Sparse]:
@@ -70,7 +74,7 @@ def attach(
 
     Parameters
     ----------
-    model : a Llama, Mistral, Qwen2 or Qwen3 decoder.
+    model : a Llama, Mistral, Qwen2 or Qwen3 decoder; also quantized, offloaded, or with PEFT adapters.
     gate : a loaded gate, its folder, that of its run (``outputs/tiny/base``), a Hub id, or ``embedded`` (the gate that ships
         with the package, for the embedded model). Prompts read the blocks that ``select`` chooses from its scores.
     select : how blocks are selected: a policy (``topk``), the scores of a baseline (``quest``, which needs no gate), the keys
@@ -83,6 +87,8 @@ def attach(
     recent, sink : numbers of last and first keys that a new token always reads.
     dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
         artifact's manifest records, or for 32, 2047, 1 and (0,).
+    strict : refuse artifacts that were made for other weights of the same shape, e.g. before quantization or fine-tuning.
+        By default they are served with a warning.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     measure_time : also measures the time of selection and of attention on the device.
 
@@ -97,6 +103,9 @@ def attach(
 
     Notes
     -----
+    Several threads may run the model at the same time. Copying or pickling the model inside the context raises a UserError, and
+    so does ``backward`` outside the context with activation checkpointing, which runs the forward pass again.
+
     Passes over several tokens after cached ones (chunked prefill) are dense, and count as ``dense_fallbacks`` if a selection is
     attached. Single tokens after a cache that was filled outside the context are dense, and count too. Prompts shorter than
     ``select.dense_below`` are dense because that is faster, and count as ``dense_by_choice``.
@@ -108,29 +117,32 @@ def attach(
     selection = _build_selection(given, gate, sparsity)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
-    _check_same_model(model, gate, router)
-    numbers: dict[str, Any] = {"probes": probes, "recent": recent, "sink": sink, "dense_layers": dense_layers}
-    numbers = _serving(router) | {name: value for name, value in numbers.items() if value is not None}
+    for warning in _check_same_model(model, gate, router, strict):
+        _warn_once(warning)
+    numbers = serving_numbers(router, {"probes": probes, "recent": recent, "sink": sink, "dense_layers": dense_layers})
     _check_numbers(model, router, **numbers)
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
-        warnings.warn(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense", stacklevel=3)
-    for module in (gate, router):
-        if module is not None:
-            module.to(model.device)
+        _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
+    device = _move_to_model(model, gate, router)
     sparse = Sparse(
         selection,
         router,
         **numbers,
-        dense_below=_dense_below(given, model.device),
+        dense_below=_dense_below(given, device),
         measure_recall=measure_recall,
-        timer=PhaseTimer(model.device) if measure_time else None,
+        timer=PhaseTimer(device) if measure_time else None,
     )
     with tap(model, sparse.dispatch):
-        hook = model.base_model.register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True)
+        hooks = [
+            decoder(model).register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True),
+            decoder(model).register_forward_hook(sparse.guard_backward),
+        ]
         try:
             yield sparse
         finally:
-            hook.remove()
+            sparse.attached = False
+            for hook in hooks:
+                hook.remove()
 
 
 def enable(model: "PreTrainedModel", **options: Any) -> Sparse:
@@ -170,19 +182,44 @@ def _load_router(path: str | Path) -> QModel | KMeans:
     return artifact
 
 
-def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None) -> None:
-    """Raises UserError for artifacts of another model; modules that were never saved have no manifest to check."""
+def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None, strict: bool) -> list[str]:
+    """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.artifacts.check_model`.
+    """
     manifests = [gate.manifest if gate else None, router.artifact.manifest if router and router.artifact else None]
-    if any(manifests):
-        identity = fingerprint(model)
-        for manifest in filter(None, manifests):
-            artifacts.check_model(manifest, identity)
+    if not any(manifests):
+        return []
+    identity = fingerprint(model)
+    warned = [artifacts.check_model(manifest, identity, strict=strict) for manifest in filter(None, manifests)]
+    return list(filter(None, warned))
 
 
-def _serving(router: QModel | KMeans | None) -> dict[str, Any]:
-    """Returns the numbers with which ``router`` is meant to be served."""
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)  # at the caller's with statement
+
+
+def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torch.device:
+    """Moves gates and routers to the model's device; returns its first device."""
+    devices = compute_devices(model)
+    for module in filter(None, modules):
+        if len(devices) > 1:
+            raise UserError(f"model: it is split over {', '.join(map(str, devices))}; gates and routers need one device")
+        module.to(devices[0])
+    return devices[0]
+
+
+def serving_numbers(
+    router: QModel | KMeans | None, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING
+) -> dict[str, Any]:
+    """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults."""
     recorded = router.artifact.manifest["details"].get("serving", {}) if router and router.artifact else {}
-    found = {name: recorded.get(name, default) for name, default in SERVING.items()}
+    found = {
+        name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
+    }
     return found | {"dense_layers": tuple(found["dense_layers"])}
 
 

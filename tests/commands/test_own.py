@@ -27,7 +27,8 @@ def test_a_folder_is_a_model_with_sizes_that_fit(tmp_path: Path, capsys: pytest.
     cfg = compose("eval", own_overrides(str(path), None))
     assert (cfg.model.name, cfg.model.path) == ("my-model-v2-", str(path))
     assert cfg.data.seq_len == cfg.eval.perplexity.length == 4096
-    assert (cfg.model.presets.num_buckets, cfg.probes, cfg.recent, cfg.eval.needle.probes) == (64, 2, 256, [0, 1, 2, 4])
+    presets = cfg.model.presets
+    assert (presets.num_buckets, presets.probes, presets.recent, cfg.eval.needle.probes) == (64, 2, 256, [0, 1, 2, 4])
     assert cfg.eval.latency.lengths == [1024, 2048, 4096]
     err = capsys.readouterr().err
     assert err.count("\n") == 1

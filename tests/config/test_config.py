@@ -116,8 +116,8 @@ def test_sizes_follow_the_model() -> None:
     tiny, llama = (compose("eval", [f"model={m}"]) for m in ("tiny", "llama3"))
     assert isinstance(tiny, schemas.EvalRunConfig)
     assert isinstance(llama, schemas.EvalRunConfig)
-    assert (tiny.probes, tiny.recent, tiny.eval.needle.lengths) == (2, 256, [4096])
-    assert (llama.probes, llama.recent, llama.eval.needle.lengths) == (32, 2047, [65536])
+    assert (tiny.model.presets.probes, tiny.model.presets.recent, tiny.eval.needle.lengths) == (2, 256, [4096])
+    assert (llama.model.presets.probes, llama.model.presets.recent, llama.eval.needle.lengths) == (32, 2047, [65536])
     assert llama.eval.needle.probes == [0, 4, 16, 32]
 
 

@@ -250,14 +250,14 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
     expected: dict[int, torch.Tensor] = {}
 
     def dense_attention_with_expected_mass(x: LayerInputs) -> torch.Tensor:
-        positions = torch.linspace(cfg.recent + cfg.sink, x.num_keys - 1, cfg.eval.recall.num_queries).round().long()
+        positions = torch.linspace(routing.recent + routing.sink, x.num_keys - 1, cfg.eval.recall.num_queries).round().long()
         k = x.k.repeat_interleave(2, 1)[0]
         seen = torch.arange(x.num_keys) <= positions[:, None]
         weights = (x.q[0, :, positions] @ k.mT * x.scale).masked_fill(~seen, -torch.inf).softmax(-1)  # [Hq, n, M]
         centroids = routing.router.centroids[x.layer].repeat_interleave(2, 0)  # pyrefly: ignore[bad-index]
         probe = (x.q_nope[0, :, positions] @ centroids.mT).argmax(-1)
         buckets = routing.router.assign(x.layer, x.k_nope, x.k)[0].repeat_interleave(2, 0)
-        inside = (torch.arange(x.num_keys) < cfg.sink) | (torch.arange(x.num_keys) > positions[:, None] - cfg.recent)
+        inside = (torch.arange(x.num_keys) < routing.sink) | (torch.arange(x.num_keys) > positions[:, None] - routing.recent)
         read = inside | (buckets[:, None] == probe[..., None])
         expected[x.layer] = (weights * read).sum(-1).mean(-1)
         return dense_attention(x)
@@ -330,8 +330,12 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         evaluate(replace(cfg, eval=short))
     with pytest.raises(UserError, match="no such folder"):
         evaluate(replace(cfg, artifacts=ArtifactsConfig(gate=str(tmp_path / "nowhere"))))
-    with pytest.raises(UserError, match="made for"):
-        evaluate(replace(cfg, seed=1))  # other random weights, thus another model
+    deeper = replace(cfg.model, architecture={**(cfg.model.architecture or {}), "num_hidden_layers": 3})
+    with pytest.raises(UserError, match="its num_layers is 2"):
+        evaluate(replace(cfg, model=deeper))
+    other_weights = models.load(cfg.model, device="cpu", seed=1)
+    notes = methods.find_methods(cfg, other_weights, torch.device("cpu")).notes
+    assert any("its weights_hash is" in note for note in notes)
     with pytest.raises(UserError, match="sparsities"):
         PerplexityConfig(sparsities=[1.0])
     (tmp_path / "file").write_text("")

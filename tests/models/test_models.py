@@ -39,6 +39,7 @@ def test_a_local_folder_loads_frozen(folder: Path) -> None:
     assert not loaded.model.training
     assert not any(p.requires_grad for p in loaded.model.parameters())
     assert loaded.tokenizer("t3 t5")["input_ids"] == [3, 5]
+    assert loaded.fingerprint["id"] == "tiny", "artifacts may be published: no local path"
     tokens = random_tokens(1, 9)
     assert torch.equal(loaded.model(tokens).logits, tiny_model("llama")(tokens).logits)
 

@@ -70,10 +70,7 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
         gate=chosen["gate"],
         select=cfg.select if chosen["gate"] or cfg.select.scores != "gate" else None,
         qmodel=chosen["qmodel"] or chosen["kmeans"],
-        probes=cfg.probes,
-        recent=cfg.recent,
-        sink=cfg.sink,
-        dense_layers=tuple(cfg.dense_layers),
+        **cfg.routing,
     )
     results = {
         name: _greedy(loaded.model, loaded.tokenizer, ids, cfg.max_new_tokens, context)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
 from msattn.trainer.config.bench import BenchConfig
@@ -197,21 +198,26 @@ class ServingConfig(RunConfig):
     artifacts : gates and query classifiers, or a k-means, which routes without a classifier.
     probes : buckets that each decoded query reads.
     recent, sink : numbers of last and first keys that are always read.
-    dense_layers : layers in which decoding reads every key.
+    dense_layers : layers in which decoding reads every key. None for these four stands for what the artifact records.
     """
 
     select: SelectConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
-    probes: int = 32
-    recent: int = 2047
-    sink: int = 1
-    dense_layers: list[int] = field(default_factory=lambda: [0])
+    probes: int | None = None
+    recent: int | None = None
+    sink: int | None = None
+    dense_layers: list[int] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.probes >= 0, "probes", self.probes, "0 or more buckets")
-        require(self.recent >= 1, "recent", self.recent, "1 or more tokens")
-        require(self.sink >= 0, "sink", self.sink, "0 or more tokens")
+        require(self.probes is None or self.probes >= 0, "probes", self.probes, "0 or more buckets")
+        require(self.recent is None or self.recent >= 1, "recent", self.recent, "1 or more tokens")
+        require(self.sink is None or self.sink >= 0, "sink", self.sink, "0 or more tokens")
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """The arguments of :func:`msattn.attach` that concern decoding."""
+        return {"probes": self.probes, "recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         for name, kernel in SDPA_BACKENDS[model.device.type].items()
     ]
     for routing in routings:
-        ((label, probes),) = routing.settings([cfg.probes])
+        ((label, probes),) = routing.settings([routing.probes])
         attached = partial(routing.attach, model, probes)
         cases.append(DecodingCase(routing.name, label, None, routing.router, routing.dense_layers, attached))
     bar = progress.add_task("decoding", total=len(cases) * len(settings.lengths))
@@ -109,7 +109,7 @@ def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRou
     partition = KMeans(F.normalize(centroids, dim=-1), list(range(layers)))
     qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
-    return BucketRoutingMethod("classifier, untrained", router, cfg.recent, cfg.sink, tuple(cfg.dense_layers))
+    return BucketRoutingMethod.configured("classifier, untrained", router, cfg)
 
 
 @torch.inference_mode()

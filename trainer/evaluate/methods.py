@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msattn.trainer import artifacts
-from msattn.trainer.attach import LOADERS, attach
+from msattn.trainer.attach import LOADERS, attach, serving_numbers
 from msattn.trainer.config import EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.routing import serving
 from msattn.trainer.seer.select import Multiscale
 
 if TYPE_CHECKING:
@@ -60,13 +61,23 @@ class BlockSelectionMethod:
 
 @dataclass(frozen=True)
 class BucketRoutingMethod:
-    """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses."""
+    """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
+
+    ``probes`` is the number of buckets for tasks that measure a single one.
+    """
 
     name: str
     router: Router
+    probes: int
     recent: int
     sink: int
     dense_layers: tuple[int, ...]
+
+    @classmethod
+    def configured(cls, name: str, router: Router, cfg: EvalRunConfig) -> "BucketRoutingMethod":
+        """Returns the method with the configured numbers, else those that the router's artifact records."""
+        defaults = serving(cfg.model.presets, router.num_buckets)
+        return cls(name, router, **serving_numbers(router, cfg.routing, defaults))
 
     def settings(self, probes: list[int]) -> list[tuple[str, int]]:
         """Returns ``(label, probes)`` for each number of probes; raises UserError if there are fewer buckets."""
@@ -110,7 +121,8 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
     manifests, found = {}, {}
     for label, (kind, path) in paths.items():
         manifest = artifacts.read(path, kind=kind).manifest
-        artifacts.check_model(manifest, loaded.fingerprint)
+        if warning := artifacts.check_model(manifest, loaded.fingerprint, strict=False):
+            notes.append(warning)
         manifests[label] = {"path": str(path), **manifest}
         found[label] = LOADERS[kind](path).to(device)
     return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes)
@@ -154,11 +166,10 @@ def _block_selections(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BlockSe
 
 
 def _bucket_routings(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:
-    window = (cfg.recent, cfg.sink, tuple(cfg.dense_layers))
     methods = []
     for kind, name in {"qmodel": "classifier", "kmeans": "k-means"}.items():
         for label, router in found.items():
             if label.startswith(kind):
                 rope = ", RoPE" if getattr(router, "rope", False) else ""
-                methods.append(BucketRoutingMethod(label.replace(kind, name) + rope, router, *window))
+                methods.append(BucketRoutingMethod.configured(label.replace(kind, name) + rope, router, cfg))
     return methods

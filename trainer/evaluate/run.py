@@ -90,9 +90,9 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         "needle": sections.needle.lengths,
         "latency": sections.latency.lengths,
     }
-    probes = {"recall": sections.recall.probes, "needle": sections.needle.probes, "decoding": [cfg.probes]}
+    probes = {"recall": sections.recall.probes, "needle": sections.needle.probes, "decoding": [cfg.probes or 0]}
     buckets = cfg.model.presets.num_buckets
-    if "decoding" in sections.tasks and not found.bucket_routings and cfg.probes > buckets:
+    if "decoding" in sections.tasks and not found.bucket_routings and (cfg.probes or 0) > buckets:
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     for task in sections.tasks:
         for length in lengths.get(task, []):  # decoding has no prompt

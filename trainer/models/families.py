@@ -1,14 +1,19 @@
 """Supported model families, and access to their configurations."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def decoder(model: "PreTrainedModel") -> Any:
+    """Returns the module with the embedding, ``layers`` and the final norm, also of a PEFT model."""
+    return model.get_decoder()
 
 
 def num_layers(config: "PreTrainedConfig") -> int:

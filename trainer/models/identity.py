@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.models.families import decoder, head_dim, num_heads, num_kv_heads, num_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,8 +38,8 @@ def fingerprint(
     Returns
     -------
     dict with ``id``, ``revision``, ``num_layers``, ``num_heads``, ``num_kv_heads``, ``head_dim``, ``rope``, ``config_hash``,
-    ``weights_hash`` (of sampled values, independent of the dtype in which the checkpoint is loaded) and ``tokenizer_hash``
-    (None without a tokenizer).
+    ``weights_hash`` (of sampled values, independent of the dtype in which the checkpoint is loaded; None for quantized or
+    offloaded weights) and ``tokenizer_hash`` (None without a tokenizer).
     """
     config = model.config
     shape = {key: getattr(config, key, None) for key in HASHED_KEYS}
@@ -51,16 +52,22 @@ def fingerprint(
         "head_dim": head_dim(config),
         "rope": {key: value for key, value in sorted(config.rope_parameters.items()) if value is not None},
         "config_hash": _hash(json.dumps(shape, sort_keys=True).encode()),
-        "weights_hash": _hash(*(_sample(tensor) for tensor in _sampled_tensors(model))),
+        "weights_hash": _weights_hash(model),
         "tokenizer_hash": None if tokenizer is None else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()),
     }
 
 
-def _sampled_tensors(model: "PreTrainedModel") -> list[Tensor]:
-    base: Any = model.base_model
+def _weights_hash(model: "PreTrainedModel") -> str | None:
+    base = decoder(model)
     layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
-    weights = [w for layer in layers for w in (layer.self_attn.q_proj.weight, layer.mlp.down_proj.weight)]
-    return [base.embed_tokens.weight, *weights, base.norm.weight]
+    projections = [module for layer in layers for module in (layer.self_attn.q_proj, layer.mlp.down_proj)]
+    weights = [module.weight for module in (base.embed_tokens, *projections, base.norm)]
+    return _hash(*map(_sample, weights)) if all(map(_has_values, weights)) else None
+
+
+def _has_values(weight: Any) -> bool:
+    """Returns False for weights of quantized modules (a method, or a tensor subclass) and for offloaded ones."""
+    return type(weight) in (Tensor, Parameter) and weight.is_floating_point() and not weight.is_meta
 
 
 def _sample(tensor: Tensor) -> bytes:

@@ -61,8 +61,15 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
     except torch.OutOfMemoryError as error:
         raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
     model.eval().requires_grad_(False)
-    name = f"{cfg.name} (random weights, seed {seed})" if random else cfg.path
-    return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=name, revision=None if random else cfg.revision))
+    revision = None if random else cfg.revision
+    return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, seed), revision=revision))
+
+
+def _public_id(cfg: ModelConfig, seed: int) -> str:
+    """Returns the id of a model in manifests and model cards, which may be published: never a local path."""
+    if cfg.init == "random":
+        return f"{cfg.name} (random weights, seed {seed})"
+    return cfg.name if Path(cfg.path).expanduser().is_dir() else cfg.path
 
 
 def random_config(cfg: ModelConfig) -> "PreTrainedConfig":

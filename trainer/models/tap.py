@@ -6,17 +6,19 @@ hooks for the tensors that those do not receive (queries and keys before RoPE, c
 removes all hooks and restores the configuration.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,14 +69,31 @@ Attend = Callable[[LayerInputs], Tensor]
 """Maps a layer's inputs to its attention output ``[B, Hq, N, D]``."""
 
 
-class _LayerTap:
+class _Pass(threading.local):
+    """Tensors of the forward pass that the current thread runs: several threads may run one model."""
+
+    q_nope: Tensor | None = None
+    k_nope: Tensor | None = None
+    position_embeddings: tuple[Tensor, Tensor] | None = None
+    past_key_values: Any = None
+
+    def clear(self) -> None:
+        self.q_nope = self.k_nope = self.position_embeddings = self.past_key_values = None
+
+
+class NotCopied:
+    """Base of the objects whose methods are hooks: copying or pickling an attached model raises UserError."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UserError("model: it is attached, so it cannot be copied or pickled; leave the context (or call disable) first")
+
+
+class _LayerTap(NotCopied):
     """Hooks of one attention module, which keep q and k before RoPE until the attention function runs."""
 
     def __init__(self, module: Any, attend: Attend) -> None:
         self.attend = attend
-        self.q_nope: Tensor | None = None
-        self.k_nope: Tensor | None = None
-        self.position_embeddings = self.past_key_values = None
+        self.current = _Pass()
         self.handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
             getattr(module, "q_norm", module.q_proj).register_forward_hook(self._keep_q),
@@ -82,42 +101,40 @@ class _LayerTap:
         ]
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self.position_embeddings, self.past_key_values = kwargs["position_embeddings"], kwargs.get("past_key_values")
+        self.current.position_embeddings = kwargs["position_embeddings"]
+        self.current.past_key_values = kwargs.get("past_key_values")
         return args, {**kwargs, IMPLEMENTATION: self}  # transformers forwards unknown keywords to the attention function
 
     def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.q_nope = output
+        self.current.q_nope = output
 
     def _keep_k(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.k_nope = output
+        self.current.k_nope = output
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, scale: float) -> Tensor:
-        assert self.q_nope is not None
-        assert self.k_nope is not None
-        assert self.position_embeddings is not None
+        now = self.current
+        assert now.q_nope is not None
+        assert now.k_nope is not None
+        assert now.position_embeddings is not None
         batch, _, tokens, size = q.shape
         inputs = LayerInputs(
             layer=layer,
             q=q,
             k=k,
             v=v,
-            q_nope=self.q_nope.view(batch, tokens, -1, size).transpose(1, 2),
-            k_nope=self.k_nope.view(batch, tokens, -1, size).transpose(1, 2),
-            cos=self.position_embeddings[0],
-            sin=self.position_embeddings[1],
+            q_nope=now.q_nope.view(batch, tokens, -1, size).transpose(1, 2),
+            k_nope=now.k_nope.view(batch, tokens, -1, size).transpose(1, 2),
+            cos=now.position_embeddings[0],
+            sin=now.position_embeddings[1],
             scale=scale,
             kv_start=kv_start,
-            cache=self.past_key_values.layers[layer] if self.past_key_values is not None else None,
+            cache=now.past_key_values.layers[layer] if now.past_key_values is not None else None,
         )
-        self.clear()
+        now.clear()  # so that a layer's tensors are freed after its attention
         return self.attend(inputs)
 
-    def clear(self) -> None:
-        """Drops references, so that a layer's tensors are freed after its attention."""
-        self.q_nope = self.k_nope = self.position_embeddings = self.past_key_values = None
-
     def remove(self) -> None:
-        self.clear()
+        self.current.clear()
         for handle in self.handles:
             handle.remove()
 
@@ -194,16 +211,18 @@ def _register() -> None:
 def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
     """Replaces the attention of every layer of ``model`` by ``attend`` inside the context.
 
-    Supports ``generate`` with a growing cache, left padding, and gradients. A layer's tensors are released after its attention.
+    Supports ``generate`` with a growing cache, left padding, gradients, and passes of several threads at the same time. A
+    layer's tensors are released after its attention.
 
     Parameters
     ----------
-    model : a Llama, Mistral, Qwen2 or Qwen3 decoder, with or without its language model head
+    model : a Llama, Mistral, Qwen2 or Qwen3 decoder, with or without its language model head, or a PEFT model of one
     attend : called once per layer and forward pass
 
     Raises
     ------
-    UserError : the model is already tapped; in a forward pass, right padding, a 4D mask, packed sequences or a static cache.
+    UserError : the model is already tapped, or is copied or pickled inside the context. In a forward pass: right padding, a 4D
+        mask, packed sequences or a static cache.
     """
     _register()
     before = model.config._attn_implementation
@@ -211,7 +230,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
         raise UserError("model: it is already tapped (or attached); leave that context first")
     taps: list[_LayerTap] = []
     try:
-        for layer in cast(Any, model.base_model).layers:
+        for layer in decoder(model).layers:
             taps.append(_LayerTap(layer.self_attn, attend))
         model.config._attn_implementation = IMPLEMENTATION
         yield
@@ -259,7 +278,7 @@ def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> 
     -------
     Tensor [B, N, hidden] : the last hidden states. Gradients are recorded unless the caller disables them.
     """
-    return model.base_model(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
+    return decoder(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
 
 
 def dense_attention(x: LayerInputs) -> Tensor:

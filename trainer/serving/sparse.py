@@ -17,30 +17,15 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.recall import attention_recall
-from msattn.trainer.models.tap import LayerInputs, dense_attention
+from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.saap.routing import Router, route
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import BucketLayer, decode_attention, install_bucket_layers
+from msattn.trainer.serving.statistics import Statistics
 
 
-class _RunningMean:
-    """Running mean of device values, without a synchronization before :meth:`read`."""
-
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
-        self.count = 0
-
-    def add(self, values: Tensor) -> None:
-        value = values.detach().mean(dtype=torch.float64)
-        self.total = value if self.total is None else self.total + value.to(self.total.device)
-        self.count += 1
-
-    def read(self) -> float | None:
-        return None if self.total is None else self.total.item() / self.count
-
-
-class Sparse:
+class Sparse(NotCopied):
     """Sparse attention of an attached model, with statistics; created by :func:`msattn.trainer.attach.attach`."""
 
     def __init__(
@@ -59,35 +44,37 @@ class Sparse:
         self.selection, self.router, self.dense_below, self.timer = selection, router, dense_below, timer
         self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
         self.routed = frozenset() if router is None else frozenset(router.layers) - frozenset(dense_layers)
-        self._sparsity, self._selectivity, self._prefill_recall, self._decode_recall = (_RunningMean() for _ in range(4))
-        self._dense_fallbacks = self._dense_by_choice = 0
+        self.attached = True
+        self._read = Statistics()
 
     def stats(self) -> dict[str, Any]:
-        """Returns statistics since the context began, as means over layers and passes; None where nothing was measured.
+        """Returns statistics since the context began, as means over layers and passes; None where there was no such pass.
 
         Returns
         -------
         dict
-            ``sparsity``: share of the causally visible blocks that sparse prefill did not read (a block at zoom z counts as
-            1 / z of a block).
-            ``selectivity``: share of the keys that sparse decoding read.
-            ``prefill_recall``, ``decode_recall``: share of the attention mass in what was read (with ``measure_recall``).
+            ``sparsity``: share of the causally visible blocks that passes over several tokens did not read (a block at zoom z
+            counts as 1 / z of a block), 0 in a dense pass; None without a selection.
+            ``selectivity``: share of the keys that single tokens read in the routed layers, which are those without
+            ``dense_layers``, 1 in a dense pass; None without a router.
+            ``prefill_recall``, ``decode_recall``: share of the attention mass in what sparse passes read (with
+            ``measure_recall``).
             ``recall``: their mean, or the one that was measured.
             ``dense_fallbacks``: layer passes that were dense because sparse attention does not support them.
             ``dense_by_choice``: layer passes that were dense because the prompt was shorter than ``select.dense_below``.
             ``selection_s``, ``attention_s``: total seconds of selecting what to read, and of attention (with
             ``measure_time``).
         """
-        prefill, decoding = self._prefill_recall.read(), self._decode_recall.read()
+        prefill, decoding = self._read.mean("prefill_recall"), self._read.mean("decode_recall")
         measured = [value for value in (prefill, decoding) if value is not None]
         return {
-            "sparsity": self._sparsity.read(),
-            "selectivity": self._selectivity.read(),
+            "sparsity": self._read.mean("sparsity"),
+            "selectivity": self._read.mean("selectivity"),
             "recall": sum(measured) / len(measured) if measured else None,
             "prefill_recall": prefill,
             "decode_recall": decoding,
-            "dense_fallbacks": self._dense_fallbacks,
-            "dense_by_choice": self._dense_by_choice,
+            "dense_fallbacks": self._read.count("dense_fallbacks"),
+            "dense_by_choice": self._read.count("dense_by_choice"),
             "selection_s": self.timer and self.timer.seconds("selection"),
             "attention_s": self.timer and self.timer.seconds("attention"),
         }
@@ -104,13 +91,15 @@ class Sparse:
         if x.num_queries == 1 and x.num_keys > 1:
             if layer is not None:
                 return self._sparse_decode(x, layer)
-            self._dense_fallbacks += x.layer in self.routed
-        elif self.selection is not None and x.num_queries == x.num_keys:
-            if x.num_queries >= self.dense_below:
+            if x.layer in self.routed:
+                self._read.add("dense_fallbacks")
+                self._read.add("selectivity", 1.0)
+        elif self.selection is not None:
+            whole_prompt = x.num_queries == x.num_keys  # gates pool keys before RoPE, which are not cached
+            if whole_prompt and x.num_queries >= self.dense_below:
                 return self._sparse_prefill(x, self.selection)
-            self._dense_by_choice += 1
-        else:
-            self._dense_fallbacks += self.selection is not None  # gates pool keys before RoPE, which are not cached
+            self._read.add("dense_by_choice" if whole_prompt else "dense_fallbacks")
+            self._read.add("sparsity", 0.0)
         with self._timed("attention"):
             if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
                 return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
@@ -120,12 +109,12 @@ class Sparse:
         size = selection.block_size
         with torch.no_grad(), self._timed("selection"):
             chosen = selection.blocks(x)
-            self._sparsity.add(sparsity(chosen, selection.candidates(x)))
+            self._read.add("sparsity", sparsity(chosen, selection.candidates(x)))
         with self._timed("attention"):
             out, lse = selected_attention(x, chosen, size)
         if self.measure_recall:
             dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
-            self._prefill_recall.add(attention_recall(lse, dense.lse))
+            self._read.add("prefill_recall", attention_recall(lse, dense.lse))
         return out
 
     def _sparse_decode(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
@@ -136,12 +125,12 @@ class Sparse:
             out, lse = decode_attention(x, visited, recent=self.recent, sink=self.sink)
         num_read = layer.keys_read(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
         padded = 0 if x.kv_start is None else x.kv_start[:, None]
-        self._selectivity.add(num_read / (x.num_keys - padded))
+        self._read.add("selectivity", num_read / (x.num_keys - padded))
         if self.measure_recall:
             dense = bucket_decode(
                 x.q, x.k, x.v, layer.index, visited, recent=x.num_keys, sink=0, scale=x.scale, kv_start=x.kv_start
             )
-            self._decode_recall.add(attention_recall(lse, dense.lse))
+            self._read.add("decode_recall", attention_recall(lse, dense.lse))
         return out
 
     def prepare_cache(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -161,6 +150,18 @@ class Sparse:
         if cache is not None:
             self._check_partition(cache)
         return args, {**kwargs, "past_key_values": cache}
+
+    def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
+        """Forward hook of the decoder: activation checkpointing must not run the forward pass again without this attention."""
+        hidden: Tensor = output[0]
+        if hidden.requires_grad and any(getattr(layer, "gradient_checkpointing", False) for layer in module.layers):
+            hidden.register_hook(self._check_attached)
+
+    def _check_attached(self, gradient: Tensor) -> None:
+        if not self.attached:
+            raise UserError(
+                "backward: with activation checkpointing it runs the forward pass again, so call it inside the attached context"
+            )
 
     def _check_partition(self, cache: Any) -> None:
         """Raises UserError if the buckets of ``cache`` belong to another partition; records the partition in new layers."""
