@@ -11,6 +11,7 @@ from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.saap.routing import top_buckets
 from msattn.trainer.seer.maps import BlockMaps
@@ -66,15 +67,9 @@ class DecodingReads:
         query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
         logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
         mass = logits.softmax(-1).mean(1)  # [Hkv, M]
-        newest = torch.tensor([x.num_keys - 1], device=mass.device)
-        nothing = torch.empty(1, len(mass), 0, dtype=torch.int32, device=mass.device)
-        reads = {}
-        for routing in routings:
-            buckets = routing.router.assign(x.layer, x.k_nope, x.k)
-            scores = routing.router.scores(x.layer, x.q_nope[:, :, -1:], x.q[:, :, -1:])
-            reads[routing.name] = keys_read(buckets, newest, top_buckets(scores, self.probes), routing)[0]
-        window = keys_read(buckets, newest, nothing, routings[0])[0]
-        far, head = (mass * ~window).sum(-1).max(0)
+        reads = {WINDOW: _keys_of_newest(x, routings[0], 0)}
+        reads |= {routing.name: _keys_of_newest(x, routing, self.probes) for routing in routings}
+        far, head = (mass * ~reads[WINDOW]).sum(-1).max(0)
         if far > self.far_mass:
             self.far_mass = float(far)
             self.stored = {
@@ -82,7 +77,7 @@ class DecodingReads:
                 "head": int(head),
                 "keys": x.num_keys,
                 "mass": _rounded(_bins(mass[head]).sum(-1)),
-                "reads": {name: _summary(read[head], mass[head]) for name, read in {"window only": window, **reads}.items()},
+                "reads": {name: _summary(read[head], mass[head]) for name, read in reads.items()},
             }
 
     def data(self) -> dict[str, Any]:
@@ -136,6 +131,14 @@ def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: Bucket
     keys, newest = torch.arange(buckets.shape[2], device=buckets.device), positions[:, None, None]
     read |= (keys < method.sink) | (keys > newest - method.recent)
     return read & (keys <= newest)
+
+
+def _keys_of_newest(x: LayerInputs, method: BucketRoutingMethod, probes: int) -> Tensor:
+    """Returns the keys that the newest token reads: bool ``[Hkv, M]``."""
+    buckets = method.router.assign(x.layer, x.k_nope, x.k)
+    scores = method.router.scores(x.layer, x.q_nope[:, :, -1:], x.q[:, :, -1:])
+    newest = torch.tensor([x.num_keys - 1], device=x.k.device)
+    return keys_read(buckets, newest, top_buckets(scores, probes), method)[0]
 
 
 def _summary(read: Tensor, mass: Tensor) -> dict[str, Any]:

@@ -55,6 +55,10 @@ class Comparison:
     unmatched: int
     settings: dict[str, tuple[str, str]]
 
+    def main(self) -> list[ComparedRow]:
+        """Returns the rows of dense attention and of trained methods."""
+        return [each for each in self.rows if is_trained(each.row.method) or each.row.method.split(",")[0] == "dense"]
+
 
 def read_results(folder: str) -> dict[str, Any]:
     """Returns the content of ``results.json`` of another evaluation.
@@ -89,7 +93,7 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
 
 
 def show(comparison: Comparison, console: "Console") -> None:
-    """Prints the scores of dense attention and of the trained methods side by side, and the settings that differ."""
+    """Prints the scores of dense attention and of trained methods side by side, and the settings that differ."""
     from rich import box
     from rich.table import Table
 
@@ -100,8 +104,7 @@ def show(comparison: Comparison, console: "Console") -> None:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    shown = [each for each in comparison.rows if is_trained(each.row.method) or each.row.method.startswith("dense")]
-    lines = [each.cells() for each in shown]
+    lines = [each.cells() for each in comparison.main()]
     for name in lines[0] if lines else ():
         table.add_column(name, justify="left" if name in ("task", "method", "setting") else "right")
     for line in lines:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer.evaluate.report.captions import CAPTIONS, INTRODUCTION
-from msattn.trainer.evaluate.report.compare import Comparison
+from msattn.trainer.evaluate.report.compare import ComparedRow, Comparison
 from msattn.trainer.evaluate.report.context import CPU_NOTE
 from msattn.trainer.evaluate.report.elements import figure, folded, table
 from msattn.trainer.evaluate.report.examples import examples
@@ -17,6 +17,7 @@ from msattn.trainer.evaluate.report.tables import table as columns_of
 from msattn.trainer.evaluate.report.verdict import verdict
 from msattn.trainer.evaluate.row import EvalRow
 
+_FOLDER = files("msattn.trainer.evaluate.report")
 OWN_SECTIONS = ("tradeoff", "recall_maps", "recall_decoded")  # figures that stand before the tables of the tasks
 MANY_NOTES = 4  # more notes are folded
 
@@ -44,7 +45,7 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
     parts += [_section(heading, body) for heading, body in sections.items() if body]
     parts.append(_provenance(about))
     body = "\n".join(parts)
-    css, script = (files(__package__).joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    css, script = (_FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(about["title"])}</title><style>{css}</style>'
@@ -101,13 +102,20 @@ def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
 
 
 def _comparison(comparison: Comparison) -> str:
-    lines = [each.cells() for each in comparison.rows]
-    scores = table({name: [line[name] for line in lines] for name in lines[0]}) if lines else "<p>No row is in both.</p>"
+    main, others = comparison.main(), [each for each in comparison.rows if each not in comparison.main()]
+    scores = _scores(main) if comparison.rows else "<p>No row is in both.</p>"
+    if others:
+        scores += folded(f"Other methods ({len(others)} rows)", _scores(others), is_open=not main)
     unmatched = f"<p>{comparison.unmatched} rows are in one of the two evaluations only.</p>" if comparison.unmatched else ""
     here, there = ([values[side] for values in comparison.settings.values()] for side in (0, 1))
     settings = table({"key": list(comparison.settings), "here": here, "there": there})
     differ = f"<p>Settings that differ:</p>{settings}" if comparison.settings else "<p>No setting differs.</p>"
     return f"{differ}\n{scores}{unmatched}"
+
+
+def _scores(rows: list[ComparedRow]) -> str:
+    lines = [each.cells() for each in rows]
+    return table({name: [line[name] for line in lines] for name in lines[0]}) if lines else ""
 
 
 def _provenance(about: dict[str, Any]) -> str:

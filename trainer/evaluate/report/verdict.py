@@ -25,7 +25,7 @@ SAME_TIME = 0.03  # relative difference of times that counts as equal
 
 
 class Measure(NamedTuple):
-    """How the sentences speak about the score of a task.
+    """Words for the score of a task.
 
     Attributes
     ----------
