@@ -156,9 +156,9 @@ def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
 def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
     """Returns the style of each line: a colour of its own, and one marker for each setting.
 
-    The first line of a variant in :data:`COLORS` has that colour. The other lines share out a colour map.
+    The first line of a variant in :data:`COLORS` has that colour. The other lines have evenly spaced hues.
     """
-    from matplotlib import colormaps
+    from matplotlib.colors import hsv_to_rgb, to_hex
 
     settings = list(dict.fromkeys(row.setting for row in rows))
     lines = {label(row): row for row in rows}
@@ -167,9 +167,9 @@ def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
     styles = {}
     for name, row in lines.items():
         number, ours = settings.index(row.setting), row.variant in OURS
-        position = (others.index(name) + 0.5) / len(others) if name in others else None
+        position = others.index(name) / len(others) if name in others else None
         styles[name] = {
-            "color": COLORS[row.variant] if position is None else colormaps["turbo"](position),
+            "color": COLORS[row.variant] if position is None else to_hex(hsv_to_rgb((position, 0.85, 0.75))),
             "marker": MARKERS[number] if number < len(MARKERS) else f"${number}$",
             "linestyle": "-" if ours else "--",
             "linewidth": 2.0 if ours else 1.2,
