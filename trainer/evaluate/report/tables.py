@@ -19,7 +19,7 @@ HEADINGS = {
 }
 SAMPLE_UNITS = {"needle": "prompts per row", "latency": "prompts per row", "decoding": "tokens per row"}
 # A terminal that is too narrow drops these columns, in this order.
-OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits per byte", "latency", "95 % interval")
+OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection")
 
 
 def caption(rows: list[EvalRow]) -> str:
