@@ -93,7 +93,8 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     folder = evaluate(cfg)
     assert folder == trained / "rand" / "base" / "eval"
     written = {path.name for path in folder.iterdir()}
-    figures = {"perplexity.png", "recall.png", "recall_heads.png", "needle.png", "needle_grid.png"}
+    names = ["tradeoff", "perplexity", "recall", "recall_heads", "recall_maps", "recall_decoded", "needle", "needle_grid"]
+    figures = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
     assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
 
     results = json.loads((folder / "results.json").read_text())
@@ -338,6 +339,8 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     assert any("its weights_hash is" in note for note in notes)
     with pytest.raises(UserError, match="sparsities"):
         PerplexityConfig(sparsities=[1.0])
+    with pytest.raises(UserError, match="compare=nowhere: accepted is the folder of an earlier"):
+        evaluate(replace(cfg, compare="nowhere"))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="outputs"):
         evaluate(replace(cfg, outputs=str(tmp_path / "file")))

@@ -59,7 +59,7 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
 def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = evaluate(config(tmp_path))
     written = {path.name for path in folder.iterdir()}
-    assert written == {"latency.png", "results.json", "results.csv", "report.html", "metrics.jsonl"}
+    assert written == {"latency.png", "latency.svg", "results.json", "results.csv", "report.html", "metrics.jsonl"}
     results = json.loads((folder / "results.json").read_text())
     rows = {(row["task"], row["method"], row["setting"], row["extra"]["length"]): row for row in results["rows"]}
     for length in (96, 240):

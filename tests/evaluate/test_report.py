@@ -3,6 +3,8 @@
 import csv
 import json
 import mmap
+import re
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,8 +15,10 @@ from rich.console import Console
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval, student_t, wilson
 from msattn.trainer.evaluate.report import files as report
-from msattn.trainer.evaluate.report import tables
+from msattn.trainer.evaluate.report import plots, style, tables
 from msattn.trainer.evaluate.report.context import context
+from msattn.trainer.evaluate.report.examples import examples
+from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
 
@@ -33,7 +37,9 @@ def recall_row(method: str, score: float, selectivity: float) -> EvalRow:
 
 
 def needle_row(method: str, found: int, length: int) -> EvalRow:
-    extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "needles": 1}
+    answer = {"prompt": "The number of <b>it</b> is 42. … is", "expected": "42", "answer": "42", "correct": found > 0}
+    examples = [answer, answer | {"answer": "<script>alert(1)</script>", "correct": False}]
+    extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "examples": examples}
     setting = "" if method == "dense" else "2 probes"
     figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
     return EvalRow("needle", method, setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
@@ -98,8 +104,9 @@ def test_cost_measures_memory_and_time() -> None:
 
 def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
     figures = report.write(tmp_path, rows, about)
-    assert list(figures) == ["perplexity", "recall", "recall_heads", "needle", "needle_grid"]
+    assert list(figures) == ["tradeoff", "perplexity", "recall", "recall_heads", "needle", "needle_grid"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
+    assert all(path.with_suffix(".svg").read_text().startswith("<?xml") for path in figures.values())
 
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["artifacts"]["gate"] == {"path": "outputs/tiny/base/gate", "content_hash": "f" * 64, "created": "2026-11-20"}
@@ -110,6 +117,7 @@ def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: repor
     with (tmp_path / "results.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["method"] for line in lines] == [row.method for row in rows]
+    assert "examples" not in lines[0]
     assert float(lines[1]["bits_per_byte"]) == rows[1].extra["bits_per_byte"]
     assert float(lines[1]["interval_low"]) == 8.0
     assert lines[4]["interval_low"] == ""
@@ -122,9 +130,9 @@ def test_page_is_self_contained_and_well_formed(tmp_path: Path, rows: list[EvalR
 
     class Check(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            if tag not in ("meta", "img"):
+            if tag != "meta":
                 opened.append(tag)
-            sources.extend(value or "" for name, value in attrs if name in ("src", "href"))
+            sources.extend(value or "" for name, value in attrs if name in ("src", "href", "xlink:href"))
 
         def handle_endtag(self, tag: str) -> None:
             assert opened.pop() == tag
@@ -132,16 +140,69 @@ def test_page_is_self_contained_and_well_formed(tmp_path: Path, rows: list[EvalR
     page = (tmp_path / "report.html").read_text()
     Check().feed(page)
     assert not opened
-    assert len(sources) == 5
-    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert page.count("<svg") == 6
+    assert all(source.startswith(("data:image/png;base64,", "#")) for source in sources)
     assert "A &lt;title&gt;" in page
     assert "No qmodel here." in page
     assert "f" * 16 in page
 
 
 def test_figures_without_data_are_left_out(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
-    assert list(report.write(tmp_path, rows[:2], about)) == ["perplexity"]
+    assert list(report.write(tmp_path, rows[:2], about)) == ["tradeoff", "perplexity"]
     assert report.write(tmp_path, rows[:1], about) == {}  # dense alone is a number, not a curve
+
+
+def test_the_page_has_its_sections_in_order(rows: list[EvalRow], about: report.Context) -> None:
+    text = page(rows, asdict(about), {})
+    headings = re.findall("<h2>(.*?)</h2>", text)
+    assert headings[:2] == ["Verdict", "Example answers"]
+    assert [each.split(":")[0] for each in headings[2:]] == [
+        "Perplexity of held-out text", "Attention mass read", "Needles in a haystack",
+    ]  # fmt: skip
+    assert text.index("the gate reads") < text.index("No qmodel here.") < text.index("Example answers")
+    assert text.index("<details><summary>Versions, hashes and configuration") > text.rindex("<h2>")
+
+
+def test_answers_are_escaped_and_marked(rows: list[EvalRow], about: report.Context) -> None:
+    text = page(rows, asdict(about), {})
+    assert "✗ &lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<script>alert" not in text
+    assert "The number of &lt;b&gt;it&lt;/b&gt; is <mark>42</mark>." in text
+    assert "✓ 42" in text
+
+
+def test_examples_show_each_method_once_and_need_no_expected_answer() -> None:
+    own = [{"prompt": "Why?", "expected": "", "answer": answer, "correct": False} for answer in ("so", "because")]
+    dense = EvalRow("prompts", "dense", "", 0.0, "agreement", extra={"examples": own[:1]})
+    more = EvalRow("prompts", "gate", "sparsity 0.5", 0.0, "agreement", selectivity=0.5, extra={"examples": own[:1]})
+    less = EvalRow("prompts", "gate", "sparsity 0.9", 0.0, "agreement", selectivity=0.1, extra={"examples": own[1:]})
+    text = examples([dense, more, less])
+    assert re.findall('<td class="text">(.*?)</td>', text) == ["dense", "", "so", "gate", "sparsity 0.9", "because"]
+    assert "Expected" not in text
+    assert examples([]) == ""
+
+
+def test_figures_of_what_is_read(tmp_path: Path) -> None:
+    heads = [{"layer": 3, "head": 1, "maps": [[[1.0, None], [0.5, 0.5]]] * 3}]
+    maps = {"maps": {"method": "gate", "setting": "sparsity 0.5", "heads": heads}}
+    read = {"keys": 0.5, "mass": 0.9, "bins": [0.0, 1.0]}
+    decoded = {"layer": 3, "head": 0, "keys": 64, "mass": [0.1, 0.9], "reads": {"k-means": read}, "setting": "1 probe"}
+    row = recall_row("gate", 0.9, 0.5)
+    rows = [replace(row, extra=row.extra | maps | {"decoded": decoded}), recall_row("random", 0.5, 0.5)]
+    figures = plots.draw(rows, tmp_path)
+    assert "layer 3, head 1" in figures["recall_maps"].with_suffix(".svg").read_text()
+    assert "50% of keys, 90% of mass" in figures["recall_decoded"].with_suffix(".svg").read_text()
+
+
+@pytest.mark.parametrize("rises", [[0.1, 3.0, 3900.0], [-1.0, -0.5], [5.0, 80.0]])
+def test_perplexity_axis_shows_zero_and_every_value_within_its_limits(rises: list[float]) -> None:
+    _, (axes,) = style.subplots(1, 1, (4, 4))
+    style.perplexity_axis(axes, rises)
+    low, high = axes.get_ylim()
+    assert low < min(0.0, *rises)
+    assert max(0.0, *(rise for rise in rises if rise < style.HIGHEST_RISE)) < high <= style.HIGHEST_RISE
+    shown = [text.get_text() for text in axes.texts]
+    assert shown == (["▲ 1 beyond, up to 3,900 %"] if 3900.0 in rises else [])
 
 
 @pytest.mark.parametrize("width", [72, 100, 160])

@@ -53,7 +53,7 @@ def test_the_wheel_holds_what_the_disk_holds(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     held = {name.removeprefix("msattn/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("msattn/")}
     data = [path for path in (ROOT / "trainer/embedded").rglob("*/*") if path.is_file() and path.suffix != ".pyc"]
-    data += (ROOT / "conf").rglob("*.yaml")
+    data += [*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "trainer").rglob("*.css"), *(ROOT / "trainer").rglob("*.js")]
     files = {"__init__.py", "cli.py", *(str(path.relative_to(ROOT)) for path in data)}
     files |= {str(path.relative_to(ROOT)) for name in ("conf", "kernels", "trainer") for path in (ROOT / name).rglob("*.py")}
     assert held == files

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 OURS = ("msattn", SHIPPED)  # emphasized in the table and in the figure
 COLORS = {  # Okabe and Ito's palette, distinguishable with colour vision deficiency, and two more
     "msattn": "#D55E00",
-    SHIPPED: "#D55E00",
+    SHIPPED: "#A63603",
     "flash": "#0072B2",
     "cudnn": "#009E73",
     "flex": "#CC79A7",
@@ -23,7 +23,6 @@ COLORS = {  # Okabe and Ito's palette, distinguishable with colour vision defici
     "block_sparse": "#8C564B",
     "product": "#333333",
 }
-CYCLE = [f"C{i}" for i in range(10)]  # colours of the other variants: the tiles of a sweep
 MARKERS = "os^vDPX*<>"
 
 
@@ -155,19 +154,22 @@ def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
 
 
 def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
-    """Returns the style of each line, unique in its pair of colour and marker.
+    """Returns the style of each line: a colour of its own, and one marker for each setting.
 
-    A variant has one colour and a setting one marker. Variants beyond the colour cycle reuse its colours with other markers.
+    The first line of a variant in :data:`COLORS` has that colour. The other lines have evenly spaced hues.
     """
+    from matplotlib.colors import hsv_to_rgb, to_hex
+
     settings = list(dict.fromkeys(row.setting for row in rows))
-    cycled = [variant for variant in dict.fromkeys(row.variant for row in rows) if variant not in COLORS]
+    lines = {label(row): row for row in rows}
+    first = {row.variant: name for name, row in reversed(lines.items())}
+    others = [name for name, row in lines.items() if row.variant not in COLORS or first[row.variant] != name]
     styles = {}
-    for row in rows:
-        turn, position = divmod(cycled.index(row.variant), len(CYCLE)) if row.variant in cycled else (0, 0)
-        number = settings.index(row.setting) + turn * len(settings)
-        ours = row.variant in OURS
-        styles[label(row)] = {
-            "color": CYCLE[position] if row.variant in cycled else COLORS[row.variant],
+    for name, row in lines.items():
+        number, ours = settings.index(row.setting), row.variant in OURS
+        position = others.index(name) / len(others) if name in others else None
+        styles[name] = {
+            "color": COLORS[row.variant] if position is None else to_hex(hsv_to_rgb((position, 0.85, 0.75))),
             "marker": MARKERS[number] if number < len(MARKERS) else f"${number}$",
             "linestyle": "-" if ours else "--",
             "linewidth": 2.0 if ours else 1.2,

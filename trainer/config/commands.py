@@ -222,9 +222,15 @@ class ServingConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRunConfig(ServingConfig):
-    """``msattn eval``; compares routing by the query classifiers with routing by the k-means alone."""
+    """``msattn eval``; compares routing by the query classifiers with routing by the k-means alone.
+
+    Attributes
+    ----------
+    compare : folder of another evaluation, whose scores the report shows beside these; None for none.
+    """
 
     eval: EvalConfig
+    compare: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

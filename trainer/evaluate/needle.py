@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 BATCH_TOKENS = 32768  # tokens of one forward pass
+QUESTION = question("|").partition("|")[0].rstrip()  # the words before the key
+EXCERPT = 90  # characters of the text around a needle that the report shows
 HAYSTACK_TOKENS = 1_000_000  # text that the prompts are cut from, unless lengths need more
 
 
@@ -46,12 +48,14 @@ class Samples:
     answers : number of answer tokens at the end of each.
     decoded : number of last tokens that a routed model decodes one by one, including the last one, which is only a target.
     depths : position of the needle that is asked for, 0 at the start of the context.
+    tokenizer : the model's, for :meth:`examples`.
     """
 
     ids: Tensor
     answers: list[int]
     decoded: int
     depths: list[float]
+    tokenizer: Any
 
     @property
     def longest(self) -> int:
@@ -65,6 +69,16 @@ class Samples:
         """Returns True for each sample whose answer tokens are all correct; ``predicted [n, longest]`` are the last tokens."""
         correct = predicted.cpu() == self.ids[:, -self.longest :]
         return [bool(row[-answer:].all()) for row, answer in zip(correct, self.answers, strict=True)]
+
+    def examples(self, predicted: Tensor) -> list[dict[str, Any]]:
+        """Returns two prompts with the ``expected`` and the predicted ``answer``; the same prompts for every method."""
+        found, decode, shown = self.found(predicted), self.tokenizer.decode, []
+        for i in dict.fromkeys((len(found) // 4, 3 * len(found) // 4)):
+            answer = self.answers[i]
+            prompt, expected = decode(self.ids[i, :-answer], skip_special_tokens=True), decode(self.ids[i, -answer:])
+            given = {"expected": expected.strip(), "answer": decode(predicted[i, -answer:]).strip(), "correct": found[i]}
+            shown.append({"prompt": excerpt(prompt, expected), **given})
+        return shown
 
 
 @dataclass(frozen=True)
@@ -153,10 +167,18 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: i
             answers.append(answer)
             depths.append(depth)
     ids = torch.stack(prompts)
-    asked = question("|").partition("|")[0].rstrip()
-    start = last_position(ids, torch.tensor(tokenizer(f" {asked}", add_special_tokens=False).input_ids))
+    start = last_position(ids, torch.tensor(tokenizer(f" {QUESTION}", add_special_tokens=False).input_ids))
     decoded = max(answers) + 1 if settings.question == "dense" else length - int(start.min())
-    return Samples(ids, answers, decoded, depths)
+    return Samples(ids, answers, decoded, depths, tokenizer)
+
+
+def excerpt(prompt: str, answer: str) -> str:
+    """Returns the needle with its surroundings and the end of ``prompt``, which asks for it."""
+    asked = prompt[prompt.rindex(QUESTION) :]
+    begin, end = prompt.find(asked + answer), len(prompt) - len(asked)
+    after = begin + len(asked + answer)
+    pieces = [prompt[max(0, begin - EXCERPT) : after + EXCERPT], prompt[max(after, end - EXCERPT) :]]
+    return " … ".join(" ".join(piece.split()) for piece in pieces)
 
 
 def last_position(ids: Tensor, phrase: Tensor) -> Tensor:
@@ -246,5 +268,6 @@ def as_row(
             "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
             "latency_of": "a decoded token, batched" if routed else "a prefill",
             "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
+            "examples": samples.examples(result.predicted),
         },
     )

@@ -21,6 +21,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
@@ -81,7 +82,10 @@ class MethodRecall:
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
-    """Returns rows of each block selection at each sparsity, and of each routing and the oracle with each number of probes."""
+    """Returns rows of each block selection at each sparsity, and of each routing and the oracle with each number of probes.
+
+    The last row of one block selection and of one routing carries the data of the report's pictures.
+    """
     settings = cfg.eval.recall
     chunks = data.chunks(
         cfg.data,
@@ -109,7 +113,11 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         with torch.inference_mode(), tap(loaded.model, measured_dense_attention):
             prefill(loaded, chunks[i]["input_ids"])
     blocks_first = sorted(recalls.items(), key=lambda item: item[1].routed)
-    return [recall.as_row(method, label) for (method, label), recall in blocks_first]
+    rows = [recall.as_row(method, label) for (method, label), recall in blocks_first]
+    for method, pictures in collect(loaded, chunks[0]["input_ids"], methods, cfg).items():
+        last = max(i for i, row in enumerate(rows) if row.method == method)
+        rows[last] = replace(rows[last], extra=rows[last].extra | pictures)
+    return rows
 
 
 def compare(sparse: "SparseAttention", out: Tensor, lse: Tensor, share: Tensor) -> LayerRecall:
@@ -211,17 +219,6 @@ def decode_queries(
         )
         outs.append(sparse.out[:, :, 0])
         lses.append(sparse.lse[:, :, 0])
-        shares.append(share_read(buckets, position, probe, method))
+        shares.append(keys_read(buckets, position, probe, method).sum(-1) / (position[:, None] + 1))
     stacked = type(sparse)(torch.cat(outs).transpose(0, 1)[None], torch.cat(lses).T[None])  # [1, Hq, n, ...]
     return compare(stacked, dense.out[:, :, positions], dense.lse[:, :, positions], torch.cat(shares).mean())
-
-
-def share_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: BucketRoutingMethod) -> Tensor:
-    """Returns the share of its visible keys that the group of each query reads: fp32 ``[n, Hkv]``."""
-    batch, kv_heads, _ = probes.shape
-    visited = torch.zeros(batch, kv_heads, method.router.num_buckets, dtype=torch.bool, device=probes.device)
-    visited.scatter_(2, probes.long(), True)
-    read = visited.gather(2, buckets.long().expand(batch, -1, -1))  # [n, Hkv, M]
-    keys, newest = torch.arange(buckets.shape[2], device=buckets.device), positions[:, None, None]
-    read |= (keys < method.sink) | (keys > newest - method.recent)
-    return ((keys <= newest) & read).sum(-1) / (positions[:, None] + 1)

@@ -23,7 +23,10 @@ class EvalRow:
     recall : share of the attention mass in what was read; None if not measured.
     latency_s, peak_memory_mb : seconds and peak MiB of one sample; None if the task runs more than serving would.
     samples : number of samples that the score averages over.
-    extra : metrics of this task alone (plain numbers, strings, lists and dicts).
+    extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task: ``length`` of the prompts, if it
+        has one, and ``device``, the type of device. Tasks with answers: ``examples``, see
+        :func:`~msattn.trainer.evaluate.report.examples.examples`. One row each: ``maps`` and ``decoded``, see
+        :mod:`~msattn.trainer.evaluate.reads`.
     """
 
     task: str

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,21 +30,23 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     ------
     UserError
         An artifact is damaged or belongs to another model, a length exceeds the model's positions, there are more probes than
-        buckets, or the folder is not writable.
+        buckets, the folder is not writable, or ``cfg.compare`` is not the folder of an evaluation.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from msattn.trainer import models
     from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, recall
+    from msattn.trainer.evaluate.report import compare, tables
     from msattn.trainer.evaluate.report import files as report
-    from msattn.trainer.evaluate.report import tables
     from msattn.trainer.evaluate.report.context import CPU_NOTE, context
+    from msattn.trainer.evaluate.report.verdict import verdict
     from msattn.trainer.training.tracker import Tracker
 
     console = Console()
     folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
     _check_folder_is_writable(folder)
+    other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     device = loaded.model.device
     found = methods.find_methods(cfg, loaded, device)
@@ -55,17 +57,23 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     with Progress(console=console, transient=True) as progress:
         for task in cfg.eval.tasks:
             rows += tasks[task](loaded, cfg, found, progress)
+    rows = [replace(row, extra=row.extra | {"device": device.type}) for row in rows]
     if device.type == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
         found.notes.append(CPU_NOTE)
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, device)
+    comparison = compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
     with _replace_on_success(folder, keep=not cfg.overwrite) as draft:
-        figures = report.write(draft, rows, about)
+        figures = report.write(draft, rows, about, comparison)
     with Tracker.start(cfg.tracker, folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", config=asdict(cfg)) as tracker:
         for name, path in figures.items():
             tracker.image(name, folder / path.name)
         tracker.summary(summary(rows))
     tables.show(rows, found.notes, console)
+    if comparison:
+        compare.show(comparison, console)
+    for sentence in verdict(rows):
+        console.print(sentence, style="bold", highlight=False, markup=False)
     console.print(f"Report: [bold]{folder / 'report.html'}[/bold]", soft_wrap=True)
     return folder
 

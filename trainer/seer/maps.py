@@ -1,7 +1,8 @@
-"""Pictures of block maps for the tracker: true block map, gate scores, and the blocks read."""
+"""Pictures of block maps for the tracker and the report: true block map, gate scores, and the blocks read."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.seer.blocks import visible_blocks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_SIDE = 256  # pixels; larger maps are max-pooled to this size
 SMALLEST_SHARE = 1e-4  # share of a row; smaller shares have the same colour
@@ -24,18 +28,26 @@ def evenly_spaced(count: int, limit: int) -> list[int]:
 
 @dataclass
 class BlockMaps:
-    """Block maps of two query heads in three layers, collected during forward passes.
+    """Block maps of a few query heads in three layers, collected during forward passes.
 
     Attributes
     ----------
     num_layers, num_heads : size of the model.
-    maps : ``{(layer, head): [true map, gate scores, blocks read]}``, fp32 on the CPU with sides of at most ``MAX_SIDE``; NaN
+    maps : ``{(layer, head): [true map, gate scores, blocks read]}``, fp32 on the CPU with sides of at most ``side``; NaN
         where no query of the row sees a key.
+    heads : number of query heads that are stored.
+    side : pixels; larger maps are max-pooled to this size.
     """
 
     num_layers: int
     num_heads: int
+    heads: int = 2
+    side: int = MAX_SIDE
     maps: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+
+    def shows(self, layer: int) -> bool:
+        """Returns True if ``layer`` is one of the three."""
+        return layer in evenly_spaced(self.num_layers, 3)
 
     def add(self, x: LayerInputs, block_size: int, true: Tensor, gate: Tensor, read: Tensor) -> None:
         """Stores the maps of a layer if it is one of the three.
@@ -45,21 +57,27 @@ class BlockMaps:
         true, gate, read : row-normalised block map, gate scores and block mask, ``[B, Hq | Hkv, Tr, Tc]``. The first sequence
             of the batch is stored.
         """
-        if x.layer not in evenly_spaced(self.num_layers, 3):
+        if not self.shows(x.layer):
             return
         visible = visible_blocks(x.num_queries, x.num_keys, block_size, x.kv_start, x.q.device)
-        shown = _thumbnail(visible[0, 0].float()) > 0
-        for head in evenly_spaced(self.num_heads, 2):
+        shown = _thumbnail(visible[0, 0].float(), self.side) > 0
+        for head in evenly_spaced(self.num_heads, self.heads):
             head_maps = [each[0, head * each.shape[1] // self.num_heads].float() for each in (true, gate, read)]
-            self.maps[x.layer, head] = [_thumbnail(each).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
+            self.maps[x.layer, head] = [_thumbnail(each, self.side).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
 
     def save(self, path: Path, titles: tuple[str, str, str]) -> None:
-        """Writes a PNG file with a row of pictures for each head, under the column ``titles``."""
+        """Writes the :meth:`figure` as a PNG file."""
+        figure = self.figure(titles)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI)
+
+    def figure(self, titles: tuple[str, str, str]) -> "Figure":
+        """Returns a figure with a row of pictures for each head, under the column ``titles``."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8.4, 0.7 + 2.2 * len(self.maps)), layout="constrained")
+        figure = Figure(figsize=(8.4, 0.7 + 2.2 * len(self.maps)), layout="compressed")
         FigureCanvasAgg(figure)
         grid = figure.subplots(len(self.maps), 3, squeeze=False)
         image = None
@@ -78,11 +96,10 @@ class BlockMaps:
             each.set_title(title, fontsize=9)
         if image is not None:
             figure.colorbar(image, ax=grid, label="share of the row", shrink=0.5)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI)
+        return figure
 
 
-def _thumbnail(blocks: Tensor) -> Tensor:
-    """Max-pools ``[Tr, Tc]`` to sides of at most ``MAX_SIDE``."""
-    size = [min(side, MAX_SIDE) for side in blocks.shape]
+def _thumbnail(blocks: Tensor, limit: int) -> Tensor:
+    """Max-pools ``[Tr, Tc]`` to sides of at most ``limit``."""
+    size = [min(side, limit) for side in blocks.shape]
     return F.adaptive_max_pool2d(blocks[None], size)[0]

@@ -1,27 +1,33 @@
-"""Writes rows as ``results.json``, ``results.csv``, figures and one HTML page."""
+"""Writes rows as ``results.json``, ``results.csv``, figures (PNG and SVG) and one HTML page."""
 
 import csv
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from msattn.trainer.evaluate.report import plots
+from msattn.trainer.evaluate.report.compare import Comparison
 from msattn.trainer.evaluate.report.context import Context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
 
+NUMBER_LIST = re.compile(r"\[\s+((?:-?\d[^\[\]\s]*|null,?)(?:\s+(?:-?\d[^\[\]\s]*|null,?))*)\s+\]")
 
-def write(folder: Path, rows: Sequence[EvalRow], about: Context) -> dict[str, Path]:
+
+def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Comparison | None = None) -> dict[str, Path]:
     """Writes all files into ``folder``; returns the figures by name."""
     rows = list(rows)
     figures = plots.draw(rows, folder)
     document = finite({**asdict(about), "rows": [asdict(row) for row in rows]})
-    (folder / "results.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(document, indent=2, allow_nan=False)
+    text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)  # a list of numbers takes one line
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     _write_csv(folder / "results.csv", rows)
-    (folder / "report.html").write_text(page(rows, asdict(about), figures), encoding="utf-8")
+    (folder / "report.html").write_text(page(rows, asdict(about), figures, comparison), encoding="utf-8")
     return figures
 
 

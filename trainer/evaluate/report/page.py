@@ -1,94 +1,124 @@
-"""The report as one self-contained HTML file without scripts."""
+"""The report as one self-contained HTML file: the verdict first, then figures, examples, tables and provenance."""
 
-import base64
 import json
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.evaluate.report.tables import HEADINGS, TRAINED_METHODS, caption, table
+from msattn.trainer.evaluate.report.captions import CAPTIONS, INTRODUCTION
+from msattn.trainer.evaluate.report.compare import ComparedRow, Comparison
+from msattn.trainer.evaluate.report.context import CPU_NOTE
+from msattn.trainer.evaluate.report.elements import figure, folded, table
+from msattn.trainer.evaluate.report.examples import examples
+from msattn.trainer.evaluate.report.style import is_trained
+from msattn.trainer.evaluate.report.tables import HEADINGS, caption
+from msattn.trainer.evaluate.report.tables import table as columns_of
+from msattn.trainer.evaluate.report.verdict import verdict
 from msattn.trainer.evaluate.row import EvalRow
 
-INTRODUCTION = (
-    "All measurements use the sparse kernels of <code>msattn.attach</code> (on a CPU their references, which read only the "
-    "selected keys), not masked dense attention. "
-    "<i>Sparsity</i> is the share of the causally visible blocks that is not read. <i>Keys read</i> is the "
-    "share of the visible keys that is read. <i>Recall</i> is the share of the attention mass in the keys that are read. "
-    "<i>Latency</i> is the time of a prefill, or of a decoded token for routing. Latency on a CPU says little about a GPU."
-)
-CAPTIONS = {
-    "perplexity": (
-        "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "
-        "true attention map. It is an upper bound for gates, but saves no time, because the map needs dense attention. Bars "
-        "are 95 % intervals of the difference to dense attention on the same chunks. The scale is logarithmic above 0.1 %."
-    ),
-    "recall": (
-        "Left: the share of the dense model's attention mass in the keys that are read, averaged over layers, heads and "
-        "queries. Right: the relative squared error of the attention output. Block selections are measured on every query of "
-        "a prefill, routing on decoding queries with its dense window, so compare block selections with each other and "
-        "routings with each other. Every method gets the dense model's queries, keys and values."
-    ),
-    "recall_heads": (
-        "Attention mass read by each head, at the setting of each method that reads the fewest keys. A dark cell is a head "
-        "that loses most of its attention mass; retrieval may depend on a single head."
-    ),
-    "needle": (
-        "Share of the hidden numbers that are found, against the share of keys read. The upper left corner is best. Bars are "
-        "95 % Wilson intervals; every method runs the same prompts. A number counts as found if each of its tokens is the "
-        "model's most likely token."
-    ),
-    "needle_grid": (
-        "Share of the hidden numbers that are found, by depth of the needle (0 %: start of the context) and length of the "
-        "context. A low value at one depth means that the method does not read that region."
-    ),
-    "latency": (
-        "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
-        "is faster; <code>msattn.attach</code> uses it for prompts shorter than <code>select.dense_below</code>. Right: the "
-        "parts of the time at the longest prompt."
-    ),
-}
-CSS = """
-body { font: 16px/1.55 system-ui, sans-serif; color: #222; background: #fff; max-width: 64rem;
-  margin: 2.5rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem; margin-bottom: .2rem }
-h2 { font-size: 1.25rem; margin-top: 2.6rem; border-bottom: 1px solid #ddd }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; font-size: .9rem }
-dt { color: #555 } dd { margin: 0; overflow-wrap: anywhere }
-.note { background: #fff8e5; padding: .5rem .8rem; margin: .4rem 0 }
-figure { margin: 1.6rem 0 } figcaption { color: #555; font-size: .9rem } img { max-width: 100%; height: auto }
-.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums }
-th, td { padding: .22rem .8rem .22rem 0; text-align: right; white-space: nowrap } th { border-bottom: 1px solid #999 }
-th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left }
-tr.trained td { font-weight: 600 } tbody tr:hover { background: #f5f7fa }
-pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: .8rem }
-""".strip()
+_FOLDER = files("msattn.trainer.evaluate.report")
+OWN_SECTIONS = ("tradeoff", "recall_maps", "recall_decoded")  # figures that stand before the tables of the tasks
+MANY_NOTES = 4  # more notes are folded
 
 
-def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path]) -> str:
+def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], comparison: Comparison | None = None) -> str:
     """Returns the page.
 
     Parameters
     ----------
     rows : rows of any tasks.
     about : the fields of :class:`~msattn.trainer.evaluate.report.context.Context`.
-    figures : ``{name: PNG file}``, embedded in the page.
+    figures : ``{name: PNG file}``, each with an SVG file beside it, which the page embeds.
+    comparison : scores of another evaluation.
     """
-    parts = [f"<h1>{escape(about['title'])}</h1>", _facts(about), f"<p>{INTRODUCTION}</p>"]
-    parts += [f'<p class="note">{escape(note)}</p>' for note in about["notes"]]
-    for task in HEADINGS:
-        own = [row for row in rows if row.task == task]
-        if own:
-            parts.append(f"<h2>{escape(caption(own))}</h2>")
-            parts += [_figure(path, CAPTIONS[name]) for name, path in figures.items() if name.split("_")[0] == task]
-            parts.append(_table(own))
-    settings = escape(json.dumps(about["config"], indent=2))
-    parts.append(f"<details><summary>Configuration of this run</summary><pre>{settings}</pre></details>")
+    drawn = {name: figure(path, CAPTIONS[name]) for name, path in figures.items()}
+    sections = {
+        "Verdict": "".join(f"<p>{escape(_unbroken(sentence))}</p>" for sentence in verdict(rows)) + _notes(about["notes"]),
+        "Speed beside quality": _tradeoff(drawn, about),
+        "Example answers": examples(rows),
+        "What attention reads": _reads(drawn),
+        **({f"Compared with {comparison.path}": _comparison(comparison)} if comparison else {}),
+        **_tasks(rows, drawn),
+    }
+    parts = [f"<h1>{escape(about['title'])}</h1>", _facts(about)]
+    parts += [_section(heading, body) for heading, body in sections.items() if body]
+    parts.append(_provenance(about))
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(about["title"])}</title>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head><body>\n{body}\n</body></html>\n'
+    css, script = (_FOLDER.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(about["title"])}</title><style>{css}</style>'
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n<main>\n{body}\n</main>\n'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _section(heading: str, body: str) -> str:
+    identifier = "-".join("".join(c if c.isalnum() else " " for c in heading.lower()).split()[:4])
+    return f'<section id="{identifier}"><h2>{escape(heading)}</h2>\n{body}</section>'
+
+
+def _unbroken(sentence: str) -> str:
+    """Returns a sentence in which no line breaks between a number and its percent sign."""
+    return sentence.replace(" %", "\u00a0%")
 
 
 def _facts(about: dict[str, Any]) -> str:
+    machine = about["machine"]
+    where = "a CPU" if machine["device"] == "cpu" else machine["device"]
+    return f'<p class="facts">{escape(about["created"])}, measured on {escape(where)} ({escape(machine["system"])})</p>'
+
+
+def _notes(notes: list[str]) -> str:
+    notes = [note for note in notes if note != CPU_NOTE]  # beside the times
+    body = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
+    return folded(f"Notes ({len(notes)})", body, is_open=len(notes) <= MANY_NOTES) if notes else ""
+
+
+def _tradeoff(drawn: dict[str, str], about: dict[str, Any]) -> str:
+    note = f'<p class="note">{escape(CPU_NOTE)}</p>' if about["machine"]["device"] == "cpu" else ""
+    return note + drawn["tradeoff"] if "tradeoff" in drawn else ""
+
+
+def _reads(drawn: dict[str, str]) -> str:
+    found = [drawn[name] for name in OWN_SECTIONS[1:] if name in drawn]
+    return "\n".join(found)
+
+
+def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
+    """Returns the heading and the figures and table of each task."""
+    sections: dict[str, str] = {}
+    for task in HEADINGS:
+        own = [row for row in rows if row.task == task]
+        if own:
+            pictures = [html for name, html in drawn.items() if name not in OWN_SECTIONS and name.split("_")[0] == task]
+            introduction = "" if sections else f"<p>{INTRODUCTION}</p>"
+            rendered = table(columns_of(own), bold=[is_trained(row.method) for row in own])
+            sections[caption(own)] = "\n".join([introduction, rendered, *pictures])
+    return sections
+
+
+def _comparison(comparison: Comparison) -> str:
+    main, others = comparison.main(), [each for each in comparison.rows if each not in comparison.main()]
+    scores = _scores(main) if comparison.rows else "<p>No row is in both.</p>"
+    if others:
+        scores += folded(f"Other methods ({len(others)} rows)", _scores(others), is_open=not main)
+    unmatched = f"<p>{comparison.unmatched} rows are in one of the two evaluations only.</p>" if comparison.unmatched else ""
+    here, there = ([values[side] for values in comparison.settings.values()] for side in (0, 1))
+    settings = table({"key": list(comparison.settings), "here": here, "there": there})
+    differ = f"<p>Settings that differ:</p>{settings}" if comparison.settings else "<p>No setting differs.</p>"
+    return f"{differ}\n{scores}{unmatched}"
+
+
+def _scores(rows: list[ComparedRow]) -> str:
+    lines = [each.cells() for each in rows]
+    return table({name: [line[name] for line in lines] for name in lines[0]}) if lines else ""
+
+
+def _provenance(about: dict[str, Any]) -> str:
     facts = {
         "created": about["created"],
         "machine": ", ".join(f"{key} {value}" for key, value in about["machine"].items()),
@@ -98,22 +128,6 @@ def _facts(about: dict[str, Any]) -> str:
     }
     for kind, artifact in about["artifacts"].items():
         facts[kind] = f"{artifact['path']} (sha256 {artifact['content_hash'][:16]}, created {artifact['created']})"
-    lines = (f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
-    return f"<dl>{''.join(lines)}</dl>"
-
-
-def _figure(path: Path, explanation: str) -> str:
-    picture = base64.b64encode(path.read_bytes()).decode()
-    image = f'<img alt="{path.stem}" src="data:image/png;base64,{picture}">'
-    return f"<figure>{image}<figcaption>{explanation}</figcaption></figure>"
-
-
-def _table(rows: list[EvalRow]) -> str:
-    columns = table(rows)
-    lines = []
-    for row, cells in zip(rows, zip(*columns.values(), strict=True), strict=True):
-        trained = ' class="trained"' if row.method in TRAINED_METHODS else ""
-        lines.append(f"<tr{trained}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")
-    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "\n".join(lines)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    lines = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
+    settings = f"<pre>{escape(json.dumps(about['config'], indent=2))}</pre>"
+    return folded("Versions, hashes and configuration", f"<dl>{lines}</dl>{settings}")

@@ -1,5 +1,7 @@
 """Colours, method titles and axes that all figures share."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
@@ -8,28 +10,40 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+INK, GRID = "#222222", "#E3E3E3"  # text and axes, grid and empty areas: the page replaces them by the colours of its theme
+
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Trained methods have thicker lines.
 METHOD_STYLES: dict[str, dict[str, Any]] = {
     "gate": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 4},
     "gate, top-k": {"color": "#0072B2", "marker": "o", "linestyle": ":", "fillstyle": "none"},
+    "gate (embedded)": {"color": "#7B68EE", "marker": "h", "linewidth": 2.2, "zorder": 4},
+    "gate (embedded), top-k": {"color": "#7B68EE", "marker": "h", "linestyle": ":", "fillstyle": "none"},
+    "classifier (embedded)": {"color": "#F0A07C", "marker": "h", "linewidth": 2.2, "zorder": 4},
     "classifier": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 4},
-    "oracle": {"color": "#333333", "marker": "D", "linestyle": "--"},
-    "oracle routing": {"color": "#7A7A7A", "marker": "D", "linestyle": "--"},
+    "oracle": {"color": INK, "marker": "D", "linestyle": "--"},
+    "oracle routing": {"color": "#808080", "marker": "D", "linestyle": "--"},
     "quest": {"color": "#009E73", "marker": "s"},
     "mean_pool": {"color": "#56B4E9", "marker": "^"},
     "sink_local": {"color": "#E69F00", "marker": "v"},
-    "random": {"color": "#AAAAAA", "marker": "x"},
+    "random": {"color": "#999999", "marker": "x"},
     "k-means": {"color": "#CC79A7", "marker": "P"},
-    WINDOW: {"color": "#8C564B", "marker": "*", "linestyle": "none", "markersize": 9},
+    WINDOW: {"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9},
 }
 DEFAULT_STYLE = {"color": "#B8860B", "marker": "d"}
 METHOD_TITLES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "quest": "Quest bounds"}
 KEY_SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks of the share of keys read, in percent
+RISES = (-50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)  # ticks of the rise of perplexity, in percent
+HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broken, and how far tells nothing
 
 
 def method_title(method: str) -> str:
     """Returns the name of a method in figures and tables."""
     return METHOD_TITLES.get(method, method)
+
+
+def is_trained(method: str) -> bool:
+    """Returns True for the gates and classifiers that were trained, in the policy that they are served with."""
+    return method.startswith(("gate", "classifier")) and not method.endswith((", untrained", ", top-k", ", independent"))
 
 
 def row_title(row: EvalRow) -> str:
@@ -52,16 +66,37 @@ def percent_above(ratio: float | None) -> float:
     return 100 * ((ratio or 1.0) - 1)
 
 
-def subplots(lines: int, columns: int, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Sets text and axes to ``INK``, transparent axes, and SVG text as text instead of outlines, with reproducible ids."""
+    import matplotlib
+
+    colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    settings = {"axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "msattn"}
+    with matplotlib.rc_context(dict.fromkeys(colored, INK) | settings):
+        yield
+
+
+def by_method(rows: Iterable[EvalRow]) -> list[tuple[str, list[EvalRow]]]:
+    """Returns ``(method, rows)`` in order of appearance."""
+    groups: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        groups.setdefault(row.method, []).append(row)
+    return list(groups.items())
+
+
+def subplots(
+    lines: int, columns: int, size: tuple[float, float], height_ratios: list[float] | None = None
+) -> "tuple[Figure, list[Axes]]":
     """Returns a figure of ``size`` in inches and its axes in reading order, without a display and without pyplot's state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False)
+    axes = figure.subplots(lines, columns, squeeze=False, height_ratios=height_ratios)
     for each in axes.flat:
-        each.grid(True, color="#E3E3E3", linewidth=0.7)
+        each.grid(True, color=GRID, linewidth=0.7)
         each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
     return figure, list(axes.flat)
@@ -80,13 +115,21 @@ def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: li
     """Plots points with error bars to ``bounds`` (low, high), in the method's style."""
     spread = [[value - low for value, (low, _) in zip(y, bounds, strict=True)]]
     spread.append([high - value for value, (_, high) in zip(y, bounds, strict=True)])
-    axes.errorbar(x, y, yerr=spread, elinewidth=1.0, label=method_title(method), **method_style(method))
+    drawn = axes.errorbar(x, y, yerr=spread, elinewidth=1.0, label=method_title(method), **method_style(method))
+    for bars in drawn[2]:
+        bars.set_alpha(0.5)
 
 
 def legend_outside(figure: "Figure", axes: "Axes") -> None:
     """Adds the legend of ``axes`` to the right of all panels."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+
+
+def legend_below(figure: "Figure", panels: "list[Axes]") -> None:
+    """Adds one legend of all ``panels`` below them."""
+    labelled = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labelled.values(), labelled, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
 
 
 def key_share_axis(axes: "Axes", rows: list[EvalRow]) -> None:
@@ -96,3 +139,21 @@ def key_share_axis(axes: "Axes", rows: list[EvalRow]) -> None:
     ticks = [tick for tick in KEY_SHARES if tick >= lowest]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
+
+
+def perplexity_axis(axes: "Axes", rises: list[float]) -> None:
+    """Makes the y axis the percentage above dense perplexity: linear within 1 %, logarithmic above, up to ``HIGHEST_RISE``.
+
+    ``rises`` are the values that are plotted. Those beyond the axis are marked at its upper edge.
+    """
+    lowest, highest = min(0.0, *rises), max(1.0, *rises)
+    axes.set_yscale("symlog", linthresh=1, linscale=0.9)
+    axes.set(ylim=(1.3 * lowest - 0.15, min(1.4 * highest, HIGHEST_RISE)), ylabel="perplexity above dense (%)")
+    axes.set_yticks([tick for tick in RISES if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.axhline(0, color=INK, linewidth=0.8)
+    beyond = sum(rise > HIGHEST_RISE for rise in rises)
+    if beyond:
+        text = f"▲ {beyond} beyond, up to {highest:,.0f} %"
+        axes.text(0.02, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=8)

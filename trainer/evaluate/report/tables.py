@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from msattn.trainer.evaluate.report.style import method_title
+from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
@@ -17,10 +17,9 @@ HEADINGS = {
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
 }
-TRAINED_METHODS = ("gate", "classifier")  # printed in bold
 SAMPLE_UNITS = {"needle": "prompts per row", "latency": "prompts per row", "decoding": "tokens per row"}
 # A terminal that is too narrow drops these columns, in this order.
-OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits per byte", "latency", "95 % interval")
+OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection")
 
 
 def caption(rows: list[EvalRow]) -> str:
@@ -149,6 +148,6 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
     before = None
     for row, (method, *cells) in zip(rows, zip(*columns.values(), strict=True), strict=True):
         group = (row.method, row.extra.get("length"))
-        shown.add_row("" if group == before else method, *cells, style="bold" if row.method in TRAINED_METHODS else None)
+        shown.add_row("" if group == before else method, *cells, style="bold" if is_trained(row.method) else None)
         before = group
     return shown

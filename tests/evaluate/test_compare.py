@@ -1,0 +1,75 @@
+"""Comparison of two evaluations: scores, settings that differ, and folders that are refused."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.report import compare, files
+from msattn.trainer.evaluate.report.context import Context, context
+from msattn.trainer.evaluate.report.page import page
+from msattn.trainer.evaluate.row import EvalRow
+
+
+def needle(method: str, score: float) -> EvalRow:
+    setting = "" if method == "dense" else "sparsity 0.9"
+    extra = {"length": 96, "by_depth": {"0": score}}
+    return EvalRow("needle", method, setting, score, "needles found", ratio_to_dense=score, selectivity=0.1, extra=extra)
+
+
+ROWS = [needle("dense", 1.0), needle("gate", 0.9), needle("quest", 0.8)]
+
+
+def about(seed: int) -> Context:
+    return context("title", {"seed": seed, "eval": {"tasks": ["needle"]}, "compare": None}, {}, [], torch.device("cpu"))
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> str:
+    """The folder of an evaluation in which the gate found half of the needles."""
+    folder = tmp_path / "<eval>"
+    folder.mkdir()
+    document = asdict(about(1)) | {"rows": [asdict(ROWS[0]), asdict(replace(ROWS[1], score=0.5)), asdict(ROWS[2])]}
+    (folder / "results.json").write_text(json.dumps(files.finite(document)))
+    return str(folder)
+
+
+def test_scores_and_differing_settings(earlier: str) -> None:
+    here = [*ROWS, EvalRow("perplexity", "dense", "", 4.0, "perplexity", extra={"length": 96})]
+    found = compare.compare(earlier, here, asdict(about(2)), compare.read_results(earlier))
+    assert found.settings == {"seed": ("2", "1")}
+    assert found.unmatched == 1
+    assert [list(each.cells().values()) for each in found.main()] == [
+        ["needle, 96", "dense", "", "100.0%", "100.0%", "+0.0 points"],
+        ["needle, 96", "gate", "sparsity 0.9", "90.0%", "50.0%", "+40.0 points"],
+    ]
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    compare.show(found, console)
+    shown = console.export_text()
+    assert "+40.0 points" in shown
+    assert "seed: 2 here, 1 there" in shown
+    text = page(ROWS, asdict(about(2)), {}, found)
+    assert "&lt;eval&gt;</h2>" in text
+    assert text.index("Compared with") < text.index("Needles in a haystack")
+    assert "Other methods (1 rows)" in text
+
+
+def test_differences_have_the_units_of_their_task() -> None:
+    def difference(task: str) -> str:
+        return compare.ComparedRow(EvalRow(task, "gate", "", 3.0, "score"), 4.0).cells()["difference"]
+
+    assert difference("perplexity") == "-1.000"
+    assert difference("latency") == difference("decoding") == "-25.0 %"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"rows": []}', '{"rows": [{"task": "needle"}]}'])
+def test_other_folders_are_refused_in_one_line(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "results.json").write_text(content)
+    with pytest.raises(UserError, match=r"^compare=.*accepted is the folder of an earlier msattn eval") as caught:
+        compare.read_results(str(tmp_path))
+    assert "\n" not in str(caught.value)

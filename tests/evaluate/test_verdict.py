@@ -1,0 +1,125 @@
+"""The verdict's sentences, word by word, for evaluations with and without trained methods."""
+
+from typing import Any
+
+import pytest
+
+from msattn.trainer.evaluate.report.verdict import verdict
+from msattn.trainer.evaluate.row import WINDOW, EvalRow
+
+
+def row(task: str, method: str, setting: str, score: float, keys: float, **others: Any) -> EvalRow:
+    routed = "probe" in setting
+    values = {"ratio_to_dense": score, "sparsity": None if routed else 1 - keys, "selectivity": keys, "samples": 10}
+    extra = {"length": 4096, **others.pop("extra", {})}
+    return EvalRow(task, method, setting, score, task, **(values | others), extra=extra)
+
+
+def needle(method: str, setting: str, found: float, keys: float, **others: Any) -> EvalRow:
+    return row("needle", method, setting, found, keys, **others)
+
+
+def perplexity(method: str, setting: str, ratio: float, keys: float, **others: Any) -> EvalRow:
+    return row("perplexity", method, setting, ratio, keys, **others)
+
+
+PREFILL = [
+    needle("dense", "", 1.0, 1.0),
+    needle("gate", "sparsity 0.8", 1.0, 0.2),
+    needle("gate", "sparsity 0.9", 0.98, 0.1),
+    needle("gate, top-k", "sparsity 0.9", 0.5, 0.1),
+    needle("oracle", "sparsity 0.9", 1.0, 0.1),
+    needle("random", "sparsity 0.9", 0.3, 0.1),
+    needle("mean_pool", "sparsity 0.9", 0.6, 0.1),
+    needle("quest", "sparsity 0.9", 1.0, 0.1),
+    perplexity("gate", "sparsity 0.9", 1.034, 0.1),
+    perplexity("quest", "sparsity 0.9", 1.041, 0.1),
+    perplexity("random", "sparsity 0.9", 1.8, 0.1),
+]
+DECODING = [
+    needle("dense", "", 1.0, 1.0),
+    needle(WINDOW, "0 probes", 0.2, 0.06),
+    needle("classifier", "2 probes", 1.0, 0.11),
+    needle("classifier", "4 probes", 1.0, 0.2),
+    needle("k-means", "2 probes", 0.7, 0.11),
+]
+
+
+def test_gate_and_classifier() -> None:
+    assert verdict(PREFILL + DECODING) == [
+        "At 90 % sparsity and 4,096 tokens the gate reads 10 % of the keys, finds 98 % of the needles of dense attention and "
+        "raises perplexity by 3.4 %; Quest, which is not trained, finds more (100 %) and raises perplexity by more (4.1 %); "
+        "random selection finds 30 %.",
+        "With 2 probes and 4,096 tokens the classifier reads 11 % of the keys and finds 100 % of the needles of dense "
+        "attention; the k-means alone, which needs no classifier, finds fewer (70 %); the window of first and last keys alone "
+        "finds 20 % with 6 % of the keys.",
+    ]
+
+
+def test_a_training_free_method_that_is_as_good_is_named() -> None:
+    rows = [perplexity("gate", "sparsity 0.5", 1.02, 0.5), perplexity("quest", "sparsity 0.5", 1.01, 0.5)]
+    assert verdict(rows) == [
+        "At 50 % sparsity and 4,096 tokens the gate reads 50 % of the keys and raises perplexity by 2 %; Quest, which is not "
+        "trained, raises perplexity by less (1 %), so training gains nothing here."
+    ]
+
+
+def test_no_trained_gate() -> None:
+    (sentence,) = verdict([each for each in PREFILL if not each.method.startswith("gate")])
+    assert sentence == (
+        "No trained gate was measured; at 90 % sparsity and 4,096 tokens Quest reads 10 % of the keys, finds 100 % of the "
+        "needles of dense attention and raises perplexity by 4.1 %; random selection finds 30 %."
+    )
+
+
+def test_the_shipped_gate_beside_ones_own() -> None:
+    rows = [needle("gate", "sparsity 0.9", 0.5, 0.1), needle("gate (embedded)", "sparsity 0.9", 0.8, 0.3)]
+    (sentence,) = verdict(rows)
+    assert sentence.endswith("the needles of dense attention; the shipped gate finds more (80 %) with 30 % of the keys.")
+
+
+def test_needles_that_dense_attention_misses() -> None:
+    lost = [needle("dense", "", 0.0, 1.0, ratio_to_dense=1.0), needle("gate", "sparsity 0.9", 0.0, 0.1, ratio_to_dense=None)]
+    (sentence,) = verdict([*lost, perplexity("gate", "sparsity 0.9", 0.99, 0.1)])
+    assert sentence == (
+        "At 90 % sparsity and 4,096 tokens the gate reads 10 % of the keys and lowers perplexity by 1 %; the needles judge no "
+        "method, because dense attention finds none."
+    )
+
+
+def test_recall_and_prompts_where_there_is_nothing_else() -> None:
+    recall = row("recall", "gate", "threshold 0.01", 0.9, 0.25, extra={})
+    assert verdict([recall]) == [
+        "With threshold 0.01 and 4,096 tokens the gate reads 25 % of the keys and covers 90 % of the attention mass."
+    ]
+    prompts = [row("prompts", "gate", "sparsity 0.9", 0.8, 0.1), row("prompts", "quest", "sparsity 0.9", 0.9, 0.1)]
+    (sentence,) = verdict(prompts)
+    assert "answers 8 of 10 prompts as expected; Quest, which is not trained, answers more (9)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("ratio", "machine", "expected"),
+    [
+        (1.6, "cpu", "On this CPU, whose times say nothing about GPUs, a prefill of 4,096 tokens with the gate (sparsity 0.9) "
+            "takes 1.6 times as long as with dense attention."),
+        (0.25, "cuda", "A prefill of 4,096 tokens with the gate (sparsity 0.9) is 4 times as fast as with dense attention."),
+        (1.01, "cuda", "A prefill of 4,096 tokens with the gate (sparsity 0.9) takes as long as with dense attention."),
+    ],
+)  # fmt: skip
+def test_speed(ratio: float, machine: str, expected: str) -> None:
+    extra = {"device": machine}
+    dense = perplexity("dense", "", 1.0, 1.0, latency_s=2.0, extra=extra)
+    gate = perplexity("gate", "sparsity 0.9", 1.0, 0.1, latency_s=2.0 * ratio, extra=extra)
+    assert verdict([dense, gate])[-1] == expected
+
+
+def test_speed_of_decoding_comes_from_its_task() -> None:
+    timed = row("decoding", "classifier", "2 probes", 90.0, 0.1, ratio_to_dense=0.5, latency_s=0.01)
+    assert verdict([timed]) == [
+        "A decoded token after 4,096 keys with the classifier (2 probes) takes 2 times as long as with dense attention."
+    ]
+
+
+def test_dense_attention_alone_has_no_verdict() -> None:
+    assert verdict([needle("dense", "", 1.0, 1.0), perplexity("dense", "", 1.0, 1.0)]) == []
+    assert verdict([]) == []

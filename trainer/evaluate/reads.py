@@ -1,0 +1,157 @@
+"""Data of the report's pictures: block maps of a prefill, and the keys that one decoded token reads."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from msattn.trainer import models
+from msattn.trainer.config import EvalRunConfig, SelectConfig
+from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.saap.routing import top_buckets
+from msattn.trainer.seer.maps import BlockMaps
+from msattn.trainer.seer.select import Oracle, Selection
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.loading import Loaded
+
+MAP_SIDE = 64  # blocks; larger maps are max-pooled to this size
+BINS = 128  # groups of neighbouring keys in the picture of a decoded token
+DIGITS = 5  # decimal places of stored shares
+
+
+@dataclass
+class PrefillReads:
+    """Block maps of three layers in one prefill: the true map, the scores of ``method`` and the blocks that it reads."""
+
+    method: BlockSelectionMethod
+    setting: str
+    select: SelectConfig
+    maps: BlockMaps
+
+    def add(self, x: LayerInputs) -> None:
+        """Stores the maps of a layer if it is one of the three."""
+        if self.maps.shows(x.layer):
+            selection = Selection.from_config(self.select, self.method.gate)
+            size, scores = selection.block_size, selection.scorer(x)
+            self.maps.add(x, size, Oracle(size)(x), scores, selection.choose(scores, x) > 0)
+
+    def data(self) -> dict[str, Any]:
+        """Returns the maps as nested lists, with None for invisible blocks."""
+        heads = [
+            {"layer": layer, "head": head, "maps": [[_rounded(row) for row in each] for each in maps]}
+            for (layer, head), maps in self.maps.maps.items()
+        ]
+        return {"method": self.method.name, "setting": self.setting, "heads": heads}
+
+
+@dataclass
+class DecodingReads:
+    """Keys that the newest token reads with ``probes`` buckets, in the layer and head with the most mass outside the window."""
+
+    methods: list[BucketRoutingMethod]
+    probes: int
+    far_mass: float = -1.0
+    stored: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, x: LayerInputs) -> None:
+        """Stores the reads of a layer if one of its heads has more mass outside the dense window than any head before."""
+        routings = [each for each in self.methods if x.layer in each.router.layers and x.layer not in each.dense_layers]
+        if not routings:
+            return
+        query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
+        logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
+        mass = logits.softmax(-1).mean(1)  # [Hkv, M]
+        reads = {WINDOW: _keys_of_newest(x, routings[0], 0)}
+        reads |= {routing.name: _keys_of_newest(x, routing, self.probes) for routing in routings}
+        far, head = (mass * ~reads[WINDOW]).sum(-1).max(0)
+        if far > self.far_mass:
+            self.far_mass = float(far)
+            self.stored = {
+                "layer": x.layer,
+                "head": int(head),
+                "keys": x.num_keys,
+                "mass": _rounded(_bins(mass[head]).sum(-1)),
+                "reads": {name: _summary(read[head], mass[head]) for name, read in reads.items()},
+            }
+
+    def data(self) -> dict[str, Any]:
+        """Returns the layer, the head, and shares of mass and of keys in up to ``BINS`` groups of neighbouring keys."""
+        return self.stored | {"setting": f"{self.probes} probe" + "s" * (self.probes != 1)}
+
+
+def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: EvalRunConfig) -> dict[str, dict[str, Any]]:
+    """Runs one prefill of ``input_ids [N]`` and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
+
+    Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity.
+    """
+    config = loaded.model.config
+    shown = [each for each in methods.block_selections if each.gate] or [
+        each for each in methods.block_selections if each.name not in ("oracle", "random")
+    ]
+    maps = decoded = None
+    if shown:
+        setting, select = shown[0].settings(sorted(cfg.eval.recall.sparsities))[-1]
+        blocks = BlockMaps(models.num_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
+        maps = PrefillReads(shown[0], setting, select, blocks)
+    if methods.bucket_routings:
+        buckets = min(routing.router.num_buckets for routing in methods.bucket_routings)
+        decoded = DecodingReads(methods.bucket_routings, min(cfg.probes, buckets))
+
+    def recorded_dense_attention(x: LayerInputs) -> Tensor:
+        for part in (maps, decoded):
+            if part:
+                part.add(x)
+        return dense_attention(x)
+
+    with torch.inference_mode(), tap(loaded.model, recorded_dense_attention):
+        prefill(loaded, input_ids)
+    found: dict[str, dict[str, Any]] = {}
+    if maps:
+        found[maps.method.name] = {"maps": maps.data()}
+    if decoded and decoded.stored:
+        found[methods.bucket_routings[0].name] = {"decoded": decoded.data()}
+    return found
+
+
+def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: BucketRoutingMethod) -> Tensor:
+    """Returns the keys that each query group reads in ``probes [n, Hkv, L]`` and in the dense window: bool ``[n, Hkv, M]``.
+
+    ``buckets [1, Hkv, M]`` are those of the keys; ``positions [n]`` are those of the queries.
+    """
+    batch, kv_heads, _ = probes.shape
+    visited = torch.zeros(batch, kv_heads, method.router.num_buckets, dtype=torch.bool, device=probes.device)
+    visited.scatter_(2, probes.long(), True)
+    read = visited.gather(2, buckets.long().expand(batch, -1, -1))
+    keys, newest = torch.arange(buckets.shape[2], device=buckets.device), positions[:, None, None]
+    read |= (keys < method.sink) | (keys > newest - method.recent)
+    return read & (keys <= newest)
+
+
+def _keys_of_newest(x: LayerInputs, method: BucketRoutingMethod, probes: int) -> Tensor:
+    """Returns the keys that the newest token reads: bool ``[Hkv, M]``."""
+    buckets = method.router.assign(x.layer, x.k_nope, x.k)
+    scores = method.router.scores(x.layer, x.q_nope[:, :, -1:], x.q[:, :, -1:])
+    newest = torch.tensor([x.num_keys - 1], device=x.k.device)
+    return keys_read(buckets, newest, top_buckets(scores, probes), method)[0]
+
+
+def _summary(read: Tensor, mass: Tensor) -> dict[str, Any]:
+    """Returns the shares of keys and mass that ``read [M]`` covers, and the share of keys read in each bin."""
+    in_bins = _bins(read.float()).sum(-1) / _bins(torch.ones_like(mass)).sum(-1)
+    return {"keys": read.float().mean().item(), "mass": (mass * read).sum().item(), "bins": _rounded(in_bins)}
+
+
+def _bins(values: Tensor) -> Tensor:
+    """Splits ``values [M]`` into at most ``BINS`` groups of neighbours: ``[groups, size]``, padded with zeros."""
+    size = -(-len(values) // BINS)
+    return F.pad(values, (0, -len(values) % size)).unflatten(0, (-1, size))
+
+
+def _rounded(values: Tensor) -> list[float | None]:
+    return [None if value != value else round(value, DIGITS) for value in values.tolist()]

@@ -1,0 +1,62 @@
+"""Explanations of the figures and sections of a report, as HTML."""
+
+INTRODUCTION = (
+    "All measurements use the sparse kernels of <code>msattn.attach</code> (on a CPU their references, which read only the "
+    "selected keys), not masked dense attention. "
+    "<i>Sparsity</i> is the share of the causally visible blocks that is not read. <i>Keys read</i> is the "
+    "share of the visible keys that is read. <i>Recall</i> is the share of the attention mass in the keys that are read. "
+    "<i>Latency</i> is the time of a prefill, or of a decoded token for routing."
+)
+EXAMPLES = (
+    "The same prompts for every method, each in its setting that reads the fewest keys. A prompt is shortened to the hidden "
+    "statement and its end."
+)
+NEEDLE_EXAMPLES = " Each token of an answer is the model's most likely one after the correct tokens before it."
+CAPTIONS = {
+    "tradeoff": (
+        "Left: quality against the share of the keys that is read. Right: the same quality against the measured time, relative "
+        "to dense attention on the same prompts: the time of a prefill for block selections, and of a decoded token for "
+        "routing (if the task <code>decoding</code> ran). Best is the upper left corner for needles and the lower left corner "
+        "for perplexity. The dotted line is dense attention."
+    ),
+    "perplexity": (
+        "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "
+        "true attention map. It is the target of a gate's training, but saves no time, because the map needs dense attention. "
+        "Bars are 95 % intervals of the difference to dense attention on the same chunks. The scale is linear within 1 % and "
+        "logarithmic above; methods far above are only counted."
+    ),
+    "recall": (
+        "Left: the share of the dense model's attention mass in the keys that are read, averaged over layers, heads and "
+        "queries. Right: the relative squared error of the attention output. Block selections are measured on every query of "
+        "a prefill, routing on decoding queries with its dense window, so compare block selections with each other and "
+        "routings with each other. Every method gets the dense model's queries, keys and values."
+    ),
+    "recall_heads": (
+        "Attention mass read by each head, at the setting of each method that reads the fewest keys. A dark cell is a head "
+        "that loses most of its attention mass; retrieval may depend on a single head."
+    ),
+    "recall_maps": (
+        "Prefill of one held-out chunk, for the first head of three layers. A row is a block of queries and a column a block "
+        "of keys. The true map is the largest attention probability in each block, and the scores should resemble it. Yellow "
+        "blocks on the right are read."
+    ),
+    "recall_decoded": (
+        "Decoding of the last token of the chunk, in the layer and head with the most attention mass outside the window of "
+        "first and last keys. Above: where the attention mass is. Below: the share of the keys that each method reads at each "
+        "position; dark green is all of them. A good routing reads where the mass is."
+    ),
+    "needle": (
+        "Share of the hidden numbers that are found, against the share of keys read. The upper left corner is best. Bars are "
+        "95 % Wilson intervals; every method runs the same prompts. A number counts as found if each of its tokens is the "
+        "model's most likely token."
+    ),
+    "needle_grid": (
+        "Share of the hidden numbers that are found, by depth of the needle (0 %: start of the context) and length of the "
+        "context. A low value at one depth means that the method does not read that region."
+    ),
+    "latency": (
+        "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
+        "is faster; <code>msattn.attach</code> uses it for prompts shorter than <code>select.dense_below</code>. Right: the "
+        "parts of the time at the longest prompt."
+    ),
+}

@@ -1,0 +1,154 @@
+"""Comparison of an evaluation with an earlier one: scores side by side, and the settings that differ."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.report.style import is_trained, method_title
+from msattn.trainer.evaluate.row import EvalRow
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+KEYS = ("rows", "config", "artifacts", "machine", "versions")  # of results.json, that a comparison reads
+OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
+RELATIVE = ("latency", "decoding")  # tasks whose difference is shown in percent
+
+
+class ComparedRow(NamedTuple):
+    """Scores of one method in one setting of a task, in this evaluation and in the other."""
+
+    row: EvalRow
+    other: float
+
+    def cells(self) -> dict[str, str]:
+        """Returns ``{column: text}``."""
+        task, score = self.row.task, self.row.score
+        length = self.row.extra.get("length")
+        return {
+            "task": f"{task}, {length:,}" if length else task,
+            "method": method_title(self.row.method),
+            "setting": self.row.setting,
+            "this": score_text(task, score),
+            "other": score_text(task, self.other),
+            "difference": _difference(task, score, self.other),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations.
+
+    Attributes
+    ----------
+    path : folder of the other evaluation.
+    rows : scores that both have.
+    unmatched : number of scores that only one of them has.
+    settings : ``{key: (value here, value there)}`` of the settings that differ.
+    """
+
+    path: str
+    rows: list[ComparedRow]
+    unmatched: int
+    settings: dict[str, tuple[str, str]]
+
+    def main(self) -> list[ComparedRow]:
+        """Returns the rows of dense attention and of trained methods."""
+        return [each for each in self.rows if is_trained(each.row.method) or each.row.method.split(",")[0] == "dense"]
+
+
+def read_results(folder: str) -> dict[str, Any]:
+    """Returns the content of ``results.json`` of another evaluation.
+
+    Raises
+    ------
+    UserError : there is none in ``folder``, or it is malformed.
+    """
+    path = Path(folder, "results.json")
+    accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for row in found["rows"]:
+            EvalRow(**row)
+        if not all(isinstance(found[key], dict) for key in KEYS[1:]):
+            raise TypeError
+    except OSError as error:
+        raise UserError(f"compare={folder}: {accepted} ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"compare={folder}: its results.json is malformed; {accepted}") from error
+    return found
+
+
+def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: dict[str, Any]) -> Comparison:
+    """Compares ``rows`` and their provenance ``about`` with the ``other`` results, read from the folder ``path``."""
+    scores = {_key(row): row.score for row in (EvalRow(**each) for each in other["rows"])}
+    both = [ComparedRow(row, scores[_key(row)]) for row in rows if scores.get(_key(row)) is not None]
+    here, there = dict(_settings(about)), dict(_settings(other))
+    names = [name for name in here | there if name not in OWN_KEYS and here.get(name) != there.get(name)]
+    settings = {name.removeprefix("config."): (here.get(name, ""), there.get(name, "")) for name in names}
+    return Comparison(path, both, len(rows) + len(scores) - 2 * len(both), settings)
+
+
+def show(comparison: Comparison, console: "Console") -> None:
+    """Prints the scores of dense attention and of trained methods side by side, and the settings that differ."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=f"Compared with {comparison.path}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    lines = [each.cells() for each in comparison.main()]
+    for name in lines[0] if lines else ():
+        table.add_column(name, justify="left" if name in ("task", "method", "setting") else "right")
+    for line in lines:
+        table.add_row(*line.values())
+    console.print(table)
+    if comparison.unmatched:
+        console.print(f"{comparison.unmatched} rows are in one of the two evaluations only.", highlight=False)
+    for name, (here, there) in comparison.settings.items():
+        console.print(f"{name}: {here or 'none'} here, {there or 'none'} there", markup=False, highlight=False, soft_wrap=True)
+
+
+def score_text(task: str, score: float) -> str:
+    """Returns a score as text, in the unit of its task."""
+    match task:
+        case "perplexity":
+            return f"{score:.3f}"
+        case "latency":
+            return f"{score:.3g} s"
+        case "decoding":
+            return f"{score:.4g} tokens/s"
+    return f"{score:.1%}"
+
+
+def _difference(task: str, here: float, there: float) -> str:
+    if task in RELATIVE:
+        return f"{100 * (here / there - 1):+.1f} %" if there else ""
+    return f"{here - there:+.3f}" if task == "perplexity" else f"{100 * (here - there):+.1f} points"
+
+
+def _key(row: EvalRow) -> tuple[str, Any, str, str]:
+    return row.task, row.extra.get("length"), row.method, row.setting
+
+
+def _settings(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the configuration, the artifacts' hashes, the machine and the versions as ``(dotted key, text)``."""
+    yield from _flat("config", about["config"])
+    yield from ((f"{kind} artifact", str(each.get("content_hash"))[:16]) for kind, each in about["artifacts"].items())
+    yield from _flat("machine", about["machine"])
+    yield from _flat("versions", about["versions"])
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}", item)
+    else:
+        yield name, json.dumps(list(value) if isinstance(value, tuple) else value)

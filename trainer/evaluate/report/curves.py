@@ -1,0 +1,128 @@
+"""Curves of the results: quality and speed against the share of what is read."""
+
+from typing import TYPE_CHECKING
+
+from msattn.trainer.evaluate.report.style import (
+    INK,
+    by_method,
+    key_share_axis,
+    legend_outside,
+    method_style,
+    method_title,
+    panel_grid,
+    percent,
+    percent_above,
+    perplexity_axis,
+    plot_with_intervals,
+    row_title,
+    subplots,
+)
+from msattn.trainer.evaluate.row import EvalRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def perplexity(rows: list[EvalRow]) -> "Figure | None":
+    """Plots the rise of perplexity over dense attention against realised sparsity, with intervals of paired differences."""
+    rows = [row for row in rows if row.method != "dense"]
+    if not rows:
+        return None
+    figure, (axes,) = panel_grid(1)
+    for method, points in by_method(rows):
+        points.sort(key=lambda row: row.sparsity or 0)
+        rise = [percent_above(row.ratio_to_dense) for row in points]
+        intervals = [row.extra["ratio_interval"] or (row.ratio_to_dense,) * 2 for row in points]
+        bounds = [[percent_above(bound) for bound in interval] for interval in intervals]
+        plot_with_intervals(axes, [percent(row.sparsity) for row in points], rise, bounds, method)
+    perplexity_axis(axes, [percent_above(row.ratio_to_dense) for row in rows])
+    axes.set(xlabel="sparsity: visible blocks not read (%)")
+    legend_outside(figure, axes)
+    return figure
+
+
+def recall(rows: list[EvalRow]) -> "Figure | None":
+    """Plots the attention mass that is read and the error of the output against the share of keys read."""
+    if not rows:
+        return None
+    figure, (mass, error) = panel_grid(2)
+    for method, points in by_method(rows):
+        points.sort(key=lambda row: row.selectivity or 0)
+        read = [percent(row.selectivity) for row in points]
+        mass.plot(read, [percent(row.score) for row in points], label=method_title(method), **method_style(method))
+        error.plot(read, [max(row.extra["output_error"], 1e-6) for row in points], **method_style(method))
+    for axes in (mass, error):
+        key_share_axis(axes, rows)
+    mass.set(ylabel="attention mass read (%)", ylim=(None, 101))
+    error.set(ylabel="relative squared error of the output", yscale="log")
+    legend_outside(figure, mass)
+    return figure
+
+
+def needle(rows: list[EvalRow]) -> "Figure | None":
+    """Plots accuracy against the share of keys read: one panel for each length, with Wilson intervals."""
+    lengths = sorted({row.extra["length"] for row in rows})
+    if not lengths:
+        return None
+    figure, panels = panel_grid(len(lengths))
+    for axes, length in zip(panels, lengths, strict=True):
+        of_length = [row for row in rows if row.extra["length"] == length]
+        for method, points in by_method([row for row in of_length if row.method != "dense"]):
+            points.sort(key=lambda row: row.selectivity or 0)
+            found = [percent(row.score) for row in points]
+            bounds = [[percent(bound) for bound in row.interval or (row.score, row.score)] for row in points]
+            plot_with_intervals(axes, [percent(row.selectivity) for row in points], found, bounds, method)
+        dense = [row for row in of_length if row.method == "dense"]
+        if dense:
+            axes.axhline(percent(dense[0].score), color=INK, linewidth=0.9, linestyle=":", label="dense")
+        axes.set(title=f"{length:,} tokens", ylabel="needles found (%)", ylim=(-4, 104))
+        key_share_axis(axes, of_length)
+    legend_outside(figure, panels[0])
+    return figure
+
+
+def latency(rows: list[EvalRow]) -> "Figure | None":
+    """Plots the speed-up over the fastest dense attention by length, and the parts of the time at the longest length."""
+    if not rows:
+        return None
+    figure, (speedup, parts) = subplots(1, 2, (11.5, 4.6))
+    lengths = sorted({row.extra["length"] for row in rows})
+    _plot_speedups(speedup, rows, lengths)
+    _plot_parts(parts, [row for row in rows if row.extra["length"] == lengths[-1]])
+    parts.set(xlabel="seconds to the first token", title=f"{lengths[-1]:,} tokens")
+    return figure
+
+
+def _plot_speedups(axes: "Axes", rows: list[EvalRow], lengths: list[int]) -> None:
+    """Plots dense over sparse time against the length, one line for each method and setting."""
+    lines: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        if row.setting and row.ratio_to_dense:
+            lines.setdefault(row_title(row), []).append(row)
+    for number, (name, points) in enumerate(lines.items()):
+        speedups = [1 / (row.ratio_to_dense or 1.0) for row in points]
+        axes.plot([row.extra["length"] for row in points], speedups, label=name, marker="o", color=f"C{number % 10}")
+    axes.axhline(1, color=INK, linewidth=0.8)
+    axes.set(xscale="log", xlabel="tokens of the prompt", ylabel="speed-up over the fastest dense attention")
+    axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
+    axes.minorticks_off()
+    if lines:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _plot_parts(axes: "Axes", rows: list[EvalRow]) -> None:
+    """Plots stacked bars of the seconds in attention, in block selection and in the rest of the model."""
+    attention = [row.extra["attention_s"] for row in rows]
+    selection = [row.extra["selection_s"] for row in rows]
+    rest = [max(0.0, row.score - a - s) for row, a, s in zip(rows, attention, selection, strict=True)]
+    left = [0.0] * len(rows)
+    for part, color, widths in (
+        ("attention", "#0072B2", attention),
+        ("block selection", "#D55E00", selection),
+        ("rest of the model", "#CCCCCC", rest),
+    ):
+        axes.barh([row_title(row) for row in rows], widths, left=left, label=part, color=color)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=9)

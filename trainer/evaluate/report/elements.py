@@ -1,0 +1,40 @@
+"""Pieces of HTML that the sections of the report share. They escape every text."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from msattn.trainer.evaluate.report.style import GRID, INK
+
+TEXT_COLUMNS = ("task", "method", "setting", "answer", "key", "here", "there")
+THEME = {INK: "var(--ink)", GRID: "var(--grid)"}  # colours of figures that follow the page's theme
+
+
+def table(columns: dict[str, list[str]], bold: Sequence[bool] = ()) -> str:
+    """Returns ``{column: cells}`` as a table that scrolls in its own box; ``bold`` marks rows."""
+    names = list(columns)
+    kinds = [' class="text"' if name in TEXT_COLUMNS else "" for name in names]
+    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(names, kinds, strict=True))
+    lines = []
+    for number, cells in enumerate(zip(*columns.values(), strict=True)):
+        mark = ' class="trained"' if number < len(bold) and bold[number] else ""
+        lines.append(f"<tr{mark}>{''.join(f'<td{k}>{escape(c)}</td>' for c, k in zip(cells, kinds, strict=True))}</tr>")
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def figure(path: Path, explanation: str) -> str:
+    """Returns the SVG file beside the PNG file ``path``, inline and in the colours of the page, with its explanation (HTML)."""
+    text = path.with_suffix(".svg").read_text(encoding="utf-8")
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    for color, variable in THEME.items():
+        drawing = drawing.replace(color.lower(), variable)
+    label = f'<svg role="img" aria-label="{escape(path.stem)}"'
+    drawing = drawing.replace("<svg", label, 1)
+    return f'<figure><div class="scroll">{drawing}</div><figcaption>{explanation}</figcaption></figure>'
+
+
+def folded(summary: str, body: str, is_open: bool = False) -> str:
+    """Returns ``body`` (HTML) in a box that opens on a click."""
+    return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{body}</details>"

@@ -1,0 +1,61 @@
+"""Example answers: one table for each prompt, with the answer of every method."""
+
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from msattn.trainer.evaluate.report.captions import EXAMPLES, NEEDLE_EXAMPLES
+from msattn.trainer.evaluate.report.elements import table
+from msattn.trainer.evaluate.report.style import is_trained, method_title
+from msattn.trainer.evaluate.row import EvalRow
+
+PROMPT_CHARACTERS = 700  # the end of a longer prompt is shown
+
+
+def examples(rows: list[EvalRow]) -> str:
+    """Returns the section's HTML; an empty string if no row has ``extra["examples"]``.
+
+    Each example is ``{"prompt": str, "expected": str, "answer": str, "correct": bool}``, and examples of one index have the
+    same prompt in all rows of a task and length. Without an expected answer, no answer is marked.
+    """
+    parts = []
+    for task in dict.fromkeys(row.task for row in rows if row.extra.get("examples")):
+        own = _one_row_per_method(row for row in rows if row.task == task and row.extra.get("examples"))
+        parts.append(f"<p>{EXAMPLES}{NEEDLE_EXAMPLES if task == 'needle' else ''}</p>")
+        for number in range(min(len(row.extra["examples"]) for row in own)):
+            parts.append(_prompt([(row, row.extra["examples"][number]) for row in own]))
+    return "\n".join(parts)
+
+
+def _one_row_per_method(rows: Iterable[EvalRow]) -> list[EvalRow]:
+    """Returns the row of each method with the longest prompts and the fewest keys read."""
+    best: dict[str, EvalRow] = {}
+    for row in rows:
+        best[row.method] = min(best.get(row.method, row), row, key=_order)
+    return list(best.values())
+
+
+def _order(row: EvalRow) -> tuple[int, float]:
+    return -row.extra.get("length", 0), 1.0 if row.selectivity is None else row.selectivity
+
+
+def _prompt(answers: list[tuple[EvalRow, dict[str, Any]]]) -> str:
+    first = answers[0][1]
+    prompt, expected = first["prompt"], first.get("expected") or ""
+    if len(prompt) > PROMPT_CHARACTERS:
+        prompt = f"… {prompt[-PROMPT_CHARACTERS:]}"
+    shown = escape(prompt)
+    if expected:
+        shown = shown.replace(escape(expected), f"<mark>{escape(expected)}</mark>")
+    columns = {
+        "method": [method_title(row.method) for row, _ in answers],
+        "setting": [row.setting for row, _ in answers],
+        "answer": [f"{_mark(example, expected)}{example['answer']}" for _, example in answers],
+    }
+    wanted = f"<p>Expected answer: <mark>{escape(expected)}</mark></p>" if expected else ""
+    body = table(columns, bold=[is_trained(row.method) for row, _ in answers])
+    return f'<blockquote>{shown}</blockquote>\n{wanted}\n<div class="answers">{body}</div>'
+
+
+def _mark(example: dict[str, Any], expected: str) -> str:
+    return ("✓ " if example["correct"] else "✗ ") if expected else ""

@@ -1,0 +1,131 @@
+"""Heatmaps of the results: heads, needles by depth, block maps, and the keys that a decoded token reads."""
+
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.evaluate.report.style import GRID, INK, by_method, method_title, row_title, subplots
+from msattn.trainer.evaluate.row import WINDOW, EvalRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEATMAP: dict[str, Any] = {"vmin": 0, "vmax": 1, "cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
+MAX_LABELLED_COLUMNS = 24  # a needle grid with more columns has no numbers in its cells
+
+
+def recall_heads(rows: list[EvalRow]) -> "Figure | None":
+    """Draws the attention mass that each head reads: one panel for each method, at its setting with the fewest keys."""
+    fewest = [min(points, key=lambda row: row.selectivity or 0) for method, points in by_method(rows) if method != WINDOW]
+    if not fewest:
+        return None
+    columns = min(4, len(fewest))
+    lines = -(-len(fewest) // columns)
+    height = 0.9 + max(1.2, min(4.0, 0.18 * max(len(row.extra["layers"]) for row in fewest)))
+    figure, grid = subplots(lines, columns, (9.0, height * lines + 0.3))
+    image = None
+    for axes, row in zip(grid, fewest, strict=False):
+        layers, heads = row.extra["layers"], row.extra["heads"]
+        image = axes.imshow(heads, **HEATMAP)
+        axes.set_title(f"{method_title(row.method)}\n{row.setting}, mean {row.score:.0%}", fontsize=9)
+        ticks = _at_most_eight(range(len(layers)))
+        axes.set_yticks(ticks, [layers[i] for i in ticks])
+        axes.set_xticks(_at_most_eight(range(len(heads[0]))))
+        axes.set(xlabel="query head", ylabel="layer")
+        axes.grid(False)
+    for axes in grid[len(fewest) :]:
+        axes.set_axis_off()
+    assert image is not None
+    figure.colorbar(image, ax=list(grid), label="attention mass read", shrink=0.9, pad=0.02)
+    return figure
+
+
+def needle_grid(rows: list[EvalRow]) -> "Figure | None":
+    """Draws accuracy by length of the context and depth of the needle, one line for each method and setting."""
+    if not rows:
+        return None
+    lengths = sorted({row.extra["length"] for row in rows})
+    depths = sorted({float(depth) for row in rows for depth in row.extra["by_depth"]})
+    table = _needle_accuracies(rows, lengths, depths)
+    width = min(13.0, 3.4 + 0.55 * len(lengths) * len(depths))
+    figure, (axes,) = subplots(1, 1, (max(5.5, width), 1.3 + 0.24 * len(table)))
+    image = axes.imshow(list(table.values()), **HEATMAP)
+    axes.set_yticks(range(len(table)), list(table))
+    axes.set_xticks(range(len(lengths) * len(depths)), [f"{depth:.0%}" for _ in lengths for depth in depths], fontsize=8)
+    axes.tick_params(length=0)
+    axes.grid(False)
+    for number, length in enumerate(lengths):
+        axes.text((number + 0.5) * len(depths) - 0.5, -0.75, f"{length:,} tokens", ha="center", fontsize=9)
+        if number:
+            axes.axvline(number * len(depths) - 0.5, color="white", linewidth=3)
+    if len(lengths) * len(depths) <= MAX_LABELLED_COLUMNS:
+        _label_cells(axes, list(table.values()))
+    axes.set_xlabel("depth of the needle")
+    figure.colorbar(image, ax=axes, label="needles found", pad=0.02)
+    return figure
+
+
+def _needle_accuracies(rows: list[EvalRow], lengths: list[int], depths: list[float]) -> dict[str, list[float]]:
+    """Returns ``{method and setting: accuracies}``, by length and then by depth; NaN where nothing was measured."""
+    cells = {
+        (row_title(row), row.extra["length"], float(depth)): accuracy
+        for row in rows
+        for depth, accuracy in row.extra["by_depth"].items()
+    }
+    titles = dict.fromkeys(row_title(row) for row in rows)
+    return {
+        title: [cells.get((title, length, depth), float("nan")) for length in lengths for depth in depths] for title in titles
+    }
+
+
+def _label_cells(axes: "Axes", table: list[list[float]]) -> None:
+    """Writes the percentage into each cell of a heatmap."""
+    for y, line in enumerate(table):
+        for x, share in enumerate(line):
+            color = "black" if share > 0.6 else "white"
+            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=color)
+
+
+def recall_maps(rows: list[EvalRow]) -> "Figure | None":
+    """Draws the true block map, the scores of a method and the blocks that it reads, for a head in each of three layers."""
+    data = next((row.extra["maps"] for row in rows if "maps" in row.extra), None)
+    if data is None:
+        return None
+    import torch
+
+    from msattn.trainer.seer.maps import BlockMaps
+
+    maps = BlockMaps(0, 0)
+    for each in data["heads"]:
+        lists = ([[float("nan") if cell is None else cell for cell in line] for line in one] for one in each["maps"])
+        maps.maps[each["layer"], each["head"]] = [torch.tensor(one) for one in lists]
+    title = method_title(data["method"])
+    return maps.figure(("true block map", f"scores: {title}", f"blocks read\n({data['setting']})"))
+
+
+def recall_decoded(rows: list[EvalRow]) -> "Figure | None":
+    """Draws the attention mass of a decoded token by position, and the keys that each routing reads."""
+    data = next((row.extra["decoded"] for row in rows if "decoded" in row.extra), None)
+    if data is None:
+        return None
+    reads = data["reads"]
+    figure, (mass, strips) = subplots(2, 1, (9.0, 3.2 + 0.34 * len(reads)), height_ratios=[2.4, 0.34 * len(reads) + 0.2])
+    bins, extent = len(data["mass"]), (0, data["keys"])
+    width = data["keys"] / bins
+    heights = [max(share, 1e-6) for share in data["mass"]]
+    mass.bar([width * i for i in range(bins)], heights, width, align="edge", color="#0072B2")
+    mass.set(yscale="log", ylim=(1e-5, 1.2), xlim=extent, ylabel="attention mass")
+    mass.set_title(f"layer {data['layer']}, key/value head {data['head']}; routing reads {data['setting']}", fontsize=10)
+    lines = [each["bins"] for each in reads.values()]
+    strips.imshow(lines, **(HEATMAP | {"cmap": "Greens"}), extent=(*extent, len(lines) - 0.5, -0.5))
+    names = [f"{method_title(name)}:\n{each['keys']:.0%} of keys, {each['mass']:.0%} of mass" for name, each in reads.items()]
+    strips.set_yticks(range(len(names)), names, fontsize=8)
+    strips.hlines([i + 0.5 for i in range(len(names) - 1)], *extent, color=INK, linewidth=0.5)
+    strips.set(xlabel="position of the key; the token stands at the right end")
+    strips.set_facecolor(GRID)
+    strips.grid(False)
+    return figure
+
+
+def _at_most_eight(numbers: range) -> list[int]:
+    """Returns at most eight of ``numbers``, evenly spaced."""
+    return list(numbers[:: max(1, -(-len(numbers) // 8))])
