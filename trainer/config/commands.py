@@ -11,7 +11,7 @@ from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
 from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
-from msattn.trainer.config.values import DTYPES, one_of, require
+from msattn.trainer.config.values import DTYPES, check_choices, choices, require
 
 TASK_TOKENS = 256  # shortest chunk that fits a retrieval task and some text
 
@@ -28,11 +28,11 @@ class JobConfig:
     """
 
     outputs: str = "outputs"
-    device: str = "auto"
+    device: str = field(default="auto", metadata=choices(("auto", "cpu", "cuda")))
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        check_choices(self)
         require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
         require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 4294967295")
 
@@ -46,12 +46,11 @@ class JobConfig:
 class BenchRunConfig(JobConfig):
     """``msattn bench``; ``op`` is the operation to measure."""
 
-    op: str
+    op: str = field(metadata=choices(tuple(OPERATIONS)))
     bench: BenchConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("op", self.op, tuple(OPERATIONS))
         ok = self.bench.direction == "forward" or self.op in DIFFERENTIABLE
         require(ok, "bench.direction", self.bench.direction, f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do")
 
@@ -75,13 +74,12 @@ class RunConfig(JobConfig):
     data: DataConfig
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     name: str = "base"
-    dtype: str = "auto"
+    dtype: str = field(default="auto", metadata=choices(DTYPES))
     overwrite: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("dtype", self.dtype, DTYPES)
         require(self.name not in ("", ".", "..") and "/" not in self.name, "name", self.name, "a folder name")
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.config.values import one_of, require
+from msattn.trainer.config.values import check_choices, choices, require
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class ModelConfig:
 
     name: str
     path: str
-    init: str = "pretrained"
+    init: str = field(default="pretrained", metadata=choices(("pretrained", "random")))
     revision: str | None = None
     rope_scaling: dict[str, Any] | None = None
     architecture: dict[str, Any] | None = None
     presets: ModelPresets = field(default_factory=ModelPresets)
 
     def __post_init__(self) -> None:
-        one_of("model.init", self.init, ("pretrained", "random"))
+        check_choices(self, "model.")
         require(
             self.init == "pretrained" or self.architecture is not None,
             "model.init",
