@@ -51,7 +51,7 @@ from msattn.trainer.config.train import (
     TrackerConfig,
     TrainConfig,
 )
-from msattn.trainer.config.typed import known_keys, typed
+from msattn.trainer.config.typed import known_keys, leaves, typed
 from msattn.trainer.config.values import DTYPES, nearest
 
 __all__ = [
@@ -98,6 +98,7 @@ __all__ = [
     "TrainGateConfig",
     "TrainQModelConfig",
     "known_keys",
+    "leaves",
     "nearest",
     "typed",
 ]
