@@ -233,6 +233,13 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
 
 def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
     """Runs a job as Hydra's task function. One-line errors are returned, because Hydra would add lines to raised ones."""
+    from msattn.trainer.progress import activity
+
+    with activity(command):
+        return _guarded_job(config, command, arguments)
+
+
+def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
     import torch
 
     from msattn.trainer.training.distributed import fail_together

@@ -30,6 +30,7 @@ from msattn.trainer.config.evaluate import (
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import (
+    BASELINES,
     POLICIES,
     SCORES,
     CalibratedConfig,
@@ -55,6 +56,7 @@ from msattn.trainer.config.typed import known_keys, leaves, typed
 from msattn.trainer.config.values import DTYPES, nearest
 
 __all__ = [
+    "BASELINES",
     "DTYPES",
     "LOSSES",
     "PEERS",

@@ -1,7 +1,8 @@
 """The configuration schema of each command."""
 
 import math
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
@@ -86,6 +87,13 @@ class RunConfig(JobConfig):
     def folder(self) -> Path:
         return Path(self.outputs) / self.model.name / self.name
 
+    def arguments(self, name: str) -> str:
+        """Returns the arguments of a command that writes artifacts of this model called ``name``, for messages."""
+        keys = {"outputs": self.outputs, "name": name}
+        defaults = {item.name: item.default for item in fields(RunConfig)}
+        others = [shlex.quote(f"{key}={value}") for key, value in keys.items() if value != defaults[key]]
+        return " ".join([self.model.argument, *others])
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainGateConfig(RunConfig):
@@ -169,7 +177,12 @@ class FinetuneConfig(RunConfig):
         require(ok, "data.seq_len", self.data.seq_len, f"{TASK_TOKENS} tokens or more with tasks={self.tasks}")
         if self.sparse:
             gate = self.artifacts.gate
-            require(gate is not None, "artifacts.gate", gate, "gates are needed; run msattn train-gate first")
+            require(
+                gate is not None,
+                "artifacts.gate",
+                gate,
+                f"gates are needed; msattn train-gate {self.arguments('base')} trains them",
+            )
             require(self.select.policy == "topk", "select.policy", self.select.policy, "finetune trains with topk")
             require(self.select.scores == "gate", "select.scores", self.select.scores, "finetune trains with gate")
             below = self.select.dense_below

@@ -1,5 +1,6 @@
 """Configuration of the language model, and sizes that depend on it."""
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ class ModelConfig:
     @property
     def argument(self) -> str:
         """The argument of a command that means this model, for messages."""
-        return f"model={self.name}" if self.name in packaged_models() else f"--model {self.path}"
+        return f"model={self.name}" if self.name in packaged_models() else f"--model {shlex.quote(self.path)}"
 
     @property
     def is_embedded(self) -> bool:

@@ -33,13 +33,13 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         buckets, or the folder is not writable.
     """
     from rich.console import Console
-    from rich.progress import Progress
 
     from msattn.trainer import models
     from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, recall
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report import tables
     from msattn.trainer.evaluate.report.context import CPU_NOTE, context
+    from msattn.trainer.progress import Progress
     from msattn.trainer.training.tracker import Tracker
 
     console = Console()
@@ -52,7 +52,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     parts = (perplexity, recall, needle, latency, decoding)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
     rows: list[EvalRow] = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console) as progress:
         for task in cfg.eval.tasks:
             rows += tasks[task](loaded, cfg, found, progress)
     if device.type == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
