@@ -43,12 +43,12 @@ def test_totals_may_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_terminal_shows_bars_and_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = Console(file=io.StringIO(), force_terminal=True)
-    with activity("eval"), Progress(console=terminal) as bars:
+    output = io.StringIO()
+    with activity("eval"), Progress(console=Console(file=output, force_terminal=True)) as bars:
         bars.add_task("perplexity", total=2)
         time.sleep(0.12)
     assert lines(capsys) == []
-    assert "perplexity" in terminal.file.getvalue()
+    assert "perplexity" in output.getvalue()
 
 
 def test_other_ranks_and_disabled_progress_are_silent(
