@@ -25,19 +25,31 @@ class ConfigSection(StrEnum):
 
 
 class ConfiguredCommand(TyperCommand):
-    """A command whose ``--help`` lists the groups and defaults of its configuration."""
+    """A command whose ``--help`` explains the groups and keys of its configuration."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from msattn.trainer.commands.compose import describe
+        from msattn.trainer.commands.help import command_page, write
 
         super().format_help(ctx, formatter)
-        typer.echo(describe(str(ctx.info_name)))
+        write(formatter, command_page(str(ctx.info_name)))
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
-    from msattn.trainer.commands.compose import complete
+    from msattn.trainer.commands.completion import complete
 
     return complete(str(ctx.info_name), ctx.params.get("overrides") or (), incomplete)
+
+
+def _complete_model(incomplete: str) -> list[str]:
+    from msattn.trainer.commands.completion import complete_model
+
+    return complete_model(incomplete)
+
+
+def _complete_topic(ctx: typer.Context, incomplete: str) -> list[str]:
+    from msattn.trainer.commands.completion import complete_topic
+
+    return complete_topic(ctx, incomplete)
 
 
 Overrides = Annotated[
@@ -47,7 +59,10 @@ Overrides = Annotated[
 ConfigDir = Annotated[Path | None, typer.Option(help="An additional folder of configuration groups.", show_default=False)]
 Cfg = Annotated[ConfigSection | None, typer.Option(help="Print the composed configuration and exit.", show_default=False)]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
-Model = Annotated[str | None, typer.Option(help="A model of your own: a folder or a Hub id.", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Option(help="A model of your own: a folder or a Hub id.", autocompletion=_complete_model, show_default=False),
+]
 Data = Annotated[
     str | None, typer.Option(help="Text of your own: a txt, md, jsonl or parquet file, a folder or a glob.", show_default=False)
 ]
@@ -56,7 +71,7 @@ app = typer.Typer(
     name="msattn",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 
 
@@ -68,6 +83,9 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Topic = Annotated[
+    str | None, typer.Argument(help="A command, a group or a key.", autocompletion=_complete_topic, show_default=False)
+]
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
 
 
@@ -178,6 +196,14 @@ def doctor() -> None:
     from msattn.trainer.commands.doctor import doctor as run
 
     run()
+
+
+@app.command("help")
+def explain(ctx: typer.Context, topic: Topic = None) -> None:
+    """Explain a command, a group such as gate, or a key such as gate.heads."""
+    from msattn.trainer.commands.help import show
+
+    show(ctx, topic)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -168,10 +168,11 @@ class _WithCustomMod(torch.autograd.Function):
         _backward(ctx, *gradients)
 
 
-@torch.compiler.disable
 def _run_with_custom_mod(*arguments) -> tuple[Tensor, Tensor]:
-    """Runs the kernels without a custom operator: its schema cannot hold functions."""
-    return _WithCustomMod.apply(*arguments)  # type: ignore[return-value]
+    """Runs the kernels without a custom operator, whose schema cannot hold functions, and outside compiled graphs."""
+    # As a decorator, torch.compiler.disable would import the compiler, which takes seconds, whenever this module is imported.
+    run = torch.compiler.disable(_WithCustomMod.apply) if torch.compiler.is_compiling() else _WithCustomMod.apply
+    return run(*arguments)  # type: ignore[return-value]
 
 
 def _run(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend) -> tuple[Tensor, Tensor]:

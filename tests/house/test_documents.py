@@ -53,7 +53,7 @@ def test_the_documents_commands_are_real(document: str) -> None:
         elif program == "msattn" and words[0] in COMMANDS:
             assert compose(words[0], overrides_of(words[1:])), line
         elif program == "msattn":
-            assert words[0] in ("demo", "doctor", "--help", "--install-completion"), line
+            assert words[0] in ("demo", "doctor", "help", "--help", "--install-completion"), line
         else:
             assert program in ("pip", "git", "python", "cd"), f"{document}: {line}"
     for block in blocks(document, "python"):

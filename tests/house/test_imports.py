@@ -14,6 +14,8 @@ LIGHT = [
     "msattn.cli",
     "msattn.trainer.config",
     "msattn.trainer.commands.compose",
+    "msattn.trainer.commands.completion",
+    "msattn.trainer.commands.help",
     "msattn.trainer.commands.doctor",
     "msattn.trainer.commands.demo",
 ]

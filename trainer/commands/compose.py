@@ -25,11 +25,15 @@ QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``."""
+    """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
+
+    ``first`` are the groups and keys that ``--help`` shows first.
+    """
 
     config: str
     schema: type[JobConfig]
     job: str
+    first: tuple[str, ...]
 
     @property
     def trains(self) -> bool:
@@ -43,13 +47,83 @@ class Command:
 
 
 COMMANDS = {
-    "train-gate": Command("train_gate", schemas.TrainGateConfig, "seer.train_gate:train_gate"),
-    "fit-kmeans": Command("fit_kmeans", schemas.FitKMeansConfig, "saap.fit_kmeans:fit_kmeans"),
-    "train-qmodel": Command("train_qmodel", schemas.TrainQModelConfig, "saap.train_qmodel:train_qmodel"),
-    "finetune": Command("finetune", schemas.FinetuneConfig, "finetune.run:finetune"),
-    "eval": Command("eval", schemas.EvalRunConfig, "evaluate.run:evaluate"),
-    "generate": Command("generate", schemas.GenerateConfig, "commands.generate:generate"),
-    "bench": Command("bench", schemas.BenchRunConfig, "commands.bench:bench"),
+    "train-gate": Command(
+        "train_gate",
+        schemas.TrainGateConfig,
+        "seer.train_gate:train_gate",
+        (
+            "model",
+            "data",
+            "data.path",
+            "data.seq_len",
+            "gate.loss",
+            "gate.heads",
+            "train.steps",
+            "train.lr",
+            "name",
+            "overwrite",
+        ),
+    ),
+    "fit-kmeans": Command(
+        "fit_kmeans",
+        schemas.FitKMeansConfig,
+        "saap.fit_kmeans:fit_kmeans",
+        (
+            "model",
+            "data",
+            "data.path",
+            "data.seq_len",
+            "kmeans.num_buckets",
+            "kmeans.num_prompts",
+            "name",
+            "device",
+            "overwrite",
+        ),
+    ),
+    "train-qmodel": Command(
+        "train_qmodel",
+        schemas.TrainQModelConfig,
+        "saap.train_qmodel:train_qmodel",
+        (
+            "model",
+            "data",
+            "data.path",
+            "artifacts.kmeans",
+            "qmodel.num_prompts",
+            "train.steps",
+            "train.lr",
+            "name",
+            "overwrite",
+        ),
+    ),
+    "finetune": Command(
+        "finetune",
+        schemas.FinetuneConfig,
+        "finetune.run:finetune",
+        ("model", "data", "data.path", "data.seq_len", "artifacts.gate", "select.sparsity", "train.steps", "train.lr", "name"),
+    ),
+    "eval": Command(
+        "eval",
+        schemas.EvalRunConfig,
+        "evaluate.run:evaluate",
+        ("model", "eval", "select", "select.sparsity", "data", "data.path", "artifacts.gate", "probes", "recent", "name"),
+    ),
+    "generate": Command(
+        "generate",
+        schemas.GenerateConfig,
+        "commands.generate:generate",
+        ("model", "select", "select.sparsity", "select.dense_below", "max_new_tokens", "artifacts.gate", "probes", "device"),
+    ),
+    "bench": Command(
+        "bench",
+        schemas.BenchRunConfig,
+        "commands.bench:bench",
+        (
+            "op",
+            "device",
+            *(f"bench.{key}" for key in ("lengths", "heads", "head_size", "dtype", "sparsities", "direction", "tune")),
+        ),
+    ),
 }
 
 
@@ -60,8 +134,8 @@ def compose(command: str, overrides: Sequence[str] = ()) -> Any:
     ------
     UserError : Hydra or the schema refuses an override.
     """
-    with _hydra(command, None) as hydra:
-        return _typed(_composed(hydra, command, overrides), command)
+    with initialized_hydra(command) as hydra:
+        return _typed(compose_raw(hydra, command, overrides), command)
 
 
 def launch(
@@ -91,9 +165,9 @@ def launch(
     name = COMMANDS[command].config
     overrides = _with_search_path(overrides, config_dir)
     task = functools.partial(_run_job, command=command, arguments=arguments)
-    with _hydra(command, config_dir) as hydra:
+    with initialized_hydra(command) as hydra:
         if multirun:
-            sweep = _composed(hydra, command, overrides, "MULTIRUN")
+            sweep = compose_raw(hydra, command, overrides, "MULTIRUN")
             _check_points(hydra, sweep, command)
             # Each training job writes artifacts of its own name; other jobs read those of the name they are given.
             if COMMANDS[command].trains and not _names_its_jobs(sweep, overrides):
@@ -102,14 +176,14 @@ def launch(
             results = [job.return_value for batch in batches for job in batch]
         else:
             # Checked before Hydra creates the run's folder, so that a mistake leaves no files, and before the job's imports.
-            composed = _composed(hydra, command, overrides)
+            composed = compose_raw(hydra, command, overrides)
             cfg = _typed(composed, command)
             _check_files(cfg)
             _check_outputs(cfg)
             if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process writes the run's folder
                 results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
             else:
-                results = [task(_without_hydra(composed))]
+                results = [task(without_hydra(composed))]
     for number, result in enumerate(results):
         if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
@@ -144,7 +218,7 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
     for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
         try:
-            _check_files(_typed(_composed(hydra, command, [*given.hydra, *point]), command))
+            _check_files(_typed(compose_raw(hydra, command, [*given.hydra, *point]), command))
         except UserError as error:
             raise UserError(f"job {number}: {error}") from error
 
@@ -152,43 +226,20 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
 def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path | None = None) -> None:
     """Prints the composed YAML; ``kind`` is ``job``, ``hydra`` or ``all``."""
     overrides = _with_search_path(overrides, config_dir)
-    with _hydra(command, config_dir) as hydra:
-        _typed(_composed(hydra, command, overrides), command)
+    with initialized_hydra(command) as hydra:
+        _typed(compose_raw(hydra, command, overrides), command)
         hydra.show_cfg(COMMANDS[command].config, overrides, cfg_type=kind, package=None)
-
-
-def describe(command: str) -> str:
-    """Returns the configuration groups of ``command`` and its default values, as text for ``--help``."""
-    from omegaconf import OmegaConf
-
-    with _hydra(command, None) as hydra:
-        cfg = _composed(hydra, command)
-        chosen = cfg.hydra.runtime.choices
-        groups = [g for g in hydra.list_all_config_groups() if not g.startswith("hydra") and g in chosen]
-        lines = [f"  {group}={{{','.join(hydra.config_loader.get_group_options(group))}}}" for group in groups]
-        defaults = OmegaConf.to_yaml(hydra.get_sanitized_cfg(cfg, "job"))
-    body = "\n".join(f"  {line}" for line in defaults.splitlines())
-    return "Groups (group=option):\n{}\n\nDefaults (key=value):\n{}".format("\n".join(lines), body)
-
-
-def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
-    """Returns the overrides of ``command`` that begin with ``incomplete``: groups, options and keys.
-
-    Bash splits ``key=val`` into ``key``, ``=`` and ``val``; then only the part after the equals sign is completed.
-    """
-    words, prefix = list(words), ""
-    if words and words[-1] == "=":
-        words.pop()
-    if words and "=" not in words[-1] and not words[-1].startswith("~"):
-        prefix = f"{words.pop()}="
-    with _hydra(command, None) as hydra:
-        plugin = hydra.get_shell_to_plugin_map(hydra.config_loader)["bash"][0]
-        found = plugin._query(config_name=COMMANDS[command].config, line=" ".join([*words, prefix + incomplete]))
-    return [match.removeprefix(prefix) for match in found if not match.startswith("hydra")]
 
 
 def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
     """Runs a job as Hydra's task function. One-line errors are returned, because Hydra would add lines to raised ones."""
+    from msattn.trainer.progress import activity
+
+    with activity(command):
+        return _guarded_job(config, command, arguments)
+
+
+def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
     import torch
 
     from msattn.trainer.training.distributed import fail_together
@@ -206,16 +257,17 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
 
 
 def _typed(composed: Any, command: str) -> JobConfig:
-    return typed(_without_hydra(composed), COMMANDS[command].schema)
+    return typed(without_hydra(composed), COMMANDS[command].schema)
 
 
-def _without_hydra(composed: Any) -> Any:
+def without_hydra(composed: Any) -> Any:
+    """Returns a composed configuration without Hydra's own keys."""
     from omegaconf import OmegaConf
 
     return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
 
 
-def _composed(hydra: Any, command: str, overrides: Sequence[str] = (), mode: str = "RUN") -> Any:
+def compose_raw(hydra: Any, command: str, overrides: Sequence[str] = (), mode: str = "RUN") -> Any:
     """Returns the configuration of ``command`` with Hydra's own keys; ``mode`` is ``RUN`` or ``MULTIRUN``."""
     from hydra.types import RunMode
 
@@ -252,7 +304,7 @@ def _check_outputs(cfg: JobConfig) -> None:
 
 
 @contextmanager
-def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
+def initialized_hydra(command: str) -> Iterator[Any]:
     """Yields Hydra, initialized with ``conf/``; raises its errors as a UserError of one line."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
@@ -269,7 +321,7 @@ def _hydra(command: str, config_dir: Path | None) -> Iterator[Any]:
         try:
             yield hydra
         except (HydraException, OmegaConfBaseException) as error:
-            chosen = _composed(hydra, command).hydra.runtime.choices
+            chosen = compose_raw(hydra, command).hydra.runtime.choices
             keys = [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
             raise UserError(_explain(error, keys)) from error
 

@@ -25,7 +25,10 @@ def doctor() -> list[Check]:
     from rich.console import Console
     from rich.table import Table
 
-    checks = run_checks()
+    from msattn.trainer.progress import activity
+
+    with activity("doctor"):
+        checks = run_checks()
     table = Table(title="msattn doctor", title_justify="left")
     for column in ("", "found", "state", "fix"):
         table.add_column(column, overflow="fold")

@@ -30,6 +30,7 @@ from msattn.trainer.config.evaluate import (
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import (
+    BASELINES,
     POLICIES,
     SCORES,
     CalibratedConfig,
@@ -51,10 +52,11 @@ from msattn.trainer.config.train import (
     TrackerConfig,
     TrainConfig,
 )
-from msattn.trainer.config.typed import known_keys, typed
+from msattn.trainer.config.typed import known_keys, leaves, typed
 from msattn.trainer.config.values import DTYPES, nearest
 
 __all__ = [
+    "BASELINES",
     "DTYPES",
     "LOSSES",
     "PEERS",
@@ -98,6 +100,7 @@ __all__ = [
     "TrainGateConfig",
     "TrainQModelConfig",
     "known_keys",
+    "leaves",
     "nearest",
     "typed",
 ]

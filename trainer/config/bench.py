@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from msattn.trainer.config.values import DTYPES, one_of, require
+from msattn.trainer.config.values import DTYPES, check_choices, choices, require
 
 PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")
 
@@ -30,13 +30,15 @@ class BenchConfig:
     lengths: list[int] | None = None
     heads: list[int] | None = None
     head_size: int = 128
-    dtype: str = "auto"
+    dtype: str = field(default="auto", metadata=choices(DTYPES))
     batch: int = 1
     sparsities: list[float] = field(default_factory=lambda: [0.9, 0.8, 0.5])
-    direction: str = "forward"
+    direction: str = field(default="forward", metadata=choices(("forward", "backward")))
     queries: list[int] = field(default_factory=lambda: [1, 4, 16])
     kernels: list[str] = field(default_factory=lambda: ["6x11"])
-    peers: list[str] = field(default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"])
+    peers: list[str] = field(
+        default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"], metadata=choices(PEERS)
+    )
     sweep: bool = False
     tune: bool = False
 
@@ -59,7 +61,4 @@ class BenchConfig:
         ok = 0 < self.head_size <= 256 and self.head_size % 8 == 0
         require(ok, "bench.head_size", self.head_size, "a multiple of 8 up to 256")
         require(self.batch > 0, "bench.batch", self.batch, "a positive number of sequences")
-        one_of("bench.dtype", self.dtype, DTYPES)
-        one_of("bench.direction", self.direction, ("forward", "backward"))
-        for peer in self.peers:
-            one_of("bench.peers", peer, PEERS)
+        check_choices(self, "bench.")

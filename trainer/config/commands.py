@@ -1,7 +1,8 @@
 """The configuration schema of each command."""
 
 import math
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
 from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
-from msattn.trainer.config.values import DTYPES, one_of, require
+from msattn.trainer.config.values import DTYPES, check_choices, choices, require
 
 TASK_TOKENS = 256  # shortest chunk that fits a retrieval task and some text
 
@@ -29,11 +30,11 @@ class JobConfig:
     """
 
     outputs: str = "outputs"
-    device: str = "auto"
+    device: str = field(default="auto", metadata=choices(("auto", "cpu", "cuda")))
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        check_choices(self)
         require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
         require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 4294967295")
 
@@ -47,12 +48,11 @@ class JobConfig:
 class BenchRunConfig(JobConfig):
     """``msattn bench``; ``op`` is the operation to measure."""
 
-    op: str
+    op: str = field(metadata=choices(tuple(OPERATIONS)))
     bench: BenchConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("op", self.op, tuple(OPERATIONS))
         ok = self.bench.direction == "forward" or self.op in DIFFERENTIABLE
         require(ok, "bench.direction", self.bench.direction, f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do")
 
@@ -76,18 +76,24 @@ class RunConfig(JobConfig):
     data: DataConfig
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     name: str = "base"
-    dtype: str = "auto"
+    dtype: str = field(default="auto", metadata=choices(DTYPES))
     overwrite: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("dtype", self.dtype, DTYPES)
         require(self.name not in ("", ".", "..") and "/" not in self.name, "name", self.name, "a folder name")
 
     @property
     def folder(self) -> Path:
         return Path(self.outputs) / self.model.name / self.name
+
+    def arguments(self, name: str) -> str:
+        """Returns the arguments of a command that writes artifacts of this model called ``name``, for messages."""
+        keys = {"outputs": self.outputs, "name": name}
+        defaults = {item.name: item.default for item in fields(RunConfig)}
+        others = [shlex.quote(f"{key}={value}") for key, value in keys.items() if value != defaults[key]]
+        return " ".join([self.model.argument, *others])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +178,12 @@ class FinetuneConfig(RunConfig):
         require(ok, "data.seq_len", self.data.seq_len, f"{TASK_TOKENS} tokens or more with tasks={self.tasks}")
         if self.sparse:
             gate = self.artifacts.gate
-            require(gate is not None, "artifacts.gate", gate, "gates are needed; run msattn train-gate first")
+            require(
+                gate is not None,
+                "artifacts.gate",
+                gate,
+                f"gates are needed; msattn train-gate {self.arguments('base')} trains them",
+            )
             require(self.select.policy == "topk", "select.policy", self.select.policy, "finetune trains with topk")
             require(self.select.scores == "gate", "select.scores", self.select.scores, "finetune trains with gate")
             below = self.select.dense_below

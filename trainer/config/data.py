@@ -1,9 +1,9 @@
 """Configuration of the text for training and evaluation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msattn.trainer.config.text_files import text_files
-from msattn.trainer.config.values import one_of, require
+from msattn.trainer.config.values import check_choices, choices, require
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DataConfig:
         trained on such text; plain text seldom needs the retrieval that ``eval=needle`` measures.
     """
 
-    source: str
+    source: str = field(metadata=choices(("stdlib", "text", "hub")))
     path: str | None = None
     heldout_path: str | None = None
     subset: str | None = None
@@ -34,7 +34,7 @@ class DataConfig:
     needles: bool = False
 
     def __post_init__(self) -> None:
-        one_of("data.source", self.source, ("stdlib", "text", "hub"))
+        check_choices(self, "data.")
         require(self.source == "stdlib" or bool(self.path), "data.path", self.path, f"data={self.source} needs a path")
         ok = self.source != "stdlib" or self.path is None
         require(ok, "data.path", self.path, "data=stdlib reads no path; add data=text or data=hub")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from msattn.trainer.config.select import SCORES
-from msattn.trainer.config.values import one_of, require
+from msattn.trainer.config.select import BASELINES
+from msattn.trainer.config.values import check_choices, choices, require
 
 TASKS = ("perplexity", "recall", "needle", "latency", "decoding")
 QUALITY = TASKS[:3]  # the default; the other tasks measure speed
@@ -63,12 +63,12 @@ class NeedleConfig:
     samples: int = 8
     needles: int = 1
     haystack: str | None = None
-    question: str = "sparse"
+    question: str = field(default="sparse", metadata=choices(("dense", "sparse")))
     sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9])
     probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
 
     def __post_init__(self) -> None:
-        one_of("eval.needle.question", self.question, ("dense", "sparse"))
+        check_choices(self, "eval.needle.")
         for key in ("samples", "needles"):
             require(getattr(self, key) > 0, f"eval.needle.{key}", getattr(self, key), "a positive number")
         for key in ("lengths", "depths"):
@@ -124,8 +124,8 @@ class DecodingConfig:
 class EvalConfig:
     """``tasks`` to run, with a section for each; ``baselines`` are block scores that are compared with the gate's."""
 
-    tasks: list[str] = field(default_factory=lambda: list(QUALITY))
-    baselines: list[str] = field(default_factory=lambda: [s for s in SCORES if s != "gate"])
+    tasks: list[str] = field(default_factory=lambda: list(QUALITY), metadata=choices(TASKS))
+    baselines: list[str] = field(default_factory=lambda: list(BASELINES), metadata=choices(BASELINES))
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
@@ -133,7 +133,4 @@ class EvalConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
     def __post_init__(self) -> None:
-        for task in self.tasks:
-            one_of("eval.tasks", task, TASKS)
-        for baseline in self.baselines:
-            one_of("eval.baselines", baseline, SCORES[1:])
+        check_choices(self, "eval.")

@@ -1,10 +1,11 @@
 """Configuration of the language model, and sizes that depend on it."""
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.config.values import one_of, require
+from msattn.trainer.config.values import check_choices, choices, require
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ class ModelConfig:
 
     name: str
     path: str
-    init: str = "pretrained"
+    init: str = field(default="pretrained", metadata=choices(("pretrained", "random")))
     revision: str | None = None
     rope_scaling: dict[str, Any] | None = None
     architecture: dict[str, Any] | None = None
     presets: ModelPresets = field(default_factory=ModelPresets)
 
     def __post_init__(self) -> None:
-        one_of("model.init", self.init, ("pretrained", "random"))
+        check_choices(self, "model.")
         require(
             self.init == "pretrained" or self.architecture is not None,
             "model.init",
@@ -87,7 +88,7 @@ class ModelConfig:
     @property
     def argument(self) -> str:
         """The argument of a command that means this model, for messages."""
-        return f"model={self.name}" if self.name in packaged_models() else f"--model {self.path}"
+        return f"model={self.name}" if self.name in packaged_models() else f"--model {shlex.quote(self.path)}"
 
     @property
     def is_embedded(self) -> bool:

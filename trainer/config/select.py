@@ -4,13 +4,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from msattn.trainer.config.values import nearest, one_of, power_of_two, require
+from msattn.trainer.config.values import check_choices, choices, nearest, one_of, power_of_two, require
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
     from typing import Self
 
-SCORES = ("gate", "oracle", "random", "sink_local", "mean_pool", "quest")
+BASELINES = ("oracle", "random", "sink_local", "mean_pool", "quest")
+SCORES = ("gate", *BASELINES)
+POLICIES: dict[str, type["SelectConfig"]] = {}  # by name; filled below the classes
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class SelectConfig:
     UserError : a value out of range, or a key that the policy does not have.
     """
 
-    policy: str = "topk"
+    policy: str = field(default="topk", metadata=choices(POLICIES))
     _: KW_ONLY
-    scores: str = "gate"
+    scores: str = field(default="gate", metadata=choices(SCORES))
     sink_blocks: int = 0
     dense_below: int | str = "auto"
     block_size: int = 64
@@ -56,7 +58,7 @@ class SelectConfig:
         def __init__(self, policy: str = "topk", **keys: Any) -> None: ...
 
     def __post_init__(self) -> None:
-        one_of("select.scores", self.scores, SCORES)
+        check_choices(self, "select.")
         require(self.sink_blocks >= 0, "select.sink_blocks", self.sink_blocks, "0 or more")
         number = isinstance(self.dense_below, int) and self.dense_below >= 0
         require(number or self.dense_below == "auto", "select.dense_below", self.dense_below, "auto, or 0 or more tokens")
@@ -89,7 +91,7 @@ class SparsityConfig(SelectConfig):
 class TopKConfig(SparsityConfig):
     """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
 
-    policy: str = "topk"
+    policy: str = field(default="topk", metadata=choices(POLICIES))
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,14 @@ class CalibratedConfig(SparsityConfig):
     ``sparsity`` is the mean over the rows and heads of a layer.
     """
 
-    policy: str = "calibrated"
+    policy: str = field(default="calibrated", metadata=choices(POLICIES))
 
 
 @dataclass(frozen=True)
 class ThresholdConfig(SelectConfig):
     """Selects every block whose row-normalised score is at least ``threshold``, in [0, 1)."""
 
-    policy: str = "threshold"
+    policy: str = field(default="threshold", metadata=choices(POLICIES))
     threshold: float = 0.002
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class ThresholdConfig(SelectConfig):
 class NucleusConfig(SelectConfig):
     """Selects the fewest blocks of each row whose row-normalised scores sum to ``mass``, in (0, 1]."""
 
-    policy: str = "nucleus"
+    policy: str = field(default="nucleus", metadata=choices(POLICIES))
     mass: float = 0.95
 
     def __post_init__(self) -> None:
@@ -130,7 +132,7 @@ class NucleusConfig(SelectConfig):
 class TokenBudgetConfig(SelectConfig):
     """Selects the best blocks of each row that together hold ``tokens`` keys."""
 
-    policy: str = "token_budget"
+    policy: str = field(default="token_budget", metadata=choices(POLICIES))
     tokens: int = 1024
 
     def __post_init__(self) -> None:
@@ -148,7 +150,7 @@ class MultiscaleConfig(SelectConfig):
         tokens; the rest is skipped.
     """
 
-    policy: str = "multiscale"
+    policy: str = field(default="multiscale", metadata=choices(POLICIES))
     shares: list[float] = field(default_factory=lambda: [0.1, 0.1, 0.2, 0.4])
 
     def __post_init__(self) -> None:
@@ -157,10 +159,8 @@ class MultiscaleConfig(SelectConfig):
         require(fits, "select.shares", self.shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
 
 
-POLICIES: dict[str, type[SelectConfig]] = {
-    kind.policy: kind
-    for kind in (TopKConfig, CalibratedConfig, ThresholdConfig, NucleusConfig, TokenBudgetConfig, MultiscaleConfig)
-}
+for _kind in (TopKConfig, CalibratedConfig, ThresholdConfig, NucleusConfig, TokenBudgetConfig, MultiscaleConfig):
+    POLICIES[_kind.policy] = _kind
 
 
 def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: float | None = None) -> SelectConfig:
@@ -176,7 +176,7 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
     UserError : an unknown name or key, a value out of range, or a ``sparsity`` for a policy that has none.
     """
     if isinstance(select, str):
-        one_of("select", select, (*POLICIES, *SCORES[1:]))
+        one_of("select", select, (*POLICIES, *BASELINES))
         select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
     elif isinstance(select, Mapping):
         select = SelectConfig(**select)
@@ -186,7 +186,7 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
 
 def policy_class(policy: str) -> type[SelectConfig]:
     """Returns the dataclass of a policy; raises UserError for an unknown policy."""
-    one_of("select.policy", policy, tuple(POLICIES))
+    one_of("select.policy", policy, POLICIES)
     return POLICIES[policy]
 
 

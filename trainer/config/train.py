@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass, field
 
-from msattn.trainer.config.values import one_of, power_of_two, require
+from msattn.trainer.config.values import check_choices, choices, power_of_two, require
 
 POOLINGS = ("avg", "max", "min")
+HEADS = ("query", "kv")
 LOSSES = ("mse", "kl", "smooth_l1")
 
 
@@ -76,11 +77,11 @@ class FinetuneTrainConfig(TrainConfig):
 class TrackerConfig:
     """Tracker of metrics in addition to ``metrics.jsonl``: ``wandb`` (offline without an API key) or ``none``."""
 
-    kind: str = "wandb"
+    kind: str = field(default="wandb", metadata=choices(("wandb", "none")))
     project: str = "msattn"
 
     def __post_init__(self) -> None:
-        one_of("tracker.kind", self.kind, ("wandb", "none"))
+        check_choices(self, "tracker.")
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,12 @@ class GateConfig:
     """
 
     block_size: int = 64
-    q_pool: list[str] = field(default_factory=lambda: ["avg"])
-    k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
+    q_pool: list[str] = field(default_factory=lambda: ["avg"], metadata=choices(POOLINGS))
+    k_pool: list[str] = field(default_factory=lambda: ["max", "min"], metadata=choices(POOLINGS))
     hidden: int | None = None
-    heads: str = "query"
+    heads: str = field(default="query", metadata=choices(HEADS))
     rope: bool = True
-    loss: str = "mse"
+    loss: str = field(default="mse", metadata=choices(LOSSES))
     skip_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -117,10 +118,7 @@ class GateConfig:
                 pools,
                 f"one or more of {', '.join(POOLINGS)}, each once",
             )
-            for pool in pools:
-                one_of(key, pool, POOLINGS)
-        one_of("gate.heads", self.heads, ("query", "kv"))
-        one_of("gate.loss", self.loss, LOSSES)
+        check_choices(self, "gate.")
         require(
             self.hidden is None or (self.hidden > 0 and self.hidden % 2 == 0),
             "gate.hidden",
@@ -150,12 +148,12 @@ class KMeansConfig:
     num_prompts: int = 8
     normalize_keys: bool = False
     rope: bool = False
-    engine: str = "auto"
+    engine: str = field(default="auto", metadata=choices(("auto", "batched", "faiss")))
 
     def __post_init__(self) -> None:
         for key in ("num_buckets", "iterations", "num_prompts"):
             require(getattr(self, key) > 0, f"kmeans.{key}", getattr(self, key), "a positive number")
-        one_of("kmeans.engine", self.engine, ("auto", "batched", "faiss"))
+        check_choices(self, "kmeans.")
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ class QModelConfig:
     """
 
     hidden: int = 1024
-    heads: str = "kv"
+    heads: str = field(default="kv", metadata=choices(HEADS))
     num_prompts: int = 48
     queries_per_prompt: int = 1000
     long_range: int = 1024
@@ -195,4 +193,4 @@ class QModelConfig:
         require(self.long_range >= 0, "qmodel.long_range", self.long_range, "0 or more tokens")
         ok = self.min_distance is None or self.min_distance >= 0
         require(ok, "qmodel.min_distance", self.min_distance, "null, or 0 or more tokens")
-        one_of("qmodel.heads", self.heads, ("query", "kv"))
+        check_choices(self, "qmodel.")

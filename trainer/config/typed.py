@@ -1,10 +1,11 @@
 """Conversion of a composed Hydra configuration into a dataclass."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from msattn.trainer.config.select import POLICIES, SelectConfig, check_keys, policy_class
-from msattn.trainer.config.values import nearest
+from msattn.trainer.config.values import CHOICES, nearest
 from msattn.trainer.errors import UserError
 
 Config = TypeVar("Config")
@@ -19,6 +20,22 @@ def known_keys(schema: type, prefix: str = "") -> list[str]:
             if isinstance(group, type) and is_dataclass(group):
                 keys += known_keys(group, f"{prefix}{item.name}.")
     return list(dict.fromkeys(keys))  # policies share keys
+
+
+def leaves(schema: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """Yields the keys of ``values`` that are no sections: dotted name, accepted values (empty if not an enumeration), value.
+
+    ``values`` are plain containers that fit the dataclass ``schema``.
+    """
+    for item in fields(schema):
+        if item.name not in values:
+            continue
+        name, value = prefix + item.name, values[item.name]
+        group = policy_class(value["policy"]) if item.type is SelectConfig else item.type
+        if isinstance(group, type) and is_dataclass(group):
+            yield from leaves(group, value, f"{name}.")
+        else:
+            yield name, tuple(item.metadata.get(CHOICES, ())), value
 
 
 def _unfreeze(node: Any, schema: type, config: Any) -> None:

@@ -5,7 +5,6 @@ shuffled by the seed. Chunk ``i`` is the same on every machine, on every rank an
 """
 
 import hashlib
-import os
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -13,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.progress import Progress
 
 _BATCH_SIZE = 64  # documents that are encoded at once
 
@@ -103,13 +102,11 @@ def _source_name(cfg: DataConfig, heldout: bool) -> str:
 def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None) -> np.ndarray:
     """Returns the tokens of the documents, int32 [n], each document followed by the end-of-text token.
 
-    Stops after the batch that reaches ``at_least`` tokens. Shows a progress bar on rank 0's terminal.
+    Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress.
     """
     pieces: list[np.ndarray] = []
     total = 0
-    console = Console(stderr=True)
-    enabled = console.is_terminal and os.environ.get("RANK", "0") == "0"
-    with Progress(console=console, transient=True, disable=not enabled) as progress:
+    with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("tokens of text", total=at_least)
         while batch := list(islice(source, _BATCH_SIZE)):
             encoded = tokenizer([document.text for document in batch], add_special_tokens=False, verbose=False)["input_ids"]

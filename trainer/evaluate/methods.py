@@ -147,7 +147,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path
             paths[kind] = (kind, default)
             notes.append(f"There is no {kind} at {own}: the one that ships with msattn is measured.")
         if kind not in paths:
-            notes.append(f"No {kind} at {own}: `msattn {command} {cfg.model.argument} name={cfg.name}` creates it.")
+            notes.append(f"No {kind} at {own}: `msattn {command} {cfg.arguments(cfg.name)}` creates it.")
     return paths, notes
 
 

@@ -33,7 +33,6 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         buckets, the folder is not writable, or ``cfg.compare`` is not the folder of an evaluation.
     """
     from rich.console import Console
-    from rich.progress import Progress
 
     from msattn.trainer import models
     from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, recall
@@ -41,6 +40,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import CPU_NOTE, context
     from msattn.trainer.evaluate.report.verdict import verdict
+    from msattn.trainer.progress import Progress
     from msattn.trainer.training.tracker import Tracker
 
     console = Console()
@@ -54,7 +54,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     parts = (perplexity, recall, needle, latency, decoding)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
     rows: list[EvalRow] = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console) as progress:
         for task in cfg.eval.tasks:
             rows += tasks[task](loaded, cfg, found, progress)
     rows = [replace(row, extra=row.extra | {"device": device.type}) for row in rows]

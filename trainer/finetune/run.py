@@ -195,7 +195,7 @@ def _load_gate(cfg: FinetuneConfig) -> Gate:
     try:
         return Gate.load(str(cfg.artifacts.gate))
     except UserError as error:
-        hint = f"msattn train-gate {cfg.model.argument} trains gates, select.sparsity=0 needs none"
+        hint = f"msattn train-gate {cfg.arguments('base')} trains gates, select.sparsity=0 needs none"
         raise UserError(f"artifacts.gate: {error}; {hint}") from error
 
 

@@ -14,6 +14,7 @@ from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, ROPE_TYPES, check_supported
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,11 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
     UserError : ``model.path`` cannot be loaded, the architecture is not supported, weights are missing, there is no GPU or
         its memory is too small.
     """
-    target = resolve_device(device)
+    with activity(f"loading the model {cfg.name}"):
+        return _load(cfg, resolve_device(device), dtype, seed)
+
+
+def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Loaded:
     torch_dtype = resolve_dtype(dtype, target)
     random = cfg.init == "random"
     config = random_config(cfg) if random else _pretrained_config(cfg)

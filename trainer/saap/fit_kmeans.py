@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from rich.progress import Progress, track
 from torch import Tensor
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FitKMeansConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.progress import Progress
 from msattn.trainer.saap.clustering import fit_centroids, mean_stats, resolve_engine
 from msattn.trainer.saap.routing import serving
 from msattn.trainer.training import distributed
@@ -103,7 +103,7 @@ def fit_layers(
     if not missing:
         return
     keys = collect_keys(model, chunks, missing, rope=cfg.kmeans.rope, quiet=quiet)
-    with Progress(disable=quiet) as progress:
+    with Progress(transient=False, enabled=not quiet) as progress:
         task = progress.add_task("k-means of heads", total=len(missing) * models.num_kv_heads(model.config))
         for layer in missing:
             centroids, stats = fit_centroids(
@@ -135,8 +135,9 @@ def collect_keys(
         return dense_attention(x)
 
     device = next(model.parameters()).device
-    with tap(model, collecting_attention), torch.no_grad():
-        for i in track(range(len(chunks)), description="keys of prompts", disable=quiet):
+    progress = Progress(transient=False, enabled=not quiet)
+    with tap(model, collecting_attention), torch.no_grad(), progress:
+        for i in progress.track(range(len(chunks)), description="keys of prompts"):
             input_ids = chunks[i]["input_ids"].to(device)
             run_backbone(model, input_ids[None])
             begin += len(input_ids) - 1

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate.state import PartialState
-from rich.progress import track
 from torch import Tensor
 
 from msattn.kernels.bucket_mass import bucket_mass
@@ -20,6 +19,7 @@ from msattn.trainer import data, models
 from msattn.trainer.config import QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.progress import Progress
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.routing import layer_index
 from msattn.trainer.training.parts import FinishedParts
@@ -161,13 +161,14 @@ class TargetCache:
         self._check_disk_space(len(missing), model, ranks.is_main_process)
         own = missing[ranks.process_index :: ranks.num_processes]
         began = time.perf_counter()
-        for i in track(own, description=f"{self.split} targets", disable=not (own and ranks.is_main_process)):
-            seed = 1_000_003 * self.cfg.seed + 2 * i + (self.split == "train")
-            input_ids = self.chunks[i]["input_ids"].to(self.partition.centroids.device)
-            found = prompt_targets(model, self.partition, self.cfg.qmodel, input_ids, seed)
-            now = time.perf_counter()
-            self.parts.save(self.part_name(i), found, now - began)
-            began = now  # the time of writing counts for the next prompt
+        with Progress(transient=False, enabled=bool(own) and ranks.is_main_process) as progress:
+            for i in progress.track(own, description=f"{self.split} targets"):
+                seed = 1_000_003 * self.cfg.seed + 2 * i + (self.split == "train")
+                input_ids = self.chunks[i]["input_ids"].to(self.partition.centroids.device)
+                found = prompt_targets(model, self.partition, self.cfg.qmodel, input_ids, seed)
+                now = time.perf_counter()
+                self.parts.save(self.part_name(i), found, now - began)
+                began = now  # the time of writing counts for the next prompt
         ranks.wait_for_everyone()
 
     def _check_disk_space(self, prompts: int, model: "PreTrainedModel", prints: bool) -> None:

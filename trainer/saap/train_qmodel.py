@@ -94,7 +94,8 @@ def load_partition(cfg: TrainQModelConfig) -> KMeans:
     """Loads the k-means ``artifacts.kmeans``, by default that of the same model and name; UserError if there is none."""
     source = cfg.artifacts.kmeans or artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     if cfg.artifacts.kmeans is None and not Path(source).exists():
-        raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; run msattn fit-kmeans, or name another")
+        hint = f"msattn fit-kmeans {cfg.arguments(cfg.name)} creates it, artifacts.kmeans names another"
+        raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; {hint}")
     return KMeans.load(source)
 
 

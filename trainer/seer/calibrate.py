@@ -14,6 +14,7 @@ from accelerate.utils import reduce
 from torch import Tensor
 
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.progress import activity
 from msattn.trainer.seer.blocks import candidate_blocks
 from msattn.trainer.seer.policies import TopK
 
@@ -54,7 +55,7 @@ def calibrate(
         counts[x.layer] += torch.stack([histogram(scores, candidates.visible, read(scores, candidates)) for read in floors])
         return dense_attention(x)
 
-    with tap(teacher, dense_attention_with_histograms):
+    with tap(teacher, dense_attention_with_histograms), activity("calibrating the thresholds of the gates"):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
     counts = cast(Tensor, reduce(counts, "sum"))  # over ranks: integers, so the order does not change the sum

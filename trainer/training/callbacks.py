@@ -15,13 +15,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
+from msattn.trainer.progress import Progress, postpone
 from msattn.trainer.training.checkpoints import TrainingResult, describe_last_checkpoint, handle_write_errors, mark_complete
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
@@ -100,6 +101,7 @@ class TrainingCallback(TrainerCallback):
         if finished:
             control.should_log = True
         self._steps += 1
+        self._progress.update(self._task, completed=step)
         self._first_step = self._first_step or (step, time.perf_counter())
         stop_signal = self.stop_consensus.exchange(self.signal)
         if stop_signal:
@@ -202,10 +204,11 @@ class TrainingCallback(TrainerCallback):
         else:
             line += f"  {timedelta(seconds=round(left))} left" if left is not None else ""
             print(f"step {step}/{self.train.steps}  {line}", flush=True)
+            postpone()
 
     @contextmanager
     def progress_bar(self, *, enabled: bool) -> Iterator[None]:
-        """Shows a progress bar if ``enabled`` and the output is a terminal; elsewhere figures are printed as plain lines."""
+        """Shows the progress if ``enabled``: a bar on a terminal; elsewhere figures, and lines in steps that take long."""
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -213,9 +216,8 @@ class TrainingCallback(TrainerCallback):
             TimeRemainingColumn(),
             TextColumn("{task.fields[figures]}"),
         )
-        bar = enabled and self.console.is_terminal
-        with Progress(*columns, console=self.console, disable=not bar) as self._progress:
-            self._task = self._progress.add_task("", total=self.train.steps, completed=self.previous.steps, figures="")
+        with Progress(*columns, console=self.console, transient=False, enabled=enabled) as self._progress:
+            self._task = self._progress.add_task("step", total=self.train.steps, completed=self.previous.steps, figures="")
             yield
 
     @contextmanager

@@ -1,0 +1,113 @@
+"""--help and msattn help: order, explanations from YAML, choices from the schema, width, topics and their nearest names."""
+
+from pathlib import Path
+
+import pytest
+
+from msattn import cli
+from msattn.trainer.commands.compose import COMMANDS
+from msattn.trainer.commands.keys import first_sentence, keys_of, yaml_keys
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+@pytest.fixture
+def page(capsys: pytest.CaptureFixture[str]):
+    """Runs the command line; returns its exit code and what it printed."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out or err
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_first_keys_of_a_command_are_its_own(command: str) -> None:
+    known = keys_of(command)
+    assert 8 <= len(COMMANDS[command].first) <= 10
+    assert set(COMMANDS[command].first) <= {*known.groups, *known.keys}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_of_a_command(page, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out = page("train-gate", "--help")
+    assert code == 0
+    order = ["Usage: msattn train-gate", "Options:", "--multirun", "Main keys, with defaults for model=tiny:", "model=tiny"]
+    order += ["gate.loss=kl", "data=OPTION, by default stdlib:", "Other keys", "gate.skip_rows=0"]
+    places = [out.index(part) for part in order]
+    assert places == sorted(places)
+    assert "  hub     A dataset of the Hugging Face Hub, streamed.\n" in out
+    assert "${" not in out, "interpolations are resolved"
+    assert max(map(len, out.splitlines())) < width
+
+
+def test_choices_are_named_where_the_comment_does_not(page) -> None:
+    known = keys_of("train-gate").keys
+    assert known["model.init"].explanation.endswith("no download: pretrained, random")
+    assert known["gate.loss"].explanation == "mse (the paper), kl or smooth_l1"
+    assert known["gate.q_pool"].override == "gate.q_pool=[avg,max,min]"
+
+
+def test_the_overview_names_commands_groups_and_overrides(page) -> None:
+    code, out = page("help")
+    assert code == 0
+    for text in ("train-gate", "key=value", "model/presets  lab, long, tiny", "msattn help gate.heads"):
+        assert text in out
+
+
+def test_a_group(page) -> None:
+    code, out = page("help", "select")
+    assert code == 0
+    for text in (
+        "nucleus       The fewest blocks",
+        "select.sparsity=0.9",
+        "select=nucleus: sum of the row-normalised",
+        "msattn eval",
+    ):
+        assert text in out
+
+
+def test_a_group_with_keys_of_one_command(page) -> None:
+    out = page("help", "train")[1]
+    assert "msattn finetune: shard weights" in out
+    assert out.count("train.lr=") == 1
+
+
+def test_a_group_without_keys_of_its_own(page) -> None:
+    code, out = page("help", "experiment")
+    assert code == 0
+    assert "lab_rope" in out
+    assert "Keys" not in out
+
+
+def test_a_section_and_a_key(page) -> None:
+    assert "eval.needle.samples=8" in page("help", "eval.needle")[1]
+    out = page("help", "gate.heads")[1]
+    assert "default      query\n" in out
+    assert "choices      query, kv\n" in out
+    assert "msattn train-gate --help" in out
+
+
+def test_a_command_is_explained_as_by_its_help(page) -> None:
+    assert page("help", "fit-kmeans") == page("fit-kmeans", "--help")
+    assert page("help", "doctor") == page("doctor", "--help")
+
+
+@pytest.mark.parametrize(("topic", "near"), [("gte.heads", "gate.heads"), ("slect", "select"), ("trian-gate", "train-gate")])
+def test_unknown_topics_name_the_nearest(page, topic: str, near: str) -> None:
+    assert page("help", topic) == (2, f"msattn: help {topic}: no command, group or key has this name (did you mean {near}?)\n")
+
+
+def test_comments_belong_to_their_keys(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("# Head.\na: 1  # one\nb:  # two\n  c: '#3'\n  d: [x]  # four\ne: 5  # five\n")
+    assert yaml_keys(path) == [("a", "one"), ("b", "two"), ("b.c", ""), ("b.d", "four"), ("e", "five")]
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*/**/*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_option_has_an_explanation(path: Path) -> None:
+    assert 10 < len(first_sentence(str(path.parent.relative_to(CONF)), path.stem)) < 260

@@ -1,0 +1,142 @@
+"""The pages of ``--help`` and ``msattn help``, composed from the groups, keys and comments of ``conf/``."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from msattn.trainer.commands.compose import COMMANDS
+from msattn.trainer.commands.keys import CommandKeys, Group, Key, as_override, group_options, keys_of
+from msattn.trainer.config import known_keys, nearest
+from msattn.trainer.errors import UserError
+
+Section = tuple[str, list[tuple[str, str]]]  # a heading; terms and their explanations
+
+OVERRIDES: Section = (
+    "Settings, after the command",
+    [
+        ("group=option", "takes a file of conf/, as in model=llama3 or select=quest"),
+        ("key=value", "changes one setting, as in train.steps=100"),
+        ("key=[a,b]", "a list, without spaces, as in gate.q_pool=[avg,max]"),
+        ("-m key=a,b", "a sweep: one job for each value"),
+    ],
+)
+MORE: Section = (
+    "More",
+    [
+        ("msattn COMMAND --help", "options, groups and keys of a command"),
+        ("msattn help gate", "options and keys of a group"),
+        ("msattn help gate.heads", "one key"),
+    ],
+)
+
+
+def show(context: Any, topic: str | None) -> None:
+    """Prints the page of ``topic``; ``context`` is the command line's.
+
+    Raises
+    ------
+    UserError : there is no such topic.
+    """
+    import typer
+
+    program = context.parent.command
+    commands = {name: program.get_command(context, name) for name in program.list_commands(context)}
+    if topic in commands and topic not in group_options():
+        typer.echo(commands[topic].get_help(typer.Context(commands[topic], info_name=topic, parent=context.parent)))
+        return
+    formatter = context.make_formatter()
+    if topic is None:
+        write(formatter, overview({name: command.get_short_help_str(limit=200) for name, command in commands.items()}))
+    else:
+        write(formatter, topic_page(topic, commands))
+    typer.echo(formatter.getvalue().strip("\n"))
+
+
+def write(formatter: Any, sections: Iterable[Section]) -> None:
+    """Writes sections with the help formatter of the command line, which wraps them at the width of the terminal."""
+    for heading, rows in sections:
+        with formatter.section(heading):
+            formatter.write_dl(rows)
+
+
+def command_page(command: str) -> list[Section]:
+    """Returns the groups and keys of ``command``, those that matter first at the beginning."""
+    known, first = keys_of(command), COMMANDS[command].first
+    rows = [_group_row(known.groups[name]) if name in known.groups else _key_row(known.keys[name]) for name in first]
+    groups = [_options(group) for group in known.groups.values() if len(group.options) > 1]
+    others = [_key_row(key) for name, key in known.keys.items() if name not in first]
+    return [(f"Main keys, {_defaults(known)}", rows), *groups, (f"Other keys, {_defaults(known)}", others)]
+
+
+def overview(commands: dict[str, str]) -> list[Section]:
+    """Returns the page without a topic; ``commands`` are the purposes of the commands, by name."""
+    groups = [(name, ", ".join(options)) for name, options in group_options().items()]
+    return [("Commands", list(commands.items())), OVERRIDES, ("Groups and their options", groups), MORE]
+
+
+def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
+    """Returns the page of a group, of a section such as ``eval.needle``, or of a key.
+
+    Parameters
+    ----------
+    commands : the names of all commands.
+
+    Raises
+    ------
+    UserError : there is no such topic.
+    """
+    name = topic.replace("/", ".")
+    accepted = {command: known_keys(COMMANDS[command].schema) for command in COMMANDS}
+    using = [command for command, keys in accepted.items() if name in keys]
+    if topic in group_options() and not using:  # experiment, a group that only sets keys of others
+        using = [command for command in COMMANDS if topic in keys_of(command).groups]
+    if not using:
+        topics = [*commands, *group_options(), *chain.from_iterable(accepted.values())]
+        raise UserError(f"help {topic}: no command, group or key has this name{nearest(topic, topics)}")
+    known = keys_of(using[0], whole=name.partition(".")[0])
+    pages = [(f"msattn {command} --help", "all groups and keys of the command") for command in using]
+    see: Section = ("Commands with this key" if name in known.keys else "Commands with these keys", pages)
+    if name in known.keys:
+        return [_whole_key(known.keys[name]), see]
+    keys = {key.name: key for key in known.keys.values() if key.name.startswith(f"{name}.")}
+    for command in using[1:]:  # e.g. train.fsdp, which only finetune has
+        if any(key not in keys for key in _leaves_below(name, accepted[command])):
+            found = keys_of(command).keys
+            keys |= {
+                key: replace(found[key], only=f"msattn {command}")
+                for key in found
+                if key.startswith(f"{name}.") and key not in keys
+            }
+    options = [_options(known.groups[topic])] if topic in known.groups else []
+    rows: list[Section] = [(f"Keys, {_defaults(known)}", [_key_row(key) for key in keys.values()])] if keys else []
+    return [*options, *rows, see]
+
+
+def _leaves_below(name: str, keys: list[str]) -> Iterator[str]:
+    return (key for key in keys if key.startswith(f"{name}.") and not any(other.startswith(f"{key}.") for other in keys))
+
+
+def _defaults(known: CommandKeys) -> str:
+    """Returns the end of a heading, with the model that the defaults are for."""
+    return f"with defaults for model={known.groups['model'].chosen}" if "model" in known.groups else "with defaults"
+
+
+def _group_row(group: Group) -> tuple[str, str]:
+    return f"{group.name}={group.chosen}", f"{', '.join(group.options)}: see below"
+
+
+def _key_row(key: Key) -> tuple[str, str]:
+    return key.override, key.explanation
+
+
+def _whole_key(key: Key) -> Section:
+    rows = [("explanation", key.comment), ("default", as_override(key.value))]
+    rows += [("choices", ", ".join(key.choices))] if key.choices else []
+    rows += [("with", key.only)] if key.only else []
+    return key.name, rows
+
+
+def _options(group: Group) -> Section:
+    default = f", by default {group.chosen}" if group.chosen else ""
+    return f"{group.name}=OPTION{default}", list(group.options.items())
