@@ -192,7 +192,7 @@ def test_copies_repeat_a_passage_and_weight_only_predictable_tokens(seed: int) -
 def test_needle_prompts_have_the_given_length_and_depth(seed: int, length: int, count: int, depth: float | None) -> None:
     words = np.array(ids_of(" some words, that stand; for text." * 200))
     rng = np.random.default_rng(seed)
-    ids, answer = tasks.needle_prompt(rng, length, crop_from(words), TOKENIZER, count=count, depth=depth)
+    ids, answer, _ = tasks.needle_prompt(rng, length, crop_from(words), TOKENIZER, count=count, depth=depth)
     assert ids.shape == (length,)
     whole = text_of(ids)
     key, value = re.findall(r"The secret number of (\w+ \w+) is (\d{5})$", whole)[0]

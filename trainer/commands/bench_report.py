@@ -169,7 +169,7 @@ def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
         number, ours = settings.index(row.setting), row.variant in OURS
         position = others.index(name) / len(others) if name in others else None
         styles[name] = {
-            "color": COLORS[row.variant] if position is None else to_hex(hsv_to_rgb((position, 0.85, 0.75))),
+            "color": COLORS[row.variant] if position is None else to_hex(tuple(hsv_to_rgb((position, 0.85, 0.75)))),
             "marker": MARKERS[number] if number < len(MARKERS) else f"${number}$",
             "linestyle": "-" if ours else "--",
             "linewidth": 2.0 if ours else 1.2,

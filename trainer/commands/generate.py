@@ -60,10 +60,11 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
     """
     from msattn.trainer import models
     from msattn.trainer.attach import attach
+    from msattn.trainer.models.chat import encode_prompt
 
     chosen = _artifacts(cfg)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    ids = loaded.tokenizer(prompt, return_tensors="pt").input_ids.to(loaded.model.device)
+    ids = encode_prompt(loaded.tokenizer, prompt, cfg.chat).to(loaded.model.device)
     models.check_length(loaded.model.config, ids.shape[1] + cfg.max_new_tokens)
     serving = attach(
         loaded.model,
@@ -90,7 +91,7 @@ def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
     elif not any(chosen.values()):
         folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
         raise UserError(
-            f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.model.argument}, or add select=quest, "
+            f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, or add select=quest, "
             "which needs no training"
         )
     return chosen

@@ -26,6 +26,7 @@ from msattn.trainer.config.evaluate import (
     LatencyConfig,
     NeedleConfig,
     PerplexityConfig,
+    PromptsConfig,
     RecallConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
@@ -86,6 +87,7 @@ __all__ = [
     "NeedleConfig",
     "NucleusConfig",
     "PerplexityConfig",
+    "PromptsConfig",
     "QModelConfig",
     "RecallConfig",
     "RunConfig",

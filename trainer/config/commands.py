@@ -207,6 +207,7 @@ class ServingConfig(RunConfig):
     ----------
     select : scores and policy that select the blocks of prefill.
     artifacts : gates and query classifiers, or a k-means, which routes without a classifier.
+    chat : make a prompt the message of a user in the model's chat template; None does so if the model has one.
     probes : buckets that each decoded query reads.
     recent, sink : numbers of last and first keys that are always read.
     dense_layers : layers in which decoding reads every key. None for these four stands for what the artifact records.
@@ -214,6 +215,7 @@ class ServingConfig(RunConfig):
 
     select: SelectConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+    chat: bool | None = None
     probes: int | None = None
     recent: int | None = None
     sink: int | None = None

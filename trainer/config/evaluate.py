@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check_choices, choices, require
 
-TASKS = ("perplexity", "recall", "needle", "latency", "decoding")
+TASKS = ("perplexity", "recall", "needle", "prompts", "latency", "decoding")
 QUALITY = TASKS[:3]  # the default; the other tasks measure speed
 
 
@@ -84,6 +84,23 @@ class NeedleConfig:
 
 
 @dataclass(frozen=True)
+class PromptsConfig:
+    """The user's own prompts in the jsonl file ``path``, answered with up to ``max_new_tokens`` greedy tokens.
+
+    Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
+    """
+
+    path: str | None = None
+    max_new_tokens: int = 64
+    sparsities: list[float] = field(default_factory=lambda: [0.9])
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens > 0, "eval.prompts.max_new_tokens", self.max_new_tokens, "a positive number of tokens")
+        for sparsity in self.sparsities:
+            require(0 <= sparsity < 1, "eval.prompts.sparsities", self.sparsities, "each in [0, 1)")
+
+
+@dataclass(frozen=True)
 class LatencyConfig:
     """Time to the first token of prompts of ``lengths`` random tokens, dense and at each of ``sparsities``.
 
@@ -129,6 +146,7 @@ class EvalConfig:
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 

@@ -9,7 +9,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,20 +259,31 @@ def _insert_positions(starts_word: NDArray[np.bool_]) -> Tokens:
 TASKS = {"needles": needles, "pairs": pairs, "copies": copies}
 
 
+class NeedlePrompt(NamedTuple):
+    """Tokens ``ids [length]`` of text with needles, a question and the answer, and the numbers of tokens of the last two."""
+
+    ids: Tokens
+    answer_tokens: int
+    question_tokens: int
+
+
 def needle_prompt(
-    rng: np.random.Generator, length: int, crop: Crop, tokenizer: Tokenizer, *, count: int, depth: float | None = None
-) -> tuple[Tokens, int]:
+    rng: np.random.Generator,
+    length: int,
+    crop: Crop,
+    tokenizer: Tokenizer,
+    *,
+    count: int,
+    depth: float | None = None,
+    reply: Sequence[int] = (),
+) -> NeedlePrompt:
     """Hides ``count`` needles in text and appends the question for one of them, with its answer.
 
     Parameters
     ----------
     length : total number of tokens.
     depth : relative position in [0, 1] of the needle that is asked for; None and the other needles: random.
-
-    Returns
-    -------
-    ids : [length]
-    answer_tokens : number of tokens of the answer, at the end of ``ids``
+    reply : tokens that end a user's message and begin the reply; the message then asks, and the reply begins with its words.
 
     Raises
     ------
@@ -281,6 +292,9 @@ def needle_prompt(
     keys, values = random_keys(rng, count), [random_value(rng) for _ in range(count)]
     hidden = [_encode(tokenizer, f" {needle(key, value)}") for key, value in zip(keys, values, strict=True)]
     asked, answer = _encode(tokenizer, f" {question(keys[0])}"), _encode(tokenizer, f" {values[0]}")
+    if reply:
+        turn = _encode(tokenizer, f" Continue: {question(keys[0])}"), np.asarray(reply), _encode(tokenizer, question(keys[0]))
+        asked = np.concatenate(turn)
     text_length = length - sum(map(len, hidden)) - len(asked) - len(answer)
     if text_length < count:
         raise ValueError(f"length={length}: {count} needles and a question need at least {length - text_length + count} tokens")
@@ -292,4 +306,4 @@ def needle_prompt(
         positions[0] = allowed[round(depth * (len(allowed) - 1))]
     end = Span(len(text), np.concatenate([asked, answer]), np.ones(len(asked) + len(answer), np.float32))
     spans = _spans(positions, [(ids, np.ones(len(ids), np.float32)) for ids in hidden])
-    return insert_spans(text, [*spans, end])[0], len(answer)
+    return NeedlePrompt(insert_spans(text, [*spans, end])[0], len(answer), len(asked))

@@ -245,7 +245,7 @@ def needle_prompts(tokens: np.ndarray, length: int, tokenizer: Any, *, samples: 
     for count in (1, 8):
         rngs = (np.random.default_rng((seed, count, number)) for number in range(samples))
         made = [needle_prompt(rng, length, crop_from(tokens), tokenizer, count=count) for rng in rngs]
-        prompts[count] = np.stack([ids for ids, _ in made]), made[0][1]
+        prompts[count] = np.stack([each.ids for each in made]), made[0].answer_tokens
     return prompts
 
 

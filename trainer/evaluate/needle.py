@@ -24,6 +24,7 @@ from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import logits, prefill
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: i
     UserError : the prompt is too short for its needles, or longer than the haystack.
     """
     settings = cfg.eval.needle
-    text, opening = haystack.numpy(), tokenizer("").input_ids
+    text = haystack.numpy()
+    opening, reply = around_prompt(tokenizer, cfg.chat)
 
     def crop(rng: np.random.Generator, size: int) -> np.ndarray:
         if size > len(text):
@@ -155,21 +157,23 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: i
         start = rng.integers(len(text) - size + 1)
         return text[start : start + size]
 
-    prompts, answers, depths = [], [], []
+    prompts, questions, answers, depths = [], [], [], []
     for number, depth in enumerate(settings.depths):
         for sample in range(settings.samples):
             rng = np.random.default_rng((cfg.seed, length, number, sample))
             try:
-                ids, answer = needle_prompt(rng, length - len(opening), crop, tokenizer, count=settings.needles, depth=depth)
+                prompt = needle_prompt(
+                    rng, length - len(opening), crop, tokenizer, count=settings.needles, depth=depth, reply=reply
+                )
             except ValueError as error:
                 raise UserError(f"eval.needle.lengths={length}: {error}") from error
-            prompts.append(torch.tensor([*opening, *ids]))
-            answers.append(answer)
+            prompts.append(torch.tensor([*opening, *prompt.ids]))
+            questions.append(prompt.question_tokens)
+            answers.append(prompt.answer_tokens)
             depths.append(depth)
-    ids = torch.stack(prompts)
-    start = last_position(ids, torch.tensor(tokenizer(f" {QUESTION}", add_special_tokens=False).input_ids))
-    decoded = max(answers) + 1 if settings.question == "dense" else length - int(start.min())
-    return Samples(ids, answers, decoded, depths, tokenizer)
+    asked = max(asked + answer for asked, answer in zip(questions, answers, strict=True))
+    decoded = max(answers) + 1 if settings.question == "dense" else asked
+    return Samples(torch.stack(prompts), answers, decoded, depths, tokenizer)
 
 
 def excerpt(prompt: str, answer: str) -> str:
@@ -179,14 +183,6 @@ def excerpt(prompt: str, answer: str) -> str:
     after = begin + len(asked + answer)
     pieces = [prompt[max(0, begin - EXCERPT) : after + EXCERPT], prompt[max(after, end - EXCERPT) :]]
     return " … ".join(" ".join(piece.split()) for piece in pieces)
-
-
-def last_position(ids: Tensor, phrase: Tensor) -> Tensor:
-    """Returns the position of the last occurrence of ``phrase [p]`` in each row of ``ids [n, N]``."""
-    begins = (ids.unfold(1, len(phrase), 1) == phrase).all(-1)
-    if not begins.any(1).all():
-        raise ValueError(f"phrase={phrase.tolist()}: not in every row of ids")
-    return (begins * torch.arange(begins.shape[1])).amax(1)
 
 
 @torch.inference_mode()

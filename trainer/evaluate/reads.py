@@ -101,7 +101,7 @@ def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: 
         maps = PrefillReads(shown[0], setting, select, blocks)
     if methods.bucket_routings:
         buckets = min(routing.router.num_buckets for routing in methods.bucket_routings)
-        decoded = DecodingReads(methods.bucket_routings, min(cfg.probes, buckets))
+        decoded = DecodingReads(methods.bucket_routings, min(methods.bucket_routings[0].probes, buckets))
 
     def recorded_dense_attention(x: LayerInputs) -> Tensor:
         for part in (maps, decoded):

@@ -35,7 +35,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from rich.console import Console
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, recall
+    from msattn.trainer.data.prompts import read_prompts
+    from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, prompts, recall
     from msattn.trainer.evaluate.report import compare, tables
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import CPU_NOTE, context
@@ -47,11 +48,13 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
     _check_folder_is_writable(folder)
     other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
+    if "prompts" in cfg.eval.tasks:
+        read_prompts(cfg.eval.prompts.path)  # refuses a wrong file before the model is loaded
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     device = loaded.model.device
     found = methods.find_methods(cfg, loaded, device)
     _check_sizes(cfg, loaded, found)
-    parts = (perplexity, recall, needle, latency, decoding)
+    parts = (perplexity, recall, needle, prompts, latency, decoding)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
     rows: list[EvalRow] = []
     with Progress(console=console) as progress:

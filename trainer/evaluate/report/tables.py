@@ -14,10 +14,11 @@ HEADINGS = {
     "perplexity": "Perplexity of held-out text",
     "recall": "Attention mass read",
     "needle": "Needles in a haystack",
+    "prompts": "Own prompts",
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
 }
-SAMPLE_UNITS = {"needle": "prompts per row", "latency": "prompts per row", "decoding": "tokens per row"}
+SAMPLE_UNITS = dict.fromkeys(("needle", "prompts", "latency"), "prompts per row") | {"decoding": "tokens per row"}
 # A terminal that is too narrow drops these columns, in this order.
 OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection")
 
@@ -70,6 +71,14 @@ def _needle(rows: list[EvalRow]) -> dict[str, list[str]]:
     }
 
 
+def _prompts(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "as expected": [_percent(row.score) for row in rows],
+        "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
+        "tokens as dense": [_percent(row.extra["same_as_dense"]) for row in rows],
+    }
+
+
 def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "tokens": [f"{row.extra['length']:,}" for row in rows],
@@ -105,6 +114,7 @@ TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
     "perplexity": _perplexity,
     "recall": _recall,
     "needle": _needle,
+    "prompts": _prompts,
     "latency": _latency,
     "decoding": _decoding,
 }

@@ -1,0 +1,77 @@
+"""``eval=prompts``: the user's own prompts with expected answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn.trainer import models
+from msattn.trainer.config import PromptsConfig
+from msattn.trainer.data.prompts import Prompt, read_prompts
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.prompts import share_of_equal_tokens
+from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.models.chat import encode_prompt
+from tests.evaluate.test_evaluate import config
+
+LONG = "the river ran past an old mill and nobody knew where it came from " * 5
+
+
+def write(path: Path, *entries: Any) -> str:
+    path.write_text("\n".join(json.dumps(entry) for entry in entries), encoding="utf-8")
+    return str(path)
+
+
+def test_dense_and_sparse_answers(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "unused")
+    loaded = models.load(cfg.model, device="cpu")
+    ids = encode_prompt(loaded.tokenizer, LONG, None)
+    output: Any = loaded.model.generate(ids, max_new_tokens=4, do_sample=False)  # pyrefly: ignore[not-callable]
+    answer = str(loaded.tokenizer.decode(output[0, ids.shape[1] :]))
+    path = write(tmp_path / "qa.jsonl", {"prompt": LONG, "answer": answer.upper()}, {"prompt": LONG, "answer": "never <said>"})
+    prompts = PromptsConfig(path, max_new_tokens=4, sparsities=[0.0, 0.9])
+    folder = evaluate(config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts))
+    rows = {(row["method"], row["setting"]): row for row in json.loads((folder / "results.json").read_text())["rows"]}
+    dense, full, sparse = rows["dense", ""], rows["random", "sparsity 0"], rows["random", "sparsity 0.9"]
+    assert (dense["score"], dense["samples"]) == (0.5, 2)
+    assert [example["correct"] for example in dense["extra"]["examples"]] == [True, False]
+    assert (full["score"], full["sparsity"], full["extra"]["same_as_dense"]) == (0.5, 0, 1)
+    assert sparse["sparsity"] > 0.5
+    assert sparse["extra"]["same_as_dense"] < 1
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "never &lt;said&gt;" in page
+
+
+def test_files_and_their_mistakes(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Where?"}]
+    path = write(tmp_path / "a.jsonl", {"prompt": "How?", "answer": "So."}, {"messages": messages, "answer": "Here."})
+    first, second = read_prompts(path)
+    assert (first, second.text) == (Prompt("How?", "So."), "Where?")
+    assert second.is_answered_by("It is\n  HERE. Yes")
+    assert not second.is_answered_by("there")
+    for entry in ({"prompt": "How?"}, {"answer": "x"}, {"prompt": "", "answer": "x"}, {"messages": [{}], "answer": "x"}, 3):
+        with pytest.raises(UserError, match=r'bad\.jsonl, line 2: each line is {"prompt"'):
+            read_prompts(write(tmp_path / "bad.jsonl", {"prompt": "How?", "answer": "So."}, entry))
+    (tmp_path / "text.jsonl").write_text("How?")
+    with pytest.raises(UserError, match="line 1: not JSON"):
+        read_prompts(str(tmp_path / "text.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="the file is empty"):
+        read_prompts(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match=r"eval\.prompts\.path=nowhere: No such file"):
+        read_prompts("nowhere")
+    with pytest.raises(UserError, match=r"eval\.prompts\.path=None: a jsonl file"):
+        evaluate(config(tmp_path, "unused", tasks=["prompts"]))
+
+
+def test_prompts_longer_than_the_model(tmp_path: Path) -> None:
+    prompts = PromptsConfig(write(tmp_path / "qa.jsonl", {"prompt": LONG * 5, "answer": "x"}))
+    with pytest.raises(UserError, match=r"prompt 1 has \d+ tokens, which with eval.prompts.max_new_tokens=64 exceeds"):
+        evaluate(config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts))
+
+
+def test_the_share_of_equal_tokens() -> None:
+    assert share_of_equal_tokens([1, 2, 3], [1, 2, 4, 5]) == 0.5
+    assert share_of_equal_tokens([1, 2], [1, 2, 3, 4]) == 0.5
+    assert share_of_equal_tokens([7], []) == 1

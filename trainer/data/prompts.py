@@ -1,0 +1,75 @@
+"""Prompts of the user's own with the answers that are expected, from a jsonl file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer.errors import UserError
+
+FORMAT = 'each line is {"prompt": ..., "answer": ...}, or {"messages": [{"role": ..., "content": ...}], "answer": ...}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, as text or as messages with ``role`` and ``content``, and the expected answer."""
+
+    prompt: str | list[dict[str, str]]
+    answer: str
+
+    @property
+    def text(self) -> str:
+        """The prompt for the reader: the text, or the last message."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+    def is_answered_by(self, text: str) -> bool:
+        """Returns whether the expected answer is in ``text``, whatever the case and the white space."""
+        return _normal(self.answer) in _normal(text)
+
+
+def read_prompts(path: str | None) -> list[Prompt]:
+    """Reads a jsonl file.
+
+    Raises
+    ------
+    UserError : there is no path, the file is missing, not UTF-8, empty, or a line has another form; the message names the line.
+    """
+    key = f"eval.prompts.path={path}"
+    if path is None:
+        raise UserError(f"{key}: a jsonl file; {FORMAT}")
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: not UTF-8 (byte {error.start})") from error
+    except OSError as error:
+        raise UserError(f"{key}: {error.strerror}") from error
+    prompts = [_parse(line, f"{key}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise UserError(f"{key}: the file is empty; {FORMAT}")
+    return prompts
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error})") from error
+    entry = entry if isinstance(entry, dict) else {}
+    given, answer = [entry[key] for key in ("prompt", "messages") if key in entry], entry.get("answer")
+    if len(given) != 1 or not (_is_text(given[0]) or _are_messages(given[0])) or not _is_text(answer):
+        raise UserError(f"{where}: {FORMAT}")
+    return Prompt(given[0], str(answer))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and each.keys() == {"role", "content"} and all(map(_is_text, each.values())) for each in value
+    )
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())

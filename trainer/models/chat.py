@@ -1,0 +1,63 @@
+"""Prompts as tokens, with the chat template of instruct models."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from msattn.trainer.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, str]]  # each with the keys role and content
+MARK = "\u2063msattn\u2063"  # stands for a message whose surroundings are wanted; invisible separators occur in no template
+
+
+def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, chat: bool | None) -> Tensor:
+    """Returns the tokens of a prompt, int64 ``[1, N]``.
+
+    Parameters
+    ----------
+    prompt : text, or the messages of a conversation, which always need a chat template.
+    chat : make text the message of a user; None does so if the tokenizer has a chat template.
+
+    Raises
+    ------
+    UserError : there is no chat template, or it refuses the messages.
+    """
+    if isinstance(prompt, str):
+        if not uses_chat(tokenizer, chat):
+            return tokenizer(prompt, return_tensors="pt").input_ids
+        prompt = [{"role": "user", "content": prompt}]
+    rendered = _render(tokenizer, prompt)
+    return tokenizer(rendered, return_tensors="pt", add_special_tokens=False).input_ids
+
+
+def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tuple[list[int], list[int]]:
+    """Returns the tokens before and after the text of a prompt; the latter are none without a chat template.
+
+    Raises
+    ------
+    UserError : as :func:`encode_prompt`.
+    """
+    if not uses_chat(tokenizer, chat):
+        return list(tokenizer("").input_ids), []
+    before, _, after = _render(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
+    first, last = (list(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after))
+    return first, last
+
+
+def uses_chat(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> bool:
+    """Returns whether prompts become messages; ``chat=None`` leaves that to the tokenizer."""
+    return tokenizer.chat_template is not None if chat is None else chat
+
+
+def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str:
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise UserError("chat: the tokenizer has no chat template; chat=false sends prompts as they are")
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except TemplateError as error:
+        raise UserError(f"messages: the model's chat template refuses them ({first_line(error)})") from error
