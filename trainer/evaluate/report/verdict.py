@@ -164,11 +164,14 @@ def _speed(rows: Sequence[EvalRow]) -> str:
 def _timed(rows: Sequence[EvalRow], tasks: tuple[str, ...], trained: str) -> EvalRow | None:
     """Returns the row with the longest prompt and the fewest keys, in the first of ``tasks`` that has one.
 
-    Trained methods come first, then untrained gates and classifiers, then Quest and the k-means.
+    Trained methods come first, then untrained gates and classifiers, then Quest and the k-means. Settings in which quality was
+    measured are preferred to others.
     """
     for task in tasks:
         own = [row for row in rows if row.task == task and row.latency_s and (row.sparsity is not None or task == "decoding")]
         own = [row for row in own if row.method.startswith((trained, "quest", "k-means"))]
+        judged = {row.setting for row in rows if row.task in (measure.task for measure in MEASURES)}
+        own = [row for row in own if row.setting in judged] or own
         if own:
             order = [(not is_trained(row.method), not row.method.startswith(trained)) for row in own]
             keys = [(-row.extra.get("length", 0), rank, _reads(row)) for row, rank in zip(own, order, strict=True)]
@@ -244,9 +247,8 @@ def _name(method: str) -> str:
         return f"the {'shipped' if origin == 'embedded' else origin} {base}"
     if method.endswith(", untrained"):
         return f"an untrained {method.removesuffix(', untrained')} of the same cost"
-    return NAMES.get(method) or (
-        f"the {method}" if method.startswith(("gate", "classifier", "k-means")) else method_title(method)
-    )
+    article = "the " if method.startswith(("gate", "classifier", "k-means")) else ""
+    return NAMES.get(method) or article + method_title(method)
 
 
 def _opening(setting: str) -> str:
@@ -270,7 +272,7 @@ def _sign(theirs: float, mine: float) -> int:
 
 def _percent(share: float | None) -> str:
     """Returns a share in percent, with a decimal place below 10 % where it is not zero."""
-    value = 100 * (share or 0.0)
+    value = round(100 * (share or 0.0), 1)
     return f"{value:.0f} %" if value >= 10 or value == round(value) else f"{value:.1f} %"
 
 
