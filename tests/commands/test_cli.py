@@ -103,7 +103,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
         (
             "eval eval=neddle",
-            "eval=neddle: accepted are all, demo, gates, latency, needle, perplexity, prompts, recall, routing (did you mean needle",
+            "eval=neddle: accepted are all, demo, gates, latency, needle, perplexity, prompts, recall, routing (did you",
         ),
         ("eval select=topq", "did you mean topk?"),
         ("eval select=null", "a group takes one of its options, as in select=topk"),

@@ -110,4 +110,4 @@ def test_a_gate_of_ones_own_model_and_text(
     with pytest.raises(SystemExit) as caught:
         cli.main(["generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu"])
     assert caught.value.code == 2
-    assert "msattn train-gate --model q3, or add select=quest" in capsys.readouterr().err
+    assert "msattn train-gate --model q3 name=none, or add select=quest" in capsys.readouterr().err

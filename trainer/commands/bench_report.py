@@ -1,6 +1,7 @@
 """Terminal table and figure of benchmark rows."""
 
 from collections.abc import Callable, Sequence
+from colorsys import hsv_to_rgb
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.kernels.bench import SHIPPED, BenchRow
@@ -158,8 +159,6 @@ def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
 
     The first line of a variant in :data:`COLORS` has that colour. The other lines have evenly spaced hues.
     """
-    from matplotlib.colors import hsv_to_rgb, to_hex
-
     settings = list(dict.fromkeys(row.setting for row in rows))
     lines = {label(row): row for row in rows}
     first = {row.variant: name for name, row in reversed(lines.items())}
@@ -169,7 +168,7 @@ def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
         number, ours = settings.index(row.setting), row.variant in OURS
         position = others.index(name) / len(others) if name in others else None
         styles[name] = {
-            "color": COLORS[row.variant] if position is None else to_hex(tuple(hsv_to_rgb((position, 0.85, 0.75)))),
+            "color": COLORS[row.variant] if position is None else hsv_to_rgb(position, 0.85, 0.75),
             "marker": MARKERS[number] if number < len(MARKERS) else f"${number}$",
             "linestyle": "-" if ours else "--",
             "linewidth": 2.0 if ours else 1.2,

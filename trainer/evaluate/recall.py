@@ -52,8 +52,8 @@ class MethodRecall:
     routed: bool
     by_layer: dict[int, list[LayerRecall]] = field(default_factory=lambda: defaultdict(list))
 
-    def as_row(self, method: str, setting: str) -> EvalRow:
-        """Returns the means over layers, heads and chunks; ``extra`` holds the values of each head."""
+    def as_row(self, method: str, setting: str, length: int) -> EvalRow:
+        """Returns the means over layers, heads and chunks of ``length`` tokens; ``extra`` holds the values of each head."""
         layers = sorted(self.by_layer)
         recall = torch.stack([torch.stack([chunk.recall for chunk in self.by_layer[layer]]) for layer in layers]).cpu()
         error = torch.stack([torch.stack([chunk.error for chunk in self.by_layer[layer]]) for layer in layers]).cpu()
@@ -72,6 +72,7 @@ class MethodRecall:
             recall=recall.mean().item(),
             samples=recall.shape[1],
             extra={
+                "length": length,
                 "reads": "buckets" if self.routed else "blocks",
                 "output_error": error.mean().item(),
                 "layers": layers,
@@ -113,7 +114,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         with torch.inference_mode(), tap(loaded.model, measured_dense_attention):
             prefill(loaded, chunks[i]["input_ids"])
     blocks_first = sorted(recalls.items(), key=lambda item: item[1].routed)
-    rows = [recall.as_row(method, label) for (method, label), recall in blocks_first]
+    rows = [recall.as_row(method, label, settings.length) for (method, label), recall in blocks_first]
     for method, pictures in collect(loaded, chunks[0]["input_ids"], methods, cfg).items():
         last = max(i for i, row in enumerate(rows) if row.method == method)
         rows[last] = replace(rows[last], extra=rows[last].extra | pictures)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from msattn.trainer.evaluate.report.style import (
+    BLUE,
     INK,
     by_method,
     key_share_axis,
@@ -18,6 +19,8 @@ from msattn.trainer.evaluate.report.style import (
     subplots,
 )
 from msattn.trainer.evaluate.row import EvalRow
+
+MAX_LINES = 12  # of the figure of latencies
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,15 +86,28 @@ def needle(rows: list[EvalRow]) -> "Figure | None":
 
 
 def latency(rows: list[EvalRow]) -> "Figure | None":
-    """Plots the speed-up over the fastest dense attention by length, and the parts of the time at the longest length."""
+    """Plots the speed-up over the fastest dense attention by length, and the parts of the time at the longest length.
+
+    With many methods, each is plotted in its setting that reads the fewest keys.
+    """
     if not rows:
         return None
-    figure, (speedup, parts) = subplots(1, 2, (11.5, 4.6))
+    rows = _few_lines(rows)
+    figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
     lengths = sorted({row.extra["length"] for row in rows})
     _plot_speedups(speedup, rows, lengths)
     _plot_parts(parts, [row for row in rows if row.extra["length"] == lengths[-1]])
     parts.set(xlabel="seconds to the first token", title=f"{lengths[-1]:,} tokens")
     return figure
+
+
+def _few_lines(rows: list[EvalRow]) -> list[EvalRow]:
+    """Returns the rows of at most ``MAX_LINES`` lines, or those of each method in its setting that reads the fewest keys."""
+    lines = {(row.method, row.setting): row.selectivity or 0.0 for row in rows}
+    if len(lines) <= MAX_LINES:
+        return rows
+    fewest = {method: min((keys, setting) for (each, setting), keys in lines.items() if each == method) for method, _ in lines}
+    return [row for row in rows if row.setting == fewest[row.method][1]]
 
 
 def _plot_speedups(axes: "Axes", rows: list[EvalRow], lengths: list[int]) -> None:
@@ -102,13 +118,14 @@ def _plot_speedups(axes: "Axes", rows: list[EvalRow], lengths: list[int]) -> Non
             lines.setdefault(row_title(row), []).append(row)
     for number, (name, points) in enumerate(lines.items()):
         speedups = [1 / (row.ratio_to_dense or 1.0) for row in points]
-        axes.plot([row.extra["length"] for row in points], speedups, label=name, marker="o", color=f"C{number % 10}")
+        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "marker": "o"}
+        axes.plot([row.extra["length"] for row in points], speedups, label=name, **style)
     axes.axhline(1, color=INK, linewidth=0.8)
     axes.set(xscale="log", xlabel="tokens of the prompt", ylabel="speed-up over the fastest dense attention")
     axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
     axes.minorticks_off()
     if lines:
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 
 
 def _plot_parts(axes: "Axes", rows: list[EvalRow]) -> None:
@@ -118,7 +135,7 @@ def _plot_parts(axes: "Axes", rows: list[EvalRow]) -> None:
     rest = [max(0.0, row.score - a - s) for row, a, s in zip(rows, attention, selection, strict=True)]
     left = [0.0] * len(rows)
     for part, color, widths in (
-        ("attention", "#0072B2", attention),
+        ("attention", BLUE, attention),
         ("block selection", "#D55E00", selection),
         ("rest of the model", "#CCCCCC", rest),
     ):

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from msattn.trainer.evaluate.report.style import GRID, INK
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK
 
 TEXT_COLUMNS = ("task", "method", "setting", "answer", "key", "here", "there")
-THEME = {INK: "var(--ink)", GRID: "var(--grid)"}  # colours of figures that follow the page's theme
+THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}  # colours of figures that follow the page's theme
 
 
 def table(columns: dict[str, list[str]], bold: Sequence[bool] = ()) -> str:

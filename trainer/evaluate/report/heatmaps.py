@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from msattn.trainer.evaluate.report.style import GRID, INK, by_method, method_title, row_title, subplots
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, method_title, row_title, subplots
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def recall_decoded(rows: list[EvalRow]) -> "Figure | None":
     bins, extent = len(data["mass"]), (0, data["keys"])
     width = data["keys"] / bins
     heights = [max(share, 1e-6) for share in data["mass"]]
-    mass.bar([width * i for i in range(bins)], heights, width, align="edge", color="#0072B2")
+    mass.bar([width * i for i in range(bins)], heights, width, align="edge", color=BLUE)
     mass.set(yscale="log", ylim=(1e-5, 1.2), xlim=extent, ylabel="attention mass")
     mass.set_title(f"layer {data['layer']}, key/value head {data['head']}; routing reads {data['setting']}", fontsize=10)
     lines = [each["bins"] for each in reads.values()]

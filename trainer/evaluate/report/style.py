@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, GRID = "#222222", "#E3E3E3"  # text and axes, grid and empty areas: the page replaces them by the colours of its theme
+# Text and axes; grid and empty areas; the gate. The page replaces these colours by those of its theme.
+INK, GRID, BLUE = "#222222", "#E3E3E3", "#0072B2"
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Trained methods have thicker lines.
 METHOD_STYLES: dict[str, dict[str, Any]] = {
-    "gate": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 4},
-    "gate, top-k": {"color": "#0072B2", "marker": "o", "linestyle": ":", "fillstyle": "none"},
+    "gate": {"color": BLUE, "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "gate, top-k": {"color": BLUE, "marker": "o", "linestyle": ":", "fillstyle": "none"},
     "gate (embedded)": {"color": "#7B68EE", "marker": "h", "linewidth": 2.2, "zorder": 4},
     "gate (embedded), top-k": {"color": "#7B68EE", "marker": "h", "linestyle": ":", "fillstyle": "none"},
     "classifier (embedded)": {"color": "#F0A07C", "marker": "h", "linewidth": 2.2, "zorder": 4},

@@ -19,7 +19,6 @@ NAMES = {
     "oracle routing": "the oracle routing",
     WINDOW: "the window of first and last keys alone",
 }
-UNTRAINED = ("quest", "mean_pool", "sink_local", "k-means")
 SAME_READS = 0.1  # relative difference of the keys read up to which two methods count as reading the same share
 SAME_TIME = 0.03  # relative difference of times that counts as equal
 
@@ -52,39 +51,49 @@ def verdict(rows: Sequence[EvalRow]) -> list[str]:
 
 def _quality(rows: list[EvalRow], trained: str) -> str:
     """Returns the sentence on the quality of the methods in ``rows``; ``trained`` begins the names of the trained ones."""
-    measures = [measure for measure in MEASURES if _comparable(rows, measure.task)]
-    if len(measures) > 1:  # the mass read explains the other scores, and repeats them here
-        measures = [measure for measure in measures if measure.task != "recall"]
-    if not measures:
-        return ""
-    lost = any(row.task == "needle" and row.ratio_to_dense is None for row in rows)
-    rows = [row for measure in measures for row in _comparable(rows, measure.task)]
-    main = _main_method([row for row in rows if row.task == measures[0].task], trained)
+    measures = _measures(rows)
+    shown = [row for measure in measures for row in _comparable(rows, measure.task)]
+    first = [row for row in shown if row.task == measures[0].task]
+    main = _main_method(first, trained) if first else None
     if main is None:
         return ""
-    setting = min((row for row in rows if row.method == main and row.task == measures[0].task), key=_reads).setting
-    own = {
-        method: {row.task: row for row in rows if row.method == method and row.setting == setting}
-        for method in dict.fromkeys(row.method for row in rows)
-    }
+    setting = min((row for row in first if row.method == main), key=_reads).setting
+    own: dict[str, dict[str, EvalRow]] = {}
+    for row in shown:
+        if row.setting == setting:
+            own.setdefault(row.method, {})[row.task] = row
     subject = own.pop(main)
-    reads = _reads(next(iter(subject.values())))
+    reads = _reads(subject[first[0].task])
     said = [measure.states(subject[measure.task]) + measure.of for measure in measures if measure.task in subject]
-    opening = _opening(setting) + _scope(rows, measures[0].task)
+    opening = _opening(setting) + _scope(first)
     clauses = [f"{opening} {_name(main)} {_joined([f'reads {_percent(reads)} of the keys', *said])}"]
     if is_trained(main):
-        rivals = [method for method, found in own.items() if found and is_trained(method)]
-        if untrained := [method for method, found in own.items() if found and method in UNTRAINED]:
-            rivals.append(max(untrained, key=lambda method: _rank(own[method], measures)))
-        clauses += [_against(method, own[method], subject, measures) for method in rivals]
+        clauses += [_against(method, own[method], subject, measures) for method in _rivals(own, measures)]
     else:
         clauses[0] = f"No trained {trained} was measured; {clauses[0][0].lower()}{clauses[0][1:]}"
-    for row in rows:  # the window has no setting
-        if row.task == measures[0].task and (row.method == WINDOW or (row.method == "random" and row.setting == setting)):
-            clauses.append(f"{_name(row.method)} {measures[0].states(row)}{_other_reads(_reads(row), reads)}")
-    if lost:
+    clauses += _floors(first, measures[0], setting, reads)
+    if any(row.task == "needle" and row.ratio_to_dense is None for row in rows):
         clauses.append("the needles judge no method, because dense attention finds none")
     return "; ".join(filter(None, clauses)) + "."
+
+
+def _measures(rows: list[EvalRow]) -> list[Measure]:
+    """Returns the measures that ``rows`` have; recall, which explains the other scores, only where it is alone."""
+    found = [measure for measure in MEASURES if _comparable(rows, measure.task)]
+    return [measure for measure in found if measure.task != "recall"] or found
+
+
+def _rivals(own: dict[str, dict[str, EvalRow]], measures: list[Measure]) -> list[str]:
+    """Returns the other trained methods and the best one that needs no training."""
+    untrained = [method for method in own if _needs_no_training(method)]
+    best = [max(untrained, key=lambda method: _rank(own[method], measures))] if untrained else []
+    return [method for method in own if is_trained(method)] + best
+
+
+def _floors(rows: list[EvalRow], measure: Measure, setting: str, reads: float) -> list[str]:
+    """Returns clauses on what any method should exceed: random blocks, and the window, which has no setting."""
+    floors = [row for row in rows if row.method == WINDOW or (row.method == "random" and row.setting == setting)]
+    return [f"{_name(row.method)} {measure.states(row)}{_other_reads(_reads(row), reads)}" for row in floors]
 
 
 def _comparable(rows: list[EvalRow], task: str) -> list[EvalRow]:
@@ -102,7 +111,8 @@ def _main_method(rows: list[EvalRow], trained: str) -> str | None:
     if named:
         return named[0]
     measure = next(measure for measure in MEASURES if measure.task == rows[0].task)
-    fewest = [min((row for row in rows if row.method == method), key=_reads) for method in methods if method in UNTRAINED]
+    untrained = [method for method in methods if _needs_no_training(method)]
+    fewest = [min((row for row in rows if row.method == method), key=_reads) for method in untrained]
     return max(fewest, key=measure.value).method if fewest else None
 
 
@@ -154,11 +164,14 @@ def _speed(rows: Sequence[EvalRow]) -> str:
 def _timed(rows: Sequence[EvalRow], tasks: tuple[str, ...], trained: str) -> EvalRow | None:
     """Returns the row with the longest prompt and the fewest keys, in the first of ``tasks`` that has one.
 
-    Trained methods come first, then untrained gates and classifiers, then Quest and the k-means.
+    Trained methods come first, then untrained gates and classifiers, then Quest and the k-means. Settings in which quality was
+    measured are preferred to others.
     """
     for task in tasks:
         own = [row for row in rows if row.task == task and row.latency_s and (row.sparsity is not None or task == "decoding")]
         own = [row for row in own if row.method.startswith((trained, "quest", "k-means"))]
+        judged = {row.setting for row in rows if row.task in (measure.task for measure in MEASURES)}
+        own = [row for row in own if row.setting in judged] or own
         if own:
             order = [(not is_trained(row.method), not row.method.startswith(trained)) for row in own]
             keys = [(-row.extra.get("length", 0), rank, _reads(row)) for row, rank in zip(own, order, strict=True)]
@@ -223,6 +236,10 @@ MEASURES = (
 )
 
 
+def _needs_no_training(method: str) -> bool:
+    return method in ("quest", "mean_pool", "sink_local") or (method.startswith("k-means") and "independent" not in method)
+
+
 def _name(method: str) -> str:
     """Returns a method as the subject of a singular verb."""
     base, _, origin = method.removesuffix(")").partition(" (")
@@ -230,7 +247,8 @@ def _name(method: str) -> str:
         return f"the {'shipped' if origin == 'embedded' else origin} {base}"
     if method.endswith(", untrained"):
         return f"an untrained {method.removesuffix(', untrained')} of the same cost"
-    return NAMES.get(method) or (f"the {method}" if method.startswith(("gate", "classifier")) else method_title(method))
+    article = "the " if method.startswith(("gate", "classifier", "k-means")) else ""
+    return NAMES.get(method) or article + method_title(method)
 
 
 def _opening(setting: str) -> str:
@@ -238,9 +256,9 @@ def _opening(setting: str) -> str:
     return f"At {_percent(float(value))} sparsity" if kind == "sparsity" else f"With {setting}"
 
 
-def _scope(rows: list[EvalRow], task: str) -> str:
+def _scope(rows: list[EvalRow]) -> str:
     """Returns the length of the prompts, if the task has one."""
-    lengths = {row.extra["length"] for row in rows if row.task == task and "length" in row.extra}
+    lengths = {row.extra["length"] for row in rows if "length" in row.extra}
     return f" and {max(lengths):,} tokens" if lengths else ""
 
 
@@ -254,7 +272,7 @@ def _sign(theirs: float, mine: float) -> int:
 
 def _percent(share: float | None) -> str:
     """Returns a share in percent, with a decimal place below 10 % where it is not zero."""
-    value = 100 * (share or 0.0)
+    value = round(100 * (share or 0.0), 1)
     return f"{value:.0f} %" if value >= 10 or value == round(value) else f"{value:.1f} %"
 
 
