@@ -1,21 +1,38 @@
 """``msattn demo``: all steps from text to report on the embedded model, in a few minutes on two CPU cores."""
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from msattn.trainer.commands.compose import compose, launch
 
-STEPS = {
-    "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block needs.",
-    "fit-kmeans": "Clusters the keys before RoPE into buckets by k-means.",
-    "train-qmodel": "Trains query classifiers, which predict the buckets that each query needs.",
-    "eval": "Measures sparsity and quality of the model with these artifacts.",
-}
+SHOWN = ("dense", "gate", "gate (embedded)", "quest", "random")  # methods whose answers to a prompt are printed
+
+
+class Step(NamedTuple):
+    """A command of the demo: what it does, and its overrides beside ``experiment=demo``."""
+
+    command: str
+    purpose: str
+    overrides: tuple[str, ...] = ()
+
+
+STEPS = (
+    Step("train-gate", "Trains SeerAttention gates, which predict the key blocks that each query block needs."),
+    Step("fit-kmeans", "Clusters the keys before RoPE into buckets by k-means."),
+    Step("train-qmodel", "Trains query classifiers, which predict the buckets that each query needs."),
+    Step(
+        "eval",
+        "Compares them with the artifacts that ship with msattn (of longer training), and with methods without training.",
+        ("eval=demo", "artifacts.gate=embedded", "artifacts.qmodel=embedded"),
+    ),
+)
 
 
 def demo(overrides: Sequence[str] = ()) -> Path:
-    """Runs the commands of :data:`STEPS` with ``experiment=demo``.
+    """Runs :data:`STEPS` with ``experiment=demo``, and prints the answers to a needle prompt.
 
     The results replace those of an earlier demo.
 
@@ -30,18 +47,41 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     """
     from rich.console import Console
 
-    for command in STEPS:  # reports a wrong override of any command before the first one runs
-        compose(command, ["experiment=demo", *overrides])
+    for step in STEPS:  # reports a wrong override of any command before the first one runs
+        compose(step.command, ["experiment=demo", *step.overrides, *overrides])
     console = Console()
     begin = time.perf_counter()
     folder = Path()
-    for number, (command, purpose) in enumerate(STEPS.items(), start=1):
-        console.rule(f"[bold]{number}/{len(STEPS)} msattn {command}[/bold]", align="left")
-        console.print(purpose)
+    for number, step in enumerate(STEPS, start=1):
+        console.rule(f"[bold]{number}/{len(STEPS)} msattn {step.command}[/bold]", align="left")
+        console.print(step.purpose)
         start = time.perf_counter()
-        (folder,) = launch(command, ["experiment=demo", *overrides])
+        (folder,) = launch(step.command, ["experiment=demo", *step.overrides, *overrides])
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
+    _print_answers(json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"], console)
     report = folder / "report.html"
     console.rule(align="left")
     console.print(f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]", soft_wrap=True)
     return report
+
+
+def _print_answers(rows: list[dict[str, Any]], console: Any) -> None:
+    """Prints a needle prompt on which dense attention and the trained gate are right and random blocks are wrong, if any."""
+    from rich.table import Table
+
+    answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in SHOWN}
+    prompts = range(len(answers["dense"]))
+    wanted = {"dense": True, "gate": True, "random": False}
+    telling = [i for i in prompts if all(answers[name][i]["correct"] == right for name, right in wanted.items())]
+    number = next(iter(telling), 0)
+    console.rule("[bold]One of the needle prompts[/bold]", align="left")
+    console.print(answers["dense"][number]["prompt"], markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("attention")
+    table.add_column("answer")
+    for method in filter(answers.get, SHOWN):
+        example = answers[method][number]
+        table.add_row(method, f"{example['answer']} {'(right)' if example['correct'] else '(wrong)'}")
+    console.print(table)
+    if not telling:
+        console.print("Random blocks answer all the prompts shown in the report that dense attention and the gate answer.")

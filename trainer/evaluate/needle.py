@@ -72,9 +72,9 @@ class Samples:
         return [bool(row[-answer:].all()) for row, answer in zip(correct, self.answers, strict=True)]
 
     def examples(self, predicted: Tensor) -> list[dict[str, Any]]:
-        """Returns two prompts with the ``expected`` and the predicted ``answer``; the same prompts for every method."""
+        """Returns a prompt of each depth with the ``expected`` and the predicted ``answer``; the same for every method."""
         found, decode, shown = self.found(predicted), self.tokenizer.decode, []
-        for i in dict.fromkeys((len(found) // 4, 3 * len(found) // 4)):
+        for i in (self.depths.index(depth) for depth in dict.fromkeys(self.depths)):
             answer = self.answers[i]
             prompt, expected = decode(self.ids[i, :-answer], skip_special_tokens=True), decode(self.ids[i, -answer:])
             given = {"expected": expected.strip(), "answer": decode(predicted[i, -answer:]).strip(), "correct": found[i]}

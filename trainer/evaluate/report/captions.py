@@ -11,7 +11,10 @@ EXAMPLES = (
     "The same prompts for every method, each in its setting that reads the fewest keys. A prompt is shortened to the hidden "
     "statement and its end."
 )
-NEEDLE_EXAMPLES = " Each token of an answer is the model's most likely one after the correct tokens before it."
+NEEDLE_EXAMPLES = (
+    " Shown are the prompts on which the methods differ most. Each token of an answer is the model's most likely one after the "
+    "correct tokens before it."
+)
 CAPTIONS = {
     "tradeoff": (
         "Left: quality against the share of the keys that is read. Right: the same quality against the measured time, relative "

@@ -9,6 +9,7 @@ from msattn.trainer.evaluate.report.elements import table
 from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
 
+MOST_NEEDLES = 2  # prompts with needles that are shown
 PROMPT_CHARACTERS = 700  # the end of a longer prompt is shown
 
 
@@ -22,9 +23,16 @@ def examples(rows: list[EvalRow]) -> str:
     for task in dict.fromkeys(row.task for row in rows if row.extra.get("examples")):
         own = _one_row_per_method(row for row in rows if row.task == task and row.extra.get("examples"))
         parts.append(f"<p>{EXAMPLES}{NEEDLE_EXAMPLES if task == 'needle' else ''}</p>")
-        for number in range(min(len(row.extra["examples"]) for row in own)):
-            parts.append(_prompt([(row, row.extra["examples"][number]) for row in own]))
+        prompts = list(zip(*(row.extra["examples"] for row in own), strict=True))
+        shown = sorted(prompts, key=_agreement)[:MOST_NEEDLES] if task == "needle" else prompts
+        parts += [_prompt(list(zip(own, answers, strict=True))) for answers in shown]
     return "\n".join(parts)
+
+
+def _agreement(answers: tuple[dict[str, Any], ...]) -> float:
+    """Returns how far the methods agree on a prompt: 0 if half of them are right, 1 if all are right or all are wrong."""
+    right = sum(answer["correct"] for answer in answers) / len(answers)
+    return abs(2 * right - 1)
 
 
 def _one_row_per_method(rows: Iterable[EvalRow]) -> list[EvalRow]:
