@@ -32,24 +32,27 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         An artifact is damaged or belongs to another model, a length exceeds the model's positions, there are more probes than
         buckets, the folder is not writable, or ``cfg.compare`` is not the folder of an evaluation.
     """
+    from msattn.trainer.data.prompts import read_prompts
+    from msattn.trainer.evaluate.report import compare
+
+    folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
+    _check_folder_is_writable(folder)
+    other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
+    if "prompts" in cfg.eval.tasks:
+        read_prompts(cfg.eval.prompts.path)  # refuses a wrong file before the imports
+
     from rich.console import Console
 
     from msattn.trainer import models
-    from msattn.trainer.data.prompts import read_prompts
     from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, prompts, recall
-    from msattn.trainer.evaluate.report import compare, tables
     from msattn.trainer.evaluate.report import files as report
+    from msattn.trainer.evaluate.report import tables
     from msattn.trainer.evaluate.report.context import CPU_NOTE, context
     from msattn.trainer.evaluate.report.verdict import verdict
     from msattn.trainer.progress import Progress
     from msattn.trainer.training.tracker import Tracker
 
     console = Console()
-    folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
-    _check_folder_is_writable(folder)
-    other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
-    if "prompts" in cfg.eval.tasks:
-        read_prompts(cfg.eval.prompts.path)  # refuses a wrong file before the model is loaded
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     device = loaded.model.device
     found = methods.find_methods(cfg, loaded, device)
