@@ -48,8 +48,8 @@ DECODING = [
 def test_gate_and_classifier() -> None:
     assert verdict(PREFILL + DECODING) == [
         "At 90 % sparsity and 4,096 tokens the gate reads 10 % of the keys, finds 98 % of the needles of dense attention and "
-        "raises perplexity by 3.4 %; Quest, which is not trained, finds more (100 %) and raises perplexity by more (4.1 %); "
-        "random selection finds 30 %.",
+        "raises perplexity by 3.4 %; Quest, which is not trained but scores every query instead of blocks of queries, finds "
+        "more (100 %) and raises perplexity by more (4.1 %); random selection finds 30 %.",
         "With 2 probes and 4,096 tokens the classifier reads 11 % of the keys and finds 100 % of the needles of dense "
         "attention; the k-means alone, which needs no classifier, finds fewer (70 %); the window of first and last keys alone "
         "finds 20 % with 6 % of the keys.",
@@ -60,7 +60,14 @@ def test_a_training_free_method_that_is_as_good_is_named() -> None:
     rows = [perplexity("gate", "sparsity 0.5", 1.02, 0.5), perplexity("quest", "sparsity 0.5", 1.01, 0.5)]
     assert verdict(rows) == [
         "At 50 % sparsity and 4,096 tokens the gate reads 50 % of the keys and raises perplexity by 2 %; Quest, which is not "
-        "trained, raises perplexity by less (1 %), so training gains nothing here."
+        "trained but scores every query instead of blocks of queries, raises perplexity by less (1 %), so training gains "
+        "nothing here."
+    ]
+
+
+def test_prompts_that_every_method_reads_whole() -> None:
+    assert verdict([needle("gate", "sparsity 0.9", 1.0, 1.0), needle("quest", "sparsity 0.9", 1.0, 1.0)]) == [
+        "At 90 % sparsity and 4,096 tokens the gate reads every key, so the methods cannot be compared."
     ]
 
 
@@ -94,7 +101,8 @@ def test_recall_and_prompts_where_there_is_nothing_else() -> None:
     ]
     prompts = [row("prompts", "gate", "sparsity 0.9", 0.8, 0.1), row("prompts", "quest", "sparsity 0.9", 0.9, 0.1)]
     (sentence,) = verdict(prompts)
-    assert "answers 8 of 10 prompts as expected; Quest, which is not trained, answers more (9)" in sentence
+    assert "answers 8 of 10 prompts as expected; Quest, which is not trained but scores every query" in sentence
+    assert "answers more (9)" in sentence
 
 
 @pytest.mark.parametrize(

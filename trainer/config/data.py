@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from msattn.trainer.config.text_files import text_files
+from msattn.trainer.config.text_files import SUFFIXES, text_files
 from msattn.trainer.config.values import check_choices, choices, require
 
 
@@ -13,7 +13,8 @@ class DataConfig:
     Attributes
     ----------
     source : ``stdlib`` (the running interpreter's library), ``text`` (local files) or ``hub`` (a streamed Hub dataset).
-    path : file, folder or glob of txt, md, jsonl or parquet, also compressed as .gz or .zst (``text``); dataset id (``hub``).
+    path : file, folder or glob of txt, md, jsonl or parquet, also compressed as .gz or .zst (``text``); dataset id (``hub``);
+        pattern of module names, e.g. ``json.*`` (``stdlib``; None: all).
     heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, chosen by a hash of their names, or
         the last tenth of a single document.
     subset, split, column : configuration, split and text column of a Hub dataset; ``column`` also of jsonl and parquet files.
@@ -36,8 +37,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_choices(self, "data.")
         require(self.source == "stdlib" or bool(self.path), "data.path", self.path, f"data={self.source} needs a path")
-        ok = self.source != "stdlib" or self.path is None
-        require(ok, "data.path", self.path, "data=stdlib reads no path; add data=text or data=hub")
+        ok = self.source != "stdlib" or not self.path or ("/" not in self.path and not self.path.endswith(SUFFIXES))
+        require(ok, "data.path", self.path, "data=stdlib reads no files, only modules by name; add data=text or data=hub")
         require(self.seq_len > 0, "data.seq_len", self.seq_len, "a positive number of tokens")
         require(self.num_chunks is None or self.num_chunks > 0, "data.num_chunks", self.num_chunks, "null or positive")
 

@@ -6,6 +6,7 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def _plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
         yield from _local_documents(key, path, cfg.column)
         return
     if cfg.source == "stdlib":
-        found = _stdlib_documents()
+        found = _stdlib_documents(cfg.path)
     elif cfg.source == "text":
         found = _local_documents("data.path", str(cfg.path), cfg.column)
     else:
@@ -82,14 +83,22 @@ def is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_FRACTION == 0
 
 
-def _stdlib_documents() -> Iterator[Document]:
-    """Yields the modules of the interpreter's standard library, without its tests and installed packages."""
-    root = Path(sysconfig.get_path("stdlib"))
+def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
+    """Yields the modules of the interpreter's standard library, without its tests and installed packages.
+
+    With a ``pattern``, only those whose names match it, e.g. ``json.*``.
+    """
+    root, matches = Path(sysconfig.get_path("stdlib")), False
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}.isdisjoint(parts):
+        name = ".".join(parts)
+        excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+        if excluded.isdisjoint(parts) and fnmatchcase(name, pattern or "*"):
+            matches = True
             # Errors are replaced: a module may declare another encoding than UTF-8.
-            yield Document(".".join(parts), path.read_text(encoding="utf-8", errors="replace"))
+            yield Document(name, path.read_text(encoding="utf-8", errors="replace"))
+    if not matches:
+        raise UserError(f"data.path={pattern}: no module of Python's standard library has such a name")
 
 
 def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:

@@ -160,7 +160,7 @@ def _block_selections(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BlockSe
     methods = []
     for label, gate in gates.items():
         methods.append(BlockSelectionMethod(label, replace(cfg.select, scores="gate"), gate))
-        if fixed != cfg.select:
+        if fixed != cfg.select and label == "gate":  # the policy of the baselines, for a comparison of the scores alone
             methods.append(BlockSelectionMethod(f"{label}, top-k", replace(fixed, scores="gate"), gate))
     return methods + [BlockSelectionMethod(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
 

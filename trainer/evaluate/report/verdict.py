@@ -64,6 +64,8 @@ def _quality(rows: list[EvalRow], trained: str) -> str:
             own.setdefault(row.method, {})[row.task] = row
     subject = own.pop(main)
     reads = _reads(subject[first[0].task])
+    if reads == 1:
+        return f"{_opening(setting)}{_scope(first)} {_name(main)} reads every key, so the methods cannot be compared."
     said = [measure.states(subject[measure.task]) + measure.of for measure in measures if measure.task in subject]
     opening = _opening(setting) + _scope(first)
     clauses = [f"{opening} {_name(main)} {_joined([f'reads {_percent(reads)} of the keys', *said])}"]
@@ -129,6 +131,8 @@ def _against(method: str, found: dict[str, EvalRow], subject: dict[str, EvalRow]
         return f"{_name(method)} {said}"
     good = min(signs) >= 0 and theirs <= (1 + SAME_READS) * mine
     needs = "which needs no classifier" if method.startswith("k-means") else "which is not trained"
+    if method == "quest" and signs[0] > 0:
+        needs += " but scores every query instead of blocks of queries"
     return f"{_name(method)}, {needs}, {said}{', so training gains nothing here' if good else ''}"
 
 

@@ -1,0 +1,36 @@
+"""Trained artifacts: the shipped gate and query classifier of the embedded model, on a fact that is hidden in text."""
+
+import inspect
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import msattn
+from msattn.trainer.models import EMBEDDED
+
+tokenizer, model = AutoTokenizer.from_pretrained(EMBEDDED), AutoModelForCausalLM.from_pretrained(EMBEDDED)
+lines = inspect.getsource(json.decoder).splitlines(keepends=True)
+fact, question = " The secret number of amber falcon is 48213. ", "The secret number of amber falcon is"
+prompt = tokenizer("".join([*lines[:100], fact, *lines[100:]]) + question, return_tensors="pt", return_token_type_ids=False)
+
+
+def answer(**artifacts: object) -> str:
+    """Returns what the model generates after the prompt, with dense attention if there are no artifacts."""
+    if not artifacts:
+        output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
+        read = "every key"
+    else:
+        with msattn.attach(model, **artifacts) as sparse:
+            output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
+        stats = sparse.stats()
+        read = f"{1 - stats['sparsity']:.0%} of the blocks"
+        read += f", {stats['selectivity']:.0%} of the keys in decoding" if stats["selectivity"] is not None else ""
+    return f"{tokenizer.decode(output[0, prompt.input_ids.shape[1] :])}   (reads {read})"
+
+
+with torch.no_grad():
+    print(f"{prompt.input_ids.shape[1]} tokens, then: {question} ...")
+    print("dense:                ", answer())
+    print("gate and classifier:  ", answer(gate="embedded", sparsity=0.8, qmodel="embedded"))
+    print("random blocks:        ", answer(select="random", sparsity=0.8))
