@@ -47,10 +47,12 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     out = capsys.readouterr().out
     folder = Path("outputs/tiny/demo")
     assert str(folder / "eval/report.html") in out
-    assert "<img" in (folder / "eval/report.html").read_text(encoding="utf-8")
+    assert "<svg" in (folder / "eval/report.html").read_text(encoding="utf-8")
     rows = json.loads((folder / "eval/results.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {"perplexity", "recall", "needle"}
-    assert {"dense", "gate", "oracle", "quest"} <= {row["method"] for row in rows}
+    assert {"dense", "gate", "random", "quest"} <= {row["method"] for row in rows}
+    assert "One of the needle prompts" in out
+    assert "The secret number of" in out
     made = (folder / "kmeans/manifest.json").read_bytes()
 
     assert msattn("generate", "name=demo", *SMALL, "--prompt", "def main():\n    return 1\n" * 40, "max_new_tokens=4") == 0

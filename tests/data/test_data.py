@@ -61,6 +61,17 @@ def parquet(path: Path, column: str = "text") -> bytes:
 
 
 @pytest.mark.slow
+def test_modules_of_the_library_by_name() -> None:
+    train, heldout = sides(DataConfig("stdlib", path="json*"))
+    names = {document.name for document in (*train, *heldout)}
+    assert {"json.__init__", "json.decoder"} <= names
+    assert all(name.startswith("json") for name in names)
+    with pytest.raises(UserError, match=r"data\.path=nothing: no module of Python's standard library"):
+        sides(DataConfig("stdlib", path="nothing"))
+    with pytest.raises(UserError, match=r"data\.path=books/: data=stdlib reads no files"):
+        DataConfig("stdlib", path="books/")
+
+
 def test_stdlib_source_is_the_interpreters_library() -> None:
     train, heldout = sides(DataConfig("stdlib"))
     names = [document.name for document in [*train, *heldout]]

@@ -35,6 +35,15 @@ def overrides_of(words: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    runpy.run_path(str(script), run_name="__main__")
+    out = capsys.readouterr().out
+    expected = {"untrained": "90%|88%", "trained": r"gate and classifier:\s+48213", "server": "'dense_fallbacks': 0"}
+    assert re.search(expected[script.stem], out), out
+
+
 @pytest.mark.parametrize("document", ["README.md", pytest.param("docs/guide.md", marks=pytest.mark.slow), "docs/kernels.md"])
 def test_the_documents_commands_are_real(document: str) -> None:
     """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""

@@ -26,7 +26,7 @@ STEPS = (
     Step(
         "eval",
         "Compares them with the gate that ships with msattn, of longer training, and with methods without training.",
-        ("eval=demo", "artifacts.gate=embedded"),
+        ("eval=demo",),
     ),
 )
 
@@ -47,8 +47,11 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     """
     from rich.console import Console
 
-    for step in STEPS:  # reports a wrong override of any command before the first one runs
-        compose(step.command, ["experiment=demo", *step.overrides, *overrides])
+    arguments = {step.command: ["experiment=demo", *step.overrides, *overrides] for step in STEPS}
+    # Reports a wrong override of any command before the first one runs.
+    configs = {command: compose(command, given) for command, given in arguments.items()}
+    if configs["eval"].model.is_embedded:
+        arguments["eval"].append("artifacts.gate=embedded")
     console = Console()
     begin = time.perf_counter()
     folder = Path()
@@ -56,7 +59,7 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         console.rule(f"[bold]{number}/{len(STEPS)} msattn {step.command}[/bold]", align="left")
         console.print(step.purpose)
         start = time.perf_counter()
-        (folder,) = launch(step.command, ["experiment=demo", *step.overrides, *overrides])
+        (folder,) = launch(step.command, arguments[step.command])
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
     _print_answers(json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"], console)
     report = folder / "report.html"
@@ -84,4 +87,6 @@ def _print_answers(rows: list[dict[str, Any]], console: Any) -> None:
         table.add_row(method, f"{example['answer']} {'(right)' if example['correct'] else '(wrong)'}")
     console.print(table)
     if not telling:
-        console.print("Random blocks answer all the prompts shown in the report that dense attention and the gate answer.")
+        console.print(
+            "There is no prompt that dense attention and the gate answer and random blocks do not, one at each depth."
+        )
