@@ -173,7 +173,7 @@ def test_train_qmodel_rejects(rejected: Callable[..., str], overrides: list[str]
         (["select.sparsity=-0.1"], "select.sparsity=-0.1: in [0, 1)"),
         (["eval.recall.sparsities=[0.5,1.5]"], "eval.recall.sparsities"),
         (["eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
-        (["eval.recall.length=8192"], "seq_len=8192: the model has positions for 4096 tokens"),
+        (["eval.recall.length=8192"], "length=8192 of eval.recall: the model has positions for 4096 tokens"),
         (["artifacts.gate=outputs/tiny/none/gate"], "outputs/tiny/none/gate: no such folder"),
         (["artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: accepted is gate"),
         (["seed=1"], "artifact made for"),

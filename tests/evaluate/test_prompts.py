@@ -67,7 +67,7 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
 
 def test_prompts_longer_than_the_model(tmp_path: Path) -> None:
     prompts = PromptsConfig(write(tmp_path / "qa.jsonl", {"prompt": LONG * 5, "answer": "x"}))
-    with pytest.raises(UserError, match=r"prompt 1 has \d+ tokens, which with eval.prompts.max_new_tokens=64 exceeds"):
+    with pytest.raises(UserError, match=r"prompt 1 of .*qa\.jsonl, with \d+ tokens, and max_new_tokens=64: the model has"):
         evaluate(config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts))
 
 

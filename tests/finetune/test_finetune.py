@@ -236,7 +236,7 @@ def test_an_existing_result_is_kept(root: Path, trained: Path, monkeypatch: pyte
             r"artifacts.gate: .*nowhere: no such folder; msattn train-gate --model none .*trains gates",
         ),
         ({"seed": 4}, "gate artifact made for small .random weights, seed 3.: its weights_hash"),
-        ({"seq_len": 300}, "seq_len=300: the model has positions for 256 tokens; shorten it, or extend the context"),
+        ({"seq_len": 300}, "data.seq_len=300: the model has positions for 256 tokens; shorten it, or extend the context"),
         ({"train": {"fsdp": True}}, "train.fsdp=true: accelerate shards weights on GPUs only"),
         (
             {"train": {"batch_size": 3, "micro_batch_size": 3}, "name": "base"},
@@ -244,7 +244,7 @@ def test_an_existing_result_is_kept(root: Path, trained: Path, monkeypatch: pyte
         ),
         ({"train": {"schedule": "cosin"}}, "train.schedule=cosin"),
         ({"device": "cuda"}, "device=cuda: PyTorch sees no CUDA GPU"),
-        ({"rope_scaling": None}, "seq_len=96: the model has positions for 64 tokens"),
+        ({"rope_scaling": None}, "data.seq_len=96: the model has positions for 64 tokens"),
     ],
 )
 def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], says: str) -> None:

@@ -94,7 +94,7 @@ def test_rope_scaling_extends_the_context(folder: Path) -> None:
 def test_sequences_longer_than_the_positions_are_refused() -> None:
     check_length(tiny_config(), 256)
     check_length(tiny_config(rope="dynamic"), 512)
-    with pytest.raises(UserError, match="seq_len=257: the model has positions for 256 tokens"):
+    with pytest.raises(UserError, match=r"data\.seq_len=257: the model has positions for 256 tokens"):
         check_length(tiny_config(), 257)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from msattn.trainer.commands.compose import compose, launch
+from msattn.trainer.commands.demo_conclusion import conclusion
 
 SHOWN = ("dense", "gate", "gate (embedded)", "quest", "random")  # methods whose answers to a prompt are printed
 
@@ -61,21 +62,27 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         start = time.perf_counter()
         (folder,) = launch(step.command, arguments[step.command])
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
-    _print_answers(json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"], console)
+    rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
+    _print_answers(rows, console)
+    training = configs["train-gate"].train
+    console.rule("[bold]Verdict[/bold]", align="left")
+    console.print(conclusion(rows, training.steps * training.batch_size), markup=False, highlight=False)
     report = folder / "report.html"
-    console.rule(align="left")
     console.print(f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]", soft_wrap=True)
     return report
 
 
 def _print_answers(rows: list[dict[str, Any]], console: Any) -> None:
-    """Prints a needle prompt on which dense attention and the trained gate are right and random blocks are wrong, if any."""
+    """Prints a needle prompt on which dense attention and a trained gate are right and random blocks are wrong, if any."""
     from rich.table import Table
 
     answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in SHOWN}
-    prompts = range(len(answers["dense"]))
-    wanted = {"dense": True, "gate": True, "random": False}
-    telling = [i for i in prompts if all(answers[name][i]["correct"] == right for name, right in wanted.items())]
+    gates = [examples for method, examples in answers.items() if method.startswith("gate")]
+    telling = [
+        i
+        for i, dense in enumerate(answers["dense"])
+        if dense["correct"] and not answers["random"][i]["correct"] and any(examples[i]["correct"] for examples in gates)
+    ]
     number = next(iter(telling), 0)
     console.rule("[bold]One of the needle prompts[/bold]", align="left")
     console.print(answers["dense"][number]["prompt"], markup=False, highlight=False)

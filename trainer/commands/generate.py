@@ -65,7 +65,9 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
     chosen = _artifacts(cfg)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     ids = encode_prompt(loaded.tokenizer, prompt, cfg.chat).to(loaded.model.device)
-    models.check_length(loaded.model.config, ids.shape[1] + cfg.max_new_tokens)
+    needed = ids.shape[1] + cfg.max_new_tokens
+    given = f"the prompt's {ids.shape[1]} tokens and max_new_tokens={cfg.max_new_tokens}"
+    models.check_length(loaded.model.config, needed, given)
     serving = attach(
         loaded.model,
         gate=chosen["gate"],

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.chat import encode_prompt
-from msattn.trainer.models.families import max_length
+from msattn.trainer.models.families import check_length
 
 if TYPE_CHECKING:
     from msattn.trainer.attach import Sparse
@@ -73,14 +72,10 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
 
 
 def _check_lengths(loaded: "Loaded", encoded: list[Tensor], cfg: EvalRunConfig) -> None:
-    settings, longest = cfg.eval.prompts, max_length(loaded.model.config)
+    settings = cfg.eval.prompts
     for number, ids in enumerate(encoded, start=1):
-        needed = ids.shape[1] + settings.max_new_tokens
-        if needed > longest:
-            raise UserError(
-                f"eval.prompts.path={settings.path}: prompt {number} has {ids.shape[1]:,} tokens, which with "
-                f"eval.prompts.max_new_tokens={settings.max_new_tokens} exceeds the model's {longest:,} positions"
-            )
+        given = f"prompt {number} of {settings.path}, with {ids.shape[1]} tokens, and max_new_tokens={settings.max_new_tokens}"
+        check_length(loaded.model.config, ids.shape[1] + settings.max_new_tokens, given)
 
 
 @torch.inference_mode()

@@ -110,7 +110,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     for task in sections.tasks:
         for length in lengths.get(task, []):  # decoding has no prompt
-            check_length(loaded.model.config, length)
+            check_length(loaded.model.config, length, f"length={length} of eval.{task}")
         for routing in found.bucket_routings:
             routing.settings(probes.get(task, []))
             exact = routing.recent + routing.sink

@@ -41,8 +41,12 @@ def max_length(config: "PreTrainedConfig") -> int:
     return int(positions * rope["factor"]) if rope["rope_type"] == "dynamic" else positions
 
 
-def check_length(config: "PreTrainedConfig", seq_len: int) -> None:
+def check_length(config: "PreTrainedConfig", seq_len: int, given: str = "") -> None:
     """Checks that a sequence fits the model's positions.
+
+    Parameters
+    ----------
+    given : the argument that asks for so many tokens, for the message; by default ``data.seq_len`` and its value.
 
     Raises
     ------
@@ -51,7 +55,7 @@ def check_length(config: "PreTrainedConfig", seq_len: int) -> None:
     longest = max_length(config)
     if seq_len > longest:
         raise UserError(
-            f"seq_len={seq_len}: the model has positions for {longest} tokens; "
+            f"{given or f'data.seq_len={seq_len}'}: the model has positions for {longest} tokens; "
             "shorten it, or extend the context with model.rope_scaling={rope_type: yarn, factor: ...}"
         )
 
