@@ -176,7 +176,6 @@ def test_train_qmodel_rejects(rejected: Callable[..., str], overrides: list[str]
         (["eval.recall.length=8192"], "length=8192 of eval.recall: the model has positions for 4096 tokens"),
         (["artifacts.gate=outputs/tiny/none/gate"], "outputs/tiny/none/gate: no such folder"),
         (["artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: accepted is gate"),
-        (["seed=1"], "artifact made for"),
         (["model.architecture.num_hidden_layers=3"], "num_layers is 2, this model's is 3"),
     ],
 )

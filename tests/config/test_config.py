@@ -125,7 +125,7 @@ def test_every_option_composes(group: str) -> None:
 @pytest.mark.parametrize("command", WITH_A_MODEL)
 def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
     cfg = compose(command, ["experiment=demo"])
-    assert (cfg.name, cfg.overwrite, cfg.data.seq_len) == ("demo", True, 1024)
+    assert (cfg.name, cfg.overwrite, cfg.data.seq_len) == ("demo", True, 3072)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_phase_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_user_errors(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    with pytest.raises(UserError, match="seq_len=512"):
+    with pytest.raises(UserError, match="length=512 of eval"):
         evaluate(replace(cfg, eval=replace(cfg.eval, latency=LatencyConfig(lengths=[512]))))
     with pytest.raises(UserError, match=f"probes=5: accepted are 0 to {BUCKETS}"):
         evaluate(replace(cfg, probes=5))

@@ -37,5 +37,5 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
     assert list(paths) == ["gate", "gate (embedded)", "kmeans", "qmodel"], "the same folder is measured once"
     found = {label: LOADERS[kind](path) for label, (kind, path) in paths.items()}
     names = [method.name for method in _block_selections(cfg, found)]
-    assert names == ["gate", "gate, top-k", "gate (embedded)", "gate (embedded), top-k", "quest"]
+    assert names == ["gate", "gate, top-k", "gate (embedded)", "quest"]
     assert [method.name for method in _bucket_routings(cfg, found)] == ["classifier", "k-means"]
