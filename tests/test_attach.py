@@ -173,22 +173,6 @@ def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_chunked_prefill_is_dense_and_counted(model: Any) -> None:
-    ids = random_tokens(1, 64)
-    expected = model(ids).logits
-    with attach_reading_all(model) as sparse:
-        cache = DynamicCache()
-        first = model(ids[:, :32], past_key_values=cache).logits
-        assert sparse.stats()["dense_fallbacks"] == 0
-        rest = model(ids[:, 32:63], past_key_values=cache).logits
-        assert sparse.stats()["dense_fallbacks"] == LAYERS
-        assert sparse.stats()["sparsity"] == 0, "sparsity 0 before, and a dense pass"
-        last = model(ids[:, 63:], past_key_values=cache).logits  # the keys of the dense chunks have buckets as well
-        assert sparse.stats()["dense_fallbacks"] == LAYERS
-    torch.testing.assert_close(torch.cat((first, rest, last), dim=1), expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 def test_short_prompts_are_dense_by_choice(model: Any) -> None:
     short, long = random_tokens(2, 63), random_tokens(2, 64)
     select = SelectConfig(sparsity=0.8, dense_below=64)
@@ -245,18 +229,6 @@ def test_measure_time_reports_seconds(model: Any) -> None:
         stats = sparse.stats()
     assert stats["selection_s"] > 0
     assert stats["attention_s"] > 0
-
-
-@torch.no_grad()
-def test_a_cache_filled_outside_the_context_is_dense_and_counted(model: Any) -> None:
-    ids = random_tokens(1, 40)
-    cache = DynamicCache()
-    model(ids[:, :39], past_key_values=cache)
-    with attach(model, qmodel=random_partition(), probes=0, recent=1, dense_layers=(0,)) as sparse:
-        logits = model(ids[:, 39:], past_key_values=cache).logits
-        assert sparse.stats()["dense_fallbacks"] == 1
-        assert sparse.stats()["selectivity"] == 1
-    torch.testing.assert_close(logits, model(ids).logits[:, -1:], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

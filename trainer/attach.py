@@ -18,6 +18,7 @@ from msattn.trainer.models.break_even import break_even
 from msattn.trainer.models.devices import compute_devices
 from msattn.trainer.models.families import check_supported, decoder, num_layers
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.saap.kmeans import KMeans
@@ -106,8 +107,9 @@ def attach(
     Several threads may run the model at the same time. Copying or pickling the model inside the context raises a UserError, and
     so does ``backward`` outside the context with activation checkpointing, which runs the forward pass again.
 
-    Passes over several tokens after cached ones (chunked prefill) are dense, and count as ``dense_fallbacks`` if a selection is
-    attached. Single tokens after a cache that was filled outside the context are dense, and count too. Prompts shorter than
+    Passes over several tokens after cached ones (chunked prefill, the next turn of a chat) are sparse with a selection. A cache
+    that was filled outside the context is taken over: inverting the rotation recovers its keys before RoPE. With dynamic RoPE
+    that is not possible, and such passes are dense and count as ``dense_fallbacks``. Passes with fewer keys than
     ``select.dense_below`` are dense because that is faster, and count as ``dense_by_choice``.
     """
     check_supported(model.config)
@@ -129,6 +131,7 @@ def attach(
         router,
         **numbers,
         dense_below=_dense_below(given, device),
+        rotation=Rotation.of(model.config, device),
         measure_recall=measure_recall,
         timer=PhaseTimer(device) if measure_time else None,
     )

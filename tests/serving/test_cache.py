@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.kernels.testing import dense_attention as masked_attention
+from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.routing import route
-from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode_attention, install_bucket_layers
+from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode_attention, install_layers
 from tests.factory import left_padded, random_tokens, tiny_model
 
 BUCKETS = 5
@@ -41,7 +42,13 @@ def forward_pass(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> No
     """Updates the layer with keys ``new [B, Hkv, N, 1]`` and assigns their buckets."""
     keys, values = layer.update(new, -new)
     assert torch.equal(keys, -values)
-    layer.assign(ModuloRouter(), SimpleNamespace(layer=0, k=keys, k_nope=new, kv_start=kv_start))  # type: ignore[arg-type]
+    assign(layer, keys, new, kv_start)
+
+
+def assign(layer: BucketLayer, keys: Tensor, new: Tensor, kv_start: Tensor | None) -> None:
+    """Assigns the buckets of ``new``, the last of ``keys``."""
+    x: Any = SimpleNamespace(layer=0, k=keys, k_nope=new, num_keys=keys.shape[2], kv_start=kv_start, positions=None)
+    layer.assign(ModuloRouter(), x)
 
 
 def check_layer(layer: BucketLayer, expected: Tensor, kv_start: Tensor, recent: int) -> None:
@@ -140,14 +147,16 @@ def test_appending_does_not_copy_the_cache(layer: GrowingLayer) -> None:
     assert layer.keys.flatten(2)[0, 0].tolist() == [0.0] * 100 + [1.0] * 199 + [2.0]
 
 
-def test_updates_without_assign_are_rejected() -> None:
+def test_calls_in_another_order_are_rejected() -> None:
     layer = BucketLayer(BUCKETS)
     with pytest.raises(RuntimeError, match="no key has a bucket"):
         _ = layer.index
     new = torch.zeros(1, 2, 4, 1)
     forward_pass(layer, new, None)
-    layer.update(new, new)
-    with pytest.raises(RuntimeError, match="4 keys have buckets, 4 are new, but layer 0 holds 12"):
+    with pytest.raises(RuntimeError, match="4 keys have buckets, 4 are new, but layer 0 holds 4"):
+        assign(layer, new, new, None)
+    layer.update(new, -new)
+    with pytest.raises(KeysNotKnown, match="layer 0: 4 cached keys"):
         forward_pass(layer, new, None)
     with pytest.raises(ValueError, match="rebuild_every=0"):
         BucketLayer(BUCKETS, rebuild_every=0)
@@ -213,7 +222,7 @@ class RoutedDecoding:
 
     def cache(self) -> DynamicCache:
         cache = DynamicCache()
-        install_bucket_layers(cache, self.router, num_layers=LAYERS, rebuild_every=4)
+        install_layers(cache, self.router, num_layers=LAYERS, rebuild_every=4)
         return cache
 
 
@@ -257,14 +266,20 @@ def test_beam_search_matches_dense_attention() -> None:
     generate(RoutedDecoding(1, recent=2, check=True), prompt, **beams)
 
 
-def test_install_replaces_the_layers_of_an_empty_cache() -> None:
+def test_install_replaces_the_layers_of_a_cache() -> None:
     router = random_partition()
     cache = DynamicCache()
-    install_bucket_layers(cache, router, num_layers=LAYERS, dense_layers=(0, 2))
+    install_layers(cache, router, num_layers=LAYERS, dense_layers=(0, 2))
     assert [type(layer).__name__ for layer in cache.layers] == ["GrowingLayer", "BucketLayer", "GrowingLayer"]
-    cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
-    with pytest.raises(ValueError, match="cache holds 3 tokens"):
-        install_bucket_layers(cache, router, num_layers=LAYERS)
+    keys = torch.randn(1, 2, 3, 16)
+    cache.update(keys, -keys, 0)
+    install_layers(cache, router, num_layers=LAYERS, dense_layers=())
+    assert [type(layer).__name__ for layer in cache.layers] == ["BucketLayer"] * LAYERS
+    first: Any = cache.layers[0]
+    assert torch.equal(first.keys, keys)
+    held = list(cache.layers)
+    install_layers(cache, router, num_layers=LAYERS, dense_layers=(0,))
+    assert cache.layers == held, "a layer with buckets also serves dense attention"
     config = transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=8)
     with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
-        install_bucket_layers(DynamicCache(config=config), router, num_layers=LAYERS)
+        install_layers(DynamicCache(config=config), router, num_layers=LAYERS)

@@ -26,7 +26,7 @@ from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_ba
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.serving.cache import BucketLayer, install_bucket_layers
+from msattn.trainer.serving.cache import BucketLayer, install_layers
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -119,7 +119,7 @@ def filled_cache(model: "PreTrainedModel", router: Router, dense_layers: tuple[i
 
     config = model.config
     cache: Any = DynamicCache(config=config)
-    install_bucket_layers(cache, router, num_layers=models.num_layers(config), dense_layers=dense_layers)
+    install_layers(cache, router, num_layers=models.num_layers(config), dense_layers=dense_layers)
     generator = torch.Generator(model.device).manual_seed(seed)
     size = 2, 1, models.num_kv_heads(config), length, models.head_dim(config)
     for number, layer in enumerate(cache.layers):

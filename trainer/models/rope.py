@@ -6,6 +6,7 @@ rotation is not orthogonal; :func:`unrotate` inverts :func:`rotate` including th
 """
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,60 @@ from msattn.trainer.models.families import ROPE_TYPES, head_dim
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from msattn.trainer.models.tap import LayerInputs
+
+
+class KeysNotKnown(RuntimeError):
+    """Keys before RoPE cannot be recovered from cached ones."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotation of a model whose angles depend on the position alone.
+
+    Attributes
+    ----------
+    inv_freq : fp32 ``[D / 2]``, radians per token.
+    scaling : factor of cos and sin.
+    """
+
+    inv_freq: Tensor
+    scaling: float
+
+    @classmethod
+    def of(cls, config: "PreTrainedConfig", device: torch.device) -> "Rotation | None":
+        """Returns the rotation of a model; None for dynamic RoPE, whose angles depend on the length when a key was cached."""
+        if config.rope_parameters["rope_type"] == "dynamic":
+            return None
+        inv_freq, scaling = inverse_frequencies(config, device=device)
+        return cls(inv_freq.to(device), scaling)
+
+    def invert(self, k: Tensor, positions: Tensor) -> Tensor:
+        """Returns keys ``[B, H, N, D]`` before their rotation at integer ``positions [B | 1, N]``."""
+        cos, sin = cos_sin(self.inv_freq.to(k.device), positions)
+        cos, sin = ((each * self.scaling).to(k.dtype).float() for each in (cos, sin))  # rounded as in the model
+        return unrotate(k.float(), cos, sin).to(k.dtype)
+
+
+def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None) -> Tensor:
+    """Returns the keys from index ``first`` on before RoPE: ``[B, Hkv, M - first, D]``.
+
+    Those of the current pass are ``x.k_nope``. Older ones are recovered from the cache.
+
+    Raises
+    ------
+    KeysNotKnown : older keys are needed, but the ``rotation`` or the positions are not known.
+    """
+    num_new = x.k_nope.shape[2]
+    older = x.num_keys - num_new - first
+    if older <= 0:
+        return x.k_nope[:, :, -older:]
+    if rotation is None or x.positions is None:
+        raise KeysNotKnown(f"layer {x.layer}: {older} cached keys were rotated by angles that are not known")
+    distance = torch.arange(older, 0, -1, device=x.k.device)
+    cached = rotation.invert(x.k[:, :, first : x.num_keys - num_new], x.positions[:, :1] - distance)
+    return torch.cat([cached, x.k_nope], dim=2)
 
 
 def _rotate_half(x: Tensor) -> Tensor:

@@ -42,6 +42,10 @@ class LayerInputs:
     kv_start : int32 Tensor [B] or None
         Number of padded positions before each sequence; None without padding.
     cache : this layer's cache object (transformers' ``CacheLayerMixin``), already updated, or None.
+    positions : int64 Tensor [B or 1, N] or None
+        Positions of the current tokens in RoPE.
+    pooled_keys : fp32 Tensor [B, Hkv, Tc, P] or None
+        Pooled keys before RoPE of all blocks, for gates in passes after cached tokens.
     """
 
     layer: int
@@ -55,6 +59,8 @@ class LayerInputs:
     scale: float
     kv_start: Tensor | None
     cache: Any
+    positions: Tensor | None = None
+    pooled_keys: Tensor | None = None
 
     @property
     def num_queries(self) -> int:
@@ -75,10 +81,11 @@ class _Pass(threading.local):
     q_nope: Tensor | None = None
     k_nope: Tensor | None = None
     position_embeddings: tuple[Tensor, Tensor] | None = None
+    position_ids: Tensor | None = None
     past_key_values: Any = None
 
     def clear(self) -> None:
-        self.q_nope = self.k_nope = self.position_embeddings = self.past_key_values = None
+        self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = self.past_key_values = None
 
 
 class NotCopied:
@@ -102,7 +109,7 @@ class _LayerTap(NotCopied):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.current.position_embeddings = kwargs["position_embeddings"]
-        self.current.past_key_values = kwargs.get("past_key_values")
+        self.current.position_ids, self.current.past_key_values = kwargs.get("position_ids"), kwargs.get("past_key_values")
         return args, {**kwargs, IMPLEMENTATION: self}  # transformers forwards unknown keywords to the attention function
 
     def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -129,6 +136,7 @@ class _LayerTap(NotCopied):
             scale=scale,
             kv_start=kv_start,
             cache=now.past_key_values.layers[layer] if now.past_key_values is not None else None,
+            positions=now.position_ids,
         )
         now.clear()  # so that a layer's tensors are freed after its attention
         return self.attend(inputs)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.common.checks import first_query
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
@@ -18,7 +19,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
-from msattn.trainer.seer.blocks import row_span
+from msattn.trainer.seer.blocks import row_span, visible_blocks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,11 +78,14 @@ class AttnGate(nn.Module):
 
     def pooled_inputs(self, q_nope: Tensor, k_nope: Tensor, kv_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
-        size = self.cfg.block_size
-        first = first_query(q_nope.shape[2], k_nope.shape[2], kv_start, q_nope.device)
-        pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=size, start=first)
-        pooled_q = pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
-        return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, block_size=size, start=kv_start)
+        pooled_q = self.pooled_queries(q_nope, k_nope.shape[2], kv_start)
+        return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, block_size=self.cfg.block_size, start=kv_start)
+
+    def pooled_queries(self, q_nope: Tensor, num_keys: int, kv_start: Tensor | None = None) -> Tensor:
+        """Returns the pooled queries of :meth:`pooled_inputs`; ``q_nope`` are the last of ``num_keys`` positions."""
+        first = first_query(q_nope.shape[2], num_keys, kv_start, q_nope.device)
+        pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=self.cfg.block_size, start=first)
+        return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
 
     def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor, kv_start: Tensor | None = None) -> Tensor:
         """Computes block scores before masking and softmax.
@@ -101,12 +105,26 @@ class AttnGate(nn.Module):
         """
         with torch.no_grad():
             pooled_q, pooled_k = self.pooled_inputs(q_nope, k_nope, kv_start)
-        with torch.autocast(q_nope.device.type, enabled=False):
+        num_queries, num_keys = q_nope.shape[2], k_nope.shape[2]
+        return self.pooled_logits(pooled_q, pooled_k, num_queries, num_keys, inv_freq=inv_freq, kv_start=kv_start)
+
+    def pooled_logits(
+        self,
+        pooled_q: Tensor,
+        pooled_k: Tensor,
+        num_queries: int,
+        num_keys: int,
+        *,
+        inv_freq: Tensor,
+        kv_start: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the result of :meth:`forward` from its :meth:`pooled_inputs`."""
+        with torch.autocast(pooled_q.device.type, enabled=False):
             gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
             key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
             gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
             if self.cfg.rope:
-                gate_q, gate_k = self._rotate(gate_q, gate_k, inv_freq, q_nope.shape[2], k_nope.shape[2], kv_start)
+                gate_q, gate_k = self._rotate(gate_q, gate_k, inv_freq, num_queries, num_keys, kv_start)
             return (gate_q * self.hidden**-0.5) @ gate_k.transpose(-1, -2)
 
     def _rotate(
@@ -195,15 +213,20 @@ class Gate(nn.Module):
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax of :meth:`logits` over the visible blocks, in one operation without gradients. ``Hg`` is the number
-        of query heads or of key/value heads, by ``gate.heads``.
+        of query heads or of key/value heads, by ``gate.heads``. After cached keys ``x.pooled_keys`` stand for all keys.
 
         Raises
         ------
         ValueError
-            As for :meth:`logits`.
+            As for :meth:`logits`, without ``x.pooled_keys``.
         """
-        _check_keys(x)
         layer, cfg = cast(AttnGate, self.layers[x.layer]), self.cfg
+        if x.pooled_keys is not None:
+            pooled_q = layer.pooled_queries(x.q_nope, x.num_keys, x.kv_start)
+            inputs = (pooled_q, x.pooled_keys, x.num_queries, x.num_keys)
+            logits = layer.pooled_logits(*inputs, inv_freq=self.inv_freq, kv_start=x.kv_start)
+            return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
+        _check_keys(x)
         return gate_scores(
             x.q_nope,
             x.k_nope,

@@ -2,7 +2,7 @@
 
 Usage in an attention function for :func:`msattn.trainer.models.tap.tap`, which gets ``x: LayerInputs`` after the cache update::
 
-    layer = x.cache                                   # a BucketLayer, from `install_bucket_layers`
+    layer = x.cache                                   # a BucketLayer, from `install_layers`
     layer.assign(router, x)                           # in every forward pass, for prompts and single tokens
     if x.num_queries == 1:
         visited = route(router, x, probes)            # int32 [B, Hkv, L]
@@ -23,7 +23,9 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_counts import keys_read
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
+from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.saap.routing import Router
+from msattn.trainer.serving.pooled_keys import PooledKeys
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
@@ -35,17 +37,59 @@ class GrowingLayer(DynamicLayer):
     """Keys and values of one layer, for inference, as views of buffers with free positions.
 
     Appending a token writes only that token, whereas DynamicLayer copies the whole cache.
+
+    Attributes
+    ----------
+    pooled : PooledKeys or None
+        Pooled keys for gates, after the first call of :meth:`pool_keys`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
+        self.pooled: PooledKeys | None = None
 
     def reset(self) -> None:
         """Removes all tokens."""
-        self.keys = self.values = self.key_buffer = self.value_buffer = None
+        self.keys = self.values = self.key_buffer = self.value_buffer = self.pooled = None
         self.is_initialized = False
+
+    def take_over(self, layer: DynamicLayer) -> None:
+        """Takes the keys and values of another layer, without copying them."""
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self.keys, self.values = layer.keys, layer.values
+
+    def pool_keys(self, pools: list[str], block_size: int, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
+        """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`."""
+        if self.pooled is None or (self.pooled.pools, self.pooled.block_size) != (list(pools), block_size):
+            self.pooled = PooledKeys(pools, block_size)
+        return self.pooled.update(x, rotation)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens; ``tokens_to_remove`` has the sign convention of the installed transformers."""
+        super().crop(tokens_to_remove)
+        if self.pooled is not None:
+            self.pooled.crop(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Replaces each row b by row ``beam_idx[b]``."""
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows ``indices``."""
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row ``repeats`` times."""
+        if self.keys is not None:
+            self._select_rows(torch.arange(len(self.keys)).repeat_interleave(repeats))
+
+    def _select_rows(self, rows: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = select_rows(self.keys, rows), select_rows(self.values, rows)
+        if self.pooled is not None:
+            self.pooled.select_rows(rows)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
@@ -98,25 +142,27 @@ class BucketLayer(GrowingLayer):
             raise RuntimeError("index: no key has a bucket yet; call assign(router, x) after the cache's update")
         return self._index
 
-    def assign(self, router: Router, x: "LayerInputs") -> None:
-        """Assigns buckets to the keys of the last :meth:`update`, and rebuilds the index every ``rebuild_every`` tokens.
+    def assign(self, router: Router, x: "LayerInputs", rotation: Rotation | None = None) -> None:
+        """Assigns buckets to the keys that have none, and rebuilds the index every ``rebuild_every`` tokens.
 
-        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1.
+        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. Keys of earlier passes
+        without buckets, as in a cache that was filled outside an attached model, are recovered with the model's ``rotation``.
 
         Raises
         ------
-        RuntimeError : an update was not followed by ``assign``, or ``assign`` was called twice.
+        RuntimeError : ``assign`` was called twice.
+        KeysNotKnown : as :func:`msattn.trainer.models.rope.keys_before_rope`.
         """
         start = 0 if self.buckets is None else self.buckets.shape[2]
         num_new, num_keys = x.k_nope.shape[2], self.get_seq_length()
-        if start + num_new != num_keys:
+        if start + num_new > num_keys:
             raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
-        new = router.assign(x.layer, x.k_nope, x.k[:, :, -num_new:])
+        new = router.assign(x.layer, keys_before_rope(x, start, rotation), x.k[:, :, start:])
         if x.kv_start is not None:
             positions = torch.arange(start, num_keys, device=new.device)
             new = new.masked_fill(positions < x.kv_start[:, None, None], -1)
         self.buckets, self.bucket_buffer = _append(self.buckets, self.bucket_buffer, new)
-        if self._index is None or num_new > 1 or num_keys - self.indexed >= self.rebuild_every:
+        if self._index is None or num_keys - start > 1 or num_keys - self.indexed >= self.rebuild_every:
             self.rebuild_index()
 
     def rebuild_index(self) -> None:
@@ -143,29 +189,17 @@ class BucketLayer(GrowingLayer):
         if self.indexed > num_keys:
             self.rebuild_index()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Replaces each row b by row ``beam_idx[b]``."""
-        self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows ``indices``."""
-        self._select_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row ``repeats`` times."""
-        if self.keys is not None:
-            self._select_rows(torch.arange(len(self.keys)).repeat_interleave(repeats))
-
     def _select_rows(self, rows: Tensor) -> None:
-        def select(x: Tensor) -> Tensor:
-            return x.index_select(0, rows.to(x.device))
-
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = select(self.keys), select(self.values)
+        super()._select_rows(rows)
         if self.buckets is not None:
-            self.buckets = select(self.buckets)
+            self.buckets = select_rows(self.buckets, rows)
         if self._index is not None:
-            self._index = BucketIndex(*map(select, self._index))
+            self._index = BucketIndex(*(select_rows(part, rows) for part in self._index))
+
+
+def select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Returns the ``rows`` of a batch."""
+    return x.index_select(0, rows.to(x.device))
 
 
 def _append(held: Tensor | None, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,26 +218,35 @@ def _append(held: Tensor | None, buffer: Tensor | None, new: Tensor) -> tuple[Te
     return buffer[:, :, :end], buffer
 
 
-def install_bucket_layers(
-    cache: Cache, router: Router, *, num_layers: int, dense_layers: tuple[int, ...] = (0,), rebuild_every: int = 64
+def install_layers(
+    cache: Cache, router: Router | None, *, num_layers: int, dense_layers: tuple[int, ...] = (0,), rebuild_every: int = 64
 ) -> None:
-    """Replaces the layers of an empty ``DynamicCache``: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
+    """Replaces the layers of a ``DynamicCache``: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
-    Layers in ``dense_layers`` count as not routed.
+    The tokens that it holds are kept. Layers in ``dense_layers`` count as not routed.
 
     Raises
     ------
-    ValueError : the cache is not empty, or has layers that do not keep the full context.
+    ValueError : the cache has layers that do not keep the full context.
     """
-    if cache.get_seq_length():
-        raise ValueError(f"cache holds {cache.get_seq_length()} tokens: expected an empty cache, as every key needs a bucket")
-    other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    other = sorted({type(layer).__name__ for layer in cache.layers if not is_replaceable(layer)})
     if other:
         raise ValueError(f"cache has layers of type {', '.join(other)}: expected DynamicLayer, which keeps the full context")
-    routed = set(router.layers) - set(dense_layers)
-    for layer in range(num_layers):
-        fresh = BucketLayer(router.num_buckets, rebuild_every) if layer in routed else GrowingLayer()
-        cache.layers[layer : layer + 1] = [fresh]
+    routed = set() if router is None else set(router.layers) - set(dense_layers)
+    for number in range(num_layers):
+        held: Any = cache.layers[number] if number < len(cache.layers) else None
+        wanted = BucketLayer if number in routed else GrowingLayer
+        if isinstance(held, wanted):
+            continue
+        fresh = BucketLayer(router.num_buckets, rebuild_every) if router is not None and number in routed else GrowingLayer()
+        if held is not None and held.get_seq_length():
+            fresh.take_over(held)
+        cache.layers[number : number + 1] = [fresh]
+
+
+def is_replaceable(layer: Any) -> bool:
+    """Returns whether :func:`install_layers` accepts a cache with this layer."""
+    return type(layer) is DynamicLayer or isinstance(layer, GrowingLayer)
 
 
 def decode_attention(x: "LayerInputs", probes: Tensor, *, recent: int, sink: int) -> SparseAttention:

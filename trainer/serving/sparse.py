@@ -1,10 +1,11 @@
 """Dispatch of an attached model's attention to sparse or dense kernels, and statistics of what it reads.
 
-A pass over a whole prompt reads the blocks of a selection (SeerAttention). A pass over one new token reads the dense window and
-the buckets of a router (SAAP). Every other pass is dense.
+A pass over several tokens, of a prompt or after cached ones, reads the blocks of a selection (SeerAttention). A pass over one
+new token reads the dense window and the buckets of a router (SAAP).
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -17,11 +18,12 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.saap.routing import Router, route
-from msattn.trainer.seer.select import Selection, selected_attention, sparsity
-from msattn.trainer.serving.cache import BucketLayer, decode_attention, install_bucket_layers
+from msattn.trainer.seer.select import GateScores, Selection, selected_attention, sparsity
+from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode_attention, install_layers, is_replaceable
 from msattn.trainer.serving.statistics import Statistics
 
 
@@ -38,10 +40,13 @@ class Sparse(NotCopied):
         sink: int,
         dense_layers: tuple[int, ...],
         dense_below: int,
+        rotation: Rotation | None,
         measure_recall: bool,
         timer: PhaseTimer | None,
     ) -> None:
         self.selection, self.router, self.dense_below, self.timer = selection, router, dense_below, timer
+        self.rotation = rotation
+        self.gate = selection.scorer.gate if selection is not None and isinstance(selection.scorer, GateScores) else None
         self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
         self.routed = frozenset() if router is None else frozenset(router.layers) - frozenset(dense_layers)
         self.attached = True
@@ -84,10 +89,7 @@ class Sparse(NotCopied):
 
     def dispatch(self, x: LayerInputs) -> Tensor:
         """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports this pass, else dense."""
-        layer = x.cache if x.layer in self.routed and isinstance(x.cache, BucketLayer) else None
-        if layer is not None and self.router is not None:
-            with self._timed("selection"):
-                layer.assign(self.router, x)
+        layer = self._bucket_layer(x)
         if x.num_queries == 1 and x.num_keys > 1:
             if layer is not None:
                 return self._sparse_decode(x, layer)
@@ -95,15 +97,39 @@ class Sparse(NotCopied):
                 self._read.add("dense_fallbacks")
                 self._read.add("selectivity", 1.0)
         elif self.selection is not None:
-            whole_prompt = x.num_queries == x.num_keys  # gates pool keys before RoPE, which are not cached
-            if whole_prompt and x.num_queries >= self.dense_below:
-                return self._sparse_prefill(x, self.selection)
-            self._read.add("dense_by_choice" if whole_prompt else "dense_fallbacks")
+            prompt = self._with_pooled_keys(x) if x.num_keys >= self.dense_below else None
+            if prompt is not None:
+                return self._sparse_prefill(prompt, self.selection)
+            self._read.add("dense_by_choice" if x.num_keys < self.dense_below else "dense_fallbacks")
             self._read.add("sparsity", 0.0)
         with self._timed("attention"):
             if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
                 return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
             return dense_attention(x)
+
+    def _bucket_layer(self, x: LayerInputs) -> BucketLayer | None:
+        """Returns the cache of a routed layer, in which every key has a bucket; None if there is no such cache."""
+        if self.router is None or x.layer not in self.routed or not isinstance(x.cache, BucketLayer):
+            return None
+        with self._timed("selection"):
+            try:
+                x.cache.assign(self.router, x, self.rotation)
+            except KeysNotKnown:
+                return None
+        return x.cache
+
+    def _with_pooled_keys(self, x: LayerInputs) -> LayerInputs | None:
+        """Returns ``x`` with the pooled keys that a gate needs after cached tokens; None if they are not known."""
+        whole_prompt = x.num_queries == x.num_keys
+        if self.gate is None or (whole_prompt and not isinstance(x.cache, GrowingLayer)):
+            return x
+        if not isinstance(x.cache, GrowingLayer):
+            return None
+        try:
+            pooled = x.cache.pool_keys(list(self.gate.cfg.k_pool), self.gate.cfg.block_size, x, self.rotation)
+        except KeysNotKnown:
+            return None
+        return x if whole_prompt else replace(x, pooled_keys=pooled)
 
     def _sparse_prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
         size = selection.block_size
@@ -134,8 +160,8 @@ class Sparse(NotCopied):
         return out
 
     def prepare_cache(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of the decoder, which installs bucket layers in an empty cache."""
-        if self.router is None:
+        """Forward pre-hook of the decoder, which installs its layers in the cache."""
+        if self.router is None and self.gate is None:
             return args, kwargs
         from transformers import DynamicCache
 
@@ -144,10 +170,9 @@ class Sparse(NotCopied):
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
-        if cache is not None and cache.get_seq_length() == 0 and not any(isinstance(c, BucketLayer) for c in cache.layers):
+        if isinstance(cache, DynamicCache) and (self.router is not None or all(map(is_replaceable, cache.layers))):
             dense = tuple(set(range(num_layers(config))) - self.routed)
-            install_bucket_layers(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
-        if cache is not None:
+            install_layers(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
             self._check_partition(cache)
         return args, {**kwargs, "past_key_values": cache}
 

@@ -1,0 +1,196 @@
+"""Passes after cached tokens: chunked prefill, further turns, draft tokens, and caches that were filled without msattn."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.attach import attach
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.models.families import ROPE_TYPES
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.serving.cache import GrowingLayer
+from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
+from tests.test_attach import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, random_partition
+
+HALF = SelectConfig(sparsity=0.5, dense_below=0)
+
+
+def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None = None) -> Tensor:
+    """Returns the logits of ``ids``, which are read in passes of the given lengths over one cache."""
+    cache, logits, begin = DynamicCache(config=model.config), [], 0
+    for length in lengths:
+        end = begin + length
+        options = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, begin:end]}
+        logits.append(model(ids[:, begin:end], past_key_values=cache, **options).logits)
+        begin = end
+    assert begin == ids.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("rope", ROPE_TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_chunked_prefill_reads_the_blocks_of_one_pass(family: str, rope: str) -> None:
+    model = tiny_model(family, rope)
+    ids = random_tokens(2, 10 * BLOCK)
+    with attach(model, gate=gate_for(model), select=HALF) as sparse:
+        expected = model(ids).logits
+        once = sparse.stats()["sparsity"]
+    assert not torch.allclose(expected, model(ids).logits, atol=1e-3)
+    lengths = [4 * BLOCK, BLOCK, 5 * BLOCK]
+    with attach(model, gate=gate_for(model), select=HALF) as sparse:
+        torch.testing.assert_close(run_in_passes(model, ids, lengths), expected, rtol=1e-4, atol=1e-4)
+        stats = sparse.stats()
+    assert stats["dense_fallbacks"] == 0
+    assert stats["sparsity"] > 0.8 * once
+
+
+@pytest.mark.parametrize("scores", ["quest", "mean_pool", "sink_local", "oracle"])
+@torch.no_grad()
+def test_training_free_selections_continue_a_cache(scores: str) -> None:
+    model, ids = tiny_model(), random_tokens(1, 8 * BLOCK)
+    select = SelectConfig(sparsity=0.5, scores=scores, block_size=BLOCK, dense_below=0)
+    with attach(model, select=select):
+        expected = model(ids).logits
+    with attach(model, select=select) as sparse:
+        torch.testing.assert_close(run_in_passes(model, ids, [3 * BLOCK, 5 * BLOCK]), expected, rtol=1e-4, atol=1e-4)
+        assert sparse.stats()["dense_fallbacks"] == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_passes_of_any_length_equal_dense_attention_if_everything_is_read(family: str) -> None:
+    model = tiny_model(family)
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (61, 100)])
+    expected = model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+    with attach_reading_all(model) as sparse:
+        found = run_in_passes(model, ids, [50, 1, 1, 7, 1, 33, 7], mask)
+        stats = sparse.stats()
+    torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-4)
+    assert (stats["dense_fallbacks"], stats["sparsity"], stats["selectivity"]) == (0, 0, 1)
+
+
+@torch.no_grad()
+def test_a_padded_batch_matches_its_rows_alone() -> None:
+    model, lengths = tiny_model(), [3 * BLOCK, 1, 2 * BLOCK - 1, 3 * BLOCK]
+    rows = [random_tokens(1, n, seed=n)[0] for n in (8 * BLOCK, 6 * BLOCK)]
+    ids, mask = left_padded(rows)
+    options: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": ()}
+    with attach(model, gate=gate_for(model), select=HALF, **options) as sparse:
+        together = run_in_passes(model, ids, lengths, mask)
+        long = run_in_passes(model, rows[0][None], lengths)
+        short = run_in_passes(model, rows[1][None], [BLOCK, *lengths[1:]])
+        assert sparse.stats()["dense_fallbacks"] == 0
+    torch.testing.assert_close(together[0], long[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(together[1, 2 * BLOCK :], short[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rope", [rope for rope in ROPE_TYPES if rope != "dynamic"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_cache_that_was_filled_outside_is_taken_over(family: str, rope: str) -> None:
+    model, ids = tiny_model(family, rope), random_tokens(1, 120)
+    select, router = SelectConfig(sparsity=0.5, dense_below=0), random_partition()
+    options: dict[str, Any] = {"qmodel": router, "probes": 2, "recent": 5, "dense_layers": ()}
+    outside, inside = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    model(ids[:, :70], past_key_values=outside)
+    with attach_reading_all(model, qmodel=router):
+        model(ids[:, :70], past_key_values=inside)
+    found = []
+    for cache in (outside, inside):
+        with attach(model, gate=gate_for(model), select=select, **options) as sparse:
+            token = model(ids[:, 70:71], past_key_values=cache).logits
+            turn = model(ids[:, 71:], past_key_values=cache).logits
+            stats = sparse.stats()
+        assert stats["dense_fallbacks"] == 0
+        assert stats["sparsity"] > 0.2
+        assert 0 < stats["selectivity"] < 1
+        found.append(torch.cat([token, turn], dim=1))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_dynamic_rope_cannot_be_inverted_and_is_counted() -> None:
+    model, ids = tiny_model("llama", "dynamic"), random_tokens(1, 60)
+    expected, cache = model(ids).logits, DynamicCache()
+    model(ids[:, :40], past_key_values=cache)
+    with attach(model, gate=gate_for(model), select=HALF, qmodel=random_partition(), probes=1) as sparse:
+        token = model(ids[:, 40:41], past_key_values=cache).logits
+        turn = model(ids[:, 41:], past_key_values=cache).logits
+        stats = sparse.stats()
+    torch.testing.assert_close(torch.cat([token, turn], dim=1), expected[:, 40:], rtol=1e-4, atol=1e-4)
+    assert stats["dense_fallbacks"] == LAYERS + 1, "a turn in each layer, and a token in the layer that is routed"
+    assert (stats["sparsity"], stats["selectivity"]) == (0, 1)
+
+
+@torch.no_grad()
+def test_pooled_keys_after_cache_operations() -> None:
+    """After tokens, crops and reordering the pooled keys are those of the keys that the cache holds."""
+    model = tiny_model("qwen3")
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (90, 77)])
+    seen: list[LayerInputs] = []
+    with tap(model, lambda x: seen.append(x) or dense_attention(x)):
+        model(ids, attention_mask=mask, position_ids=positions_of(mask))
+    kv_start = seen[0].kv_start
+    expected = pool_blocks(seen[0].k_nope, ["avg", "max", "min"], block_size=BLOCK, start=kv_start)
+
+    def turn(cache: DynamicCache, begin: int, end: int) -> None:
+        options = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, begin:end]}
+        model(ids[:, begin:end], past_key_values=cache, **options)
+
+    with attach_reading_all(model):
+        cache = DynamicCache()
+        turn(cache, 0, 60)
+        turn(cache, 60, 61)
+        cache.crop(40 - 61)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        turn(cache, 40, 41)
+        turn(cache, 41, 90)
+    layer: Any = cache.layers[0]
+    assert isinstance(layer, GrowingLayer)
+    assert layer.pooled is not None
+    pools, complete = layer.pooled.pools, layer.pooled.complete
+    assert complete == 77 // BLOCK
+    order = {"avg": 0, "max": 1, "min": 2}
+    parts = expected.unflatten(-1, (3, -1))[:, :, :complete]
+    wanted = torch.cat([parts[..., order[pool], :] for pool in pools], dim=-1)
+    torch.testing.assert_close(layer.pooled.blocks, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 48}], ids=str)
+@torch.no_grad()
+def test_ways_of_generating_equal_dense_attention_if_everything_is_read(options: dict[str, Any]) -> None:
+    model, ids = tiny_model(), random_tokens(1, 100)
+    ids = torch.cat([ids, ids[:, :30]], dim=1)  # repeated tokens give prompt lookup something to find
+    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **arguments)
+    with attach_reading_all(model) as sparse:
+        assert torch.equal(model.generate(ids, **arguments, **options), expected)
+        assert sparse.stats()["dense_fallbacks"] == 0
+
+
+@torch.no_grad()
+def test_a_second_turn_of_generate() -> None:
+    """``generate`` continues its own cache: the second turn is sparse as well."""
+    model, ids = tiny_model(), random_tokens(1, 150)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    partition: dict[str, Any] = {"qmodel": random_partition(), "probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": ()}
+    with attach(model, gate=gate_for(model), select=HALF, **partition) as sparse:
+        first = model.generate(ids[:, :100], attention_mask=torch.ones(1, 100), **options)
+        both = torch.cat([first.sequences, ids[:, 100:]], dim=1)
+        before = sparse.stats()["sparsity"]
+        second = model.generate(both, attention_mask=torch.ones_like(both), past_key_values=first.past_key_values, **options)
+        stats = sparse.stats()
+    assert second.sequences.shape[1] == 160
+    assert stats["dense_fallbacks"] == 0
+    assert stats["sparsity"] != before
+    assert stats["sparsity"] > 0.3

@@ -1,0 +1,75 @@
+"""Pooled keys of a cache, which gates need to score the blocks of cached keys (SeerAttention pools keys before RoPE)."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.models.rope import Rotation, keys_before_rope
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+
+class PooledKeys:
+    """Pooled keys before RoPE of the complete blocks of one layer's cache.
+
+    Only passes over several tokens update them. Keys that are missing since then (those of the unfinished block, of decoded
+    tokens, or of a cache that was filled outside an attached model) are recovered by inverting the rotation of cached keys.
+
+    Parameters
+    ----------
+    pools : pooling operations, as in :func:`msattn.kernels.pool_blocks.pool_blocks`.
+    block_size : tokens in a block.
+
+    Attributes
+    ----------
+    blocks : fp32 ``[B, Hkv, complete, len(pools) * D]``, or None before the first update.
+    """
+
+    def __init__(self, pools: list[str], block_size: int) -> None:
+        self.pools, self.block_size = list(pools), block_size
+        self.blocks: Tensor | None = None
+        self._padding = 0  # most padded positions of a row
+
+    @property
+    def complete(self) -> int:
+        """Number of blocks that are complete in every row."""
+        return 0 if self.blocks is None else self.blocks.shape[2]
+
+    def update(self, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
+        """Adds the keys up to those of the current pass, and returns the pooled keys of all blocks.
+
+        Returns
+        -------
+        Tensor : fp32 ``[B, Hkv, Tc, len(pools) * D]``.
+
+        Raises
+        ------
+        KeysNotKnown : as :func:`msattn.trainer.models.rope.keys_before_rope`.
+        """
+        known, size = self.complete, self.block_size
+        starts = None if x.kv_start is None else x.kv_start.long()
+        first = known * size + (0 if starts is None else int(starts.min()))
+        tail = keys_before_rope(x, first, rotation)
+        offset = None if starts is None else starts + known * size - first
+        pooled = pool_blocks(tail, self.pools, block_size=size, start=offset)
+        pooled = pooled if self.blocks is None else torch.cat([self.blocks, pooled], dim=2)
+        self._padding = 0 if starts is None else int(starts.max())
+        self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]
+        return F.pad(pooled, (0, 0, 0, -(-x.num_keys // size) - pooled.shape[2]))
+
+    def crop(self, num_keys: int) -> None:
+        """Keeps the blocks that are complete among the first ``num_keys`` keys."""
+        if self.blocks is not None:
+            self.blocks = self.blocks[:, :, : self._complete_in(num_keys)]
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Replaces the batch by its ``rows``."""
+        if self.blocks is not None:
+            self.blocks = self.blocks.index_select(0, rows.to(self.blocks.device))
+
+    def _complete_in(self, num_keys: int) -> int:
+        return max(num_keys - self._padding, 0) // self.block_size
