@@ -48,6 +48,23 @@ def with_tensor_subclasses(folder: Path) -> Any:
     return model
 
 
+def with_other_modules(folder: Path) -> Any:
+    """A model with layers that have no ``weight``, as those of some quantization libraries."""
+
+    class Packed(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.register_buffer("packed", linear.weight.detach())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.packed)  # pyrefly: ignore[bad-argument-type]
+
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.mlp.down_proj = Packed(layer.self_attn.q_proj), Packed(layer.mlp.down_proj)
+    return model
+
+
 def offloaded(folder: Path) -> Any:
     from accelerate import disk_offload
 
@@ -80,6 +97,7 @@ def adapted(folder: Path) -> Any:
 MODELS: dict[Callable[[Path], Any], str | None] = {  # with the warning of attach
     quantized_to_int8: "weights are quantized or offloaded",
     with_tensor_subclasses: "weights are quantized or offloaded",
+    with_other_modules: "weights are quantized or offloaded",
     offloaded: "weights are quantized or offloaded",
     fine_tuned: "its weights_hash is",
     with_one_more_token: "its config_hash is",
@@ -173,3 +191,14 @@ def test_backward_after_leaving(reentrant: bool | None) -> None:
             loss.backward()
         gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_model_of_another_shape_is_refused(tmp_path: Path) -> None:
+    base = tiny_model(num_hidden_layers=3)
+    gate = save(tmp_path, base, gate_for(base))
+    with (
+        pytest.raises(UserError, match="its num_layers is 3, this model's is 2"),
+        msattn.attach(offloaded(tmp_path), gate=gate),
+    ):
+        pass

@@ -60,6 +60,9 @@ def test_other_ranks_and_disabled_progress_are_silent(
     monkeypatch.setenv("RANK", "1")
     with activity("eval"):
         time.sleep(0.12)
+    with Progress(console=Console(file=io.StringIO())) as bars:
+        bars.add_task("perplexity", total=2)
+        time.sleep(0.12)
     assert lines(capsys) == []
 
 

@@ -393,12 +393,14 @@ def check_model(artifact: Artifact | Mapping[str, Any], fingerprint: Mapping[str
     manifest = artifact.manifest if isinstance(artifact, Artifact) else artifact
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"
-    differing = [field for field in IDENTITY_FIELDS if made_for.get(field) != fingerprint.get(field)]
-    if fingerprint.get("weights_hash") is None:
-        warning = f"{origin}: this model's weights are quantized or offloaded, so they were not compared"
-    elif differing:
+    unknown = fingerprint.get("weights_hash") is None
+    fields = IDENTITY_FIELDS[:-1] if unknown else IDENTITY_FIELDS
+    differing = [field for field in fields if made_for.get(field) != fingerprint.get(field)]
+    if differing:
         field = differing[0]
         warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
+    elif unknown:
+        warning = f"{origin}: this model's weights are quantized or offloaded, so they were not compared"
     else:
         return None
     if strict or set(differing) & set(SHAPE_FIELDS):

@@ -89,7 +89,7 @@ def attach(
     dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
         artifact's manifest records, or for 32, 2047, 1 and (0,).
     strict : refuse artifacts that were made for other weights of the same shape, e.g. before quantization or fine-tuning.
-        By default they are served with a warning.
+        By default they are served with a warning. The adapters of PEFT models are not compared.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     measure_time : also measures the time of selection and of attention on the device.
 

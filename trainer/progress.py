@@ -130,9 +130,9 @@ class _Reporter:
     def remove(self, describe: Callable[[], str | None]) -> None:
         self._descriptions.remove(describe)
         if not self._descriptions and self._thread is not None:
+            thread, self._thread = self._thread, None  # before join, which Ctrl-C may interrupt
             self._ended.set()
-            self._thread.join()
-            self._thread = None
+            thread.join()
 
     def _run(self) -> None:
         while not self._ended.wait(max(0.01, self.printed + INTERVAL - time.monotonic())):

@@ -18,8 +18,8 @@ def test_where_training_wins_and_where_not() -> None:
     assert conclusion(PERPLEXITY + DECODING + NEEDLES, chunks=80) == (
         "Training wins in perplexity (new gate: +1.8%, Quest: +14.9%) and in needles in decoding (new classifier: 100%, "
         "k-means alone: 30%, window of first and last keys: 0%), but it does not win in needles in prefill (new gate: 30%, "
-        "shipped gate: 80%, Quest: 100%): Quest scores every query, gates score blocks of queries, and the new gate saw only "
-        "80 chunks of text."
+        "shipped gate: 80%, Quest: 100%), because Quest scores every query, gates score blocks of queries, and the new gate "
+        "saw only 80 chunks."
     )
 
 
@@ -31,3 +31,9 @@ def test_wins_alone_and_losses_alone() -> None:
 def test_needles_that_dense_attention_misses_judge_nothing() -> None:
     lost = [row("needle", "gate", None), row("needle", "quest", None)]
     assert conclusion(PERPLEXITY + lost, 80) == conclusion(PERPLEXITY, 80)
+
+
+def test_a_tie_is_no_win_and_has_no_reason() -> None:
+    tie = [row("needle", "classifier", 1.0), row("needle", "k-means", 1.0)]
+    assert conclusion(tie, 80) == "Training does not win in needles in decoding (new classifier: 100%, k-means alone: 100%)."
+    assert conclusion([], 80) == "Nothing was compared."

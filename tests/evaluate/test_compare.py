@@ -53,7 +53,7 @@ def test_scores_and_differing_settings(earlier: str) -> None:
     assert "+40.0 points" in shown
     assert "seed: 2 here, 1 there" in shown
     text = page(ROWS, asdict(about(2)), {}, found)
-    assert "&lt;eval&gt;</h2>" in text
+    assert "&lt;eval&gt; of" in text
     assert text.index("Compared with") < text.index("Needles in a haystack")
     assert "Other methods (1 rows)" in text
 

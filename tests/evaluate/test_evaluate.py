@@ -365,6 +365,15 @@ def test_evaluation_reads_only_held_out_documents(loaded: Loaded, tmp_path: Path
     assert not seen & trained_on
 
 
+def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) -> None:
+    cfg = config(trained, text)
+    loaded = models.load(cfg.model, device="cpu")
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
+    rows = recall.run(loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found, Progress(disable=True))
+    assert [(row.method, row.setting) for row in rows] == [(WINDOW, "0 probes")]
+
+
 def test_recall_needs_more_keys_than_the_window(trained: Path, text: str) -> None:
     cfg = config(trained, text)
     short = replace(cfg, recent=cfg.eval.recall.length)

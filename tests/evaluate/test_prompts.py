@@ -15,6 +15,7 @@ from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.chat import encode_prompt
 from tests.evaluate.test_evaluate import config
 
+NO_MESSAGES: dict[str, Any] = {"messages": [], "answer": "x"}
 LONG = "the river ran past an old mill and nobody knew where it came from " * 5
 
 
@@ -50,9 +51,18 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
     assert (first, second.text) == (Prompt("How?", "So."), "Where?")
     assert second.is_answered_by("It is\n  HERE. Yes")
     assert not second.is_answered_by("there")
-    for entry in ({"prompt": "How?"}, {"answer": "x"}, {"prompt": "", "answer": "x"}, {"messages": [{}], "answer": "x"}, 3):
+    for entry in (
+        {"prompt": "How?"},
+        {"answer": "x"},
+        {"prompt": "", "answer": "x"},
+        {"messages": [{}], "answer": "x"},
+        3,
+        NO_MESSAGES,
+    ):
         with pytest.raises(UserError, match=r'bad\.jsonl, line 2: each line is {"prompt"'):
             read_prompts(write(tmp_path / "bad.jsonl", {"prompt": "How?", "answer": "So."}, entry))
+    (tmp_path / "lines.jsonl").write_text('\ufeff{"prompt": "a\u2028b", "answer": "x"}\n', encoding="utf-8")
+    assert read_prompts(str(tmp_path / "lines.jsonl")) == [Prompt("a\u2028b", "x")]
     (tmp_path / "text.jsonl").write_text("How?")
     with pytest.raises(UserError, match="line 1: not JSON"):
         read_prompts(str(tmp_path / "text.jsonl"))

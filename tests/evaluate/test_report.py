@@ -171,6 +171,12 @@ def test_answers_are_escaped_and_marked(rows: list[EvalRow], about: report.Conte
     assert "✓ 42" in text
 
 
+def test_an_expected_answer_is_marked_in_the_text_and_not_in_its_escapes() -> None:
+    own = {"prompt": "What's 20 & 7? It is 2", "expected": "2", "answer": "2", "correct": True}
+    text = examples([EvalRow("prompts", "dense", "", 1.0, "answers", extra={"examples": [own]})])
+    assert "What&#x27;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in text
+
+
 def test_examples_show_each_method_once_and_need_no_expected_answer() -> None:
     own = [{"prompt": "Why?", "expected": "", "answer": answer, "correct": False} for answer in ("so", "because")]
     dense = EvalRow("prompts", "dense", "", 0.0, "agreement", extra={"examples": own[:1]})

@@ -131,3 +131,38 @@ def test_speed_of_decoding_comes_from_its_task() -> None:
 def test_dense_attention_alone_has_no_verdict() -> None:
     assert verdict([needle("dense", "", 1.0, 1.0), perplexity("dense", "", 1.0, 1.0)]) == []
     assert verdict([]) == []
+
+
+def test_prompts_that_dense_attention_does_not_answer_judge_no_method() -> None:
+    lost = [row("prompts", "dense", "", 0.0, 1.0, ratio_to_dense=1.0)]
+    lost += [row("prompts", name, "sparsity 0.9", 0.0, 0.1, ratio_to_dense=None) for name in ("gate", "quest")]
+    assert verdict(lost) == []
+
+
+def test_needles_of_one_length_that_dense_attention_misses_are_left_out() -> None:
+    rows = [needle("gate", "sparsity 0.9", 0.9, 0.1)]
+    rows.append(needle("gate", "sparsity 0.9", 0.0, 0.1, ratio_to_dense=None, extra={"length": 32768}))
+    assert verdict(rows) == [
+        "At 90 % sparsity and 4,096 tokens the gate reads 10 % of the keys and finds 90 % of the needles of dense attention."
+    ]
+
+
+def test_tasks_of_different_lengths_name_their_own() -> None:
+    rows = [needle("gate", "sparsity 0.9", 0.9, 0.1, extra={"length": 32768}), perplexity("gate", "sparsity 0.9", 1.03, 0.1)]
+    assert verdict(rows) == [
+        "At 90 % sparsity the gate reads 10 % of the keys, finds 90 % of the needles of dense attention at 32,768 tokens and "
+        "raises perplexity by 3 % at 4,096 tokens."
+    ]
+
+
+def test_names_of_variants() -> None:
+    rows = [needle("classifier", "2 probes", 1.0, 0.1), needle("k-means (named), RoPE", "2 probes", 0.7, 0.1)]
+    assert "; the named k-means, RoPE, which needs no classifier, finds fewer (70 %)" in verdict(rows)[0]
+
+
+def test_the_time_of_prompts_is_no_prefill() -> None:
+    timed = [
+        row("prompts", "dense", "", 1.0, 1.0, latency_s=1.0),
+        row("prompts", "gate", "sparsity 0.9", 1.0, 0.1, latency_s=2.0),
+    ]
+    assert not any("prefill" in sentence for sentence in verdict(timed))

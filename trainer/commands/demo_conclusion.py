@@ -22,6 +22,9 @@ class Comparison(NamedTuple):
     untrained: tuple[str, ...]
 
 
+WHY_QUEST = (
+    ", because Quest scores every query, gates score blocks of queries, and the new gate saw only {chunks} chunks of text"
+)
 GATES, BASELINES = ("gate", "gate (embedded)"), ("quest", "random")
 COMPARISONS = (
     Comparison("perplexity", "perplexity", GATES, BASELINES),
@@ -43,12 +46,16 @@ def conclusion(rows: list[dict[str, Any]], chunks: int) -> str:
         scores = _scores(rows, comparison)
         trained, untrained = ([scores[name] for name in group if name in scores] for group in comparison[2:])
         if trained and untrained:
-            (wins if max(trained) > max(untrained) else losses).append(f"{comparison.name} ({_listed(scores, comparison)})")
+            said = f"{comparison.name} ({_listed(scores, comparison)})"
+            if max(trained) > max(untrained):
+                wins.append(said)
+            else:
+                quest_wins = comparison.trained == GATES and scores.get("quest") == max(untrained)
+                losses.append(said + (WHY_QUEST.format(chunks=chunks) if quest_wins else ""))
     parts = [f"training wins in {' and in '.join(wins)}"] if wins else []
     if losses:
-        why = f"Quest scores every query, gates score blocks of queries, and the new gate saw only {chunks} chunks of text"
-        parts.append(f"{'it' if wins else 'training'} does not win in {' and in '.join(losses)}: {why}")
-    said = ", but ".join(parts)
+        parts.append(f"{'it' if wins else 'training'} does not win in {' and in '.join(losses)}")
+    said = ", but ".join(parts) or "nothing was compared"
     return f"{said[:1].upper()}{said[1:]}."
 
 

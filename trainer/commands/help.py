@@ -98,7 +98,7 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
     pages = [(f"msattn {command} --help", "all groups and keys of the command") for command in using]
     see: Section = ("Commands with this key" if name in known.keys else "Commands with these keys", pages)
     if name in known.keys:
-        return [_whole_key(known.keys[name]), see]
+        return [_whole_key(known.keys[name], using[0]), see]
     keys = {key.name: key for key in known.keys.values() if key.name.startswith(f"{name}.")}
     for command in using[1:]:  # e.g. train.fsdp, which only finetune has
         if any(key not in keys for key in _leaves_below(name, accepted[command])):
@@ -108,8 +108,9 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
                 for key in found
                 if key.startswith(f"{name}.") and key not in keys
             }
-    options = [_options(known.groups[topic])] if topic in known.groups else []
-    rows: list[Section] = [(f"Keys, {_defaults(known)}", [_key_row(key) for key in keys.values()])] if keys else []
+    options = [_options(known.groups[topic], f" in msattn {using[0]}")] if topic in known.groups else []
+    heading = f"Keys, {_defaults(known)} in msattn {using[0]}"
+    rows: list[Section] = [(heading, [_key_row(key) for key in keys.values()])] if keys else []
     return [*options, *rows, see]
 
 
@@ -130,13 +131,13 @@ def _key_row(key: Key) -> tuple[str, str]:
     return key.override, key.explanation
 
 
-def _whole_key(key: Key) -> Section:
-    rows = [("explanation", key.comment), ("default", as_override(key.value))]
+def _whole_key(key: Key, command: str) -> Section:
+    rows = [("explanation", key.comment), ("default", f"{as_override(key.value)} in msattn {command}")]
     rows += [("choices", ", ".join(key.choices))] if key.choices else []
     rows += [("with", key.only)] if key.only else []
     return key.name, rows
 
 
-def _options(group: Group) -> Section:
-    default = f", by default {group.chosen}" if group.chosen else ""
+def _options(group: Group, where: str = "") -> Section:
+    default = f", by default {group.chosen}{where}" if group.chosen else ""
     return f"{group.name}=OPTION{default}", list(group.options.items())

@@ -38,7 +38,7 @@ def read_prompts(path: str | None) -> list[Prompt]:
     if path is None:
         raise UserError(f"{key}: a jsonl file; {FORMAT}")
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")  # strings may hold other line ends
     except UnicodeDecodeError as error:
         raise UserError(f"{key}: not UTF-8 (byte {error.start})") from error
     except OSError as error:
@@ -66,8 +66,13 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(each, dict) and each.keys() == {"role", "content"} and all(map(_is_text, each.values())) for each in value
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(each, dict) and each.keys() == {"role", "content"} and all(map(_is_text, each.values()))
+            for each in value
+        )
     )
 
 

@@ -191,6 +191,8 @@ def prefill_samples(
 ) -> NeedleResult:
     """Runs one prefill over prompt and answer, with the attention that is attached to the model now."""
     predicted, seconds, peak = [], 0.0, 0.0
+    if loaded.model.device.type == "cuda":  # not timed: kernels compile at their first call
+        prefill(loaded, samples.batches()[0])
     for ids in samples.batches():
         with cost(loaded.model.device) as spent:
             hidden = prefill(loaded, ids)
@@ -223,7 +225,8 @@ def decode_samples(
             with method.attach(loaded.model, probes) as sparse:
                 with cost(loaded.model.device) as spent:
                     hidden = [run_backbone(loaded.model, id, past_key_values=cache, use_cache=True) for id in steps.split(1, 1)]
-                selectivity[label] += sparse.stats()["selectivity"] * share
+                read = sparse.stats()["selectivity"]  # None if every layer is dense
+                selectivity[label] += (1.0 if read is None else read) * share
             cache.crop(-steps.shape[1])
             predicted[label].append(logits(loaded, torch.cat(hidden[-samples.longest :], dim=1)).argmax(-1))
             seconds[label] += spent.seconds / steps.shape[1] * share

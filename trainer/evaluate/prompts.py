@@ -52,9 +52,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     UserError : as :func:`msattn.trainer.data.prompts.read_prompts`, or a prompt is longer than the model's positions.
     """
     settings = cfg.eval.prompts
-    prompts = read_prompts(settings.path)
-    encoded = [encode_prompt(loaded.tokenizer, prompt.prompt, cfg.chat) for prompt in prompts]
-    _check_lengths(loaded, encoded, cfg)
+    prompts, encoded = read_prompts(settings.path), encoded_prompts(loaded, cfg)
     cases = [Case("dense", "", nullcontext)]
     for method in methods.block_selections:
         cases += [
@@ -71,11 +69,14 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     return [dense, *(as_row(case, prompts, encoded, answers, found[0], dense) for case, answers in sparse)]
 
 
-def _check_lengths(loaded: "Loaded", encoded: list[Tensor], cfg: EvalRunConfig) -> None:
+def encoded_prompts(loaded: "Loaded", cfg: EvalRunConfig) -> list[Tensor]:
+    """Returns the tokens ``[1, N]`` of each prompt; raises UserError as :func:`run`."""
     settings = cfg.eval.prompts
+    encoded = [encode_prompt(loaded.tokenizer, each.prompt, cfg.chat) for each in read_prompts(settings.path)]
     for number, ids in enumerate(encoded, start=1):
         given = f"prompt {number} of {settings.path}, with {ids.shape[1]} tokens, and max_new_tokens={settings.max_new_tokens}"
         check_length(loaded.model.config, ids.shape[1] + settings.max_new_tokens, given)
+    return encoded
 
 
 @torch.inference_mode()
@@ -84,17 +85,19 @@ def answer(loaded: "Loaded", encoded: list[Tensor], case: Case, max_new_tokens: 
     model: Any = loaded.model
     tokenizer = loaded.tokenizer
     tokens, seconds, peaks = [], [], []
+
+    def generate(ids: Tensor, new_tokens: int) -> Tensor:
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    if model.device.type == "cuda":  # not timed: kernels compile at their first call
+        with case.attach():
+            generate(encoded[0].to(model.device), 2)
     with case.attach() as sparse:
         for ids in encoded:
             ids = ids.to(model.device)
             with cost(model.device) as spent:
-                output = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=max_new_tokens,
-                    do_sample=False,
-                    pad_token_id=tokenizer.eos_token_id,
-                )
+                output = generate(ids, max_new_tokens)
             tokens.append(output[0, ids.shape[1] :].tolist())
             seconds.append(spent.seconds)
             peaks.append(spent.peak_mb)

@@ -95,8 +95,9 @@ def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: 
         each for each in methods.block_selections if each.name not in ("oracle", "random")
     ]
     maps = decoded = None
-    if shown:
-        setting, select = shown[0].settings(sorted(cfg.eval.recall.sparsities))[-1]
+    settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []
+    if settings:
+        setting, select = settings[-1]
         blocks = BlockMaps(models.num_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
         maps = PrefillReads(shown[0], setting, select, blocks)
     if methods.bucket_routings:

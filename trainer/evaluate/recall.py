@@ -116,8 +116,9 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     blocks_first = sorted(recalls.items(), key=lambda item: item[1].routed)
     rows = [recall.as_row(method, label, settings.length) for (method, label), recall in blocks_first]
     for method, pictures in collect(loaded, chunks[0]["input_ids"], methods, cfg).items():
-        last = max(i for i, row in enumerate(rows) if row.method == method)
-        rows[last] = replace(rows[last], extra=rows[last].extra | pictures)
+        own = [i for i, row in enumerate(rows) if row.method == method]
+        if own:  # with 0 probes alone there is only the row of the window
+            rows[own[-1]] = replace(rows[own[-1]], extra=rows[own[-1]].extra | pictures)
     return rows
 
 

@@ -95,6 +95,7 @@ def _length(row: EvalRow) -> str:
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
+    from msattn.trainer.evaluate.prompts import encoded_prompts
     from msattn.trainer.models.families import check_length
 
     sections = cfg.eval
@@ -108,6 +109,8 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
     buckets = cfg.model.presets.num_buckets
     if "decoding" in sections.tasks and not found.bucket_routings and (cfg.probes or 0) > buckets:
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
+    if "prompts" in sections.tasks:
+        encoded_prompts(loaded, cfg)
     for task in sections.tasks:
         for length in lengths.get(task, []):  # decoding has no prompt
             check_length(loaded.model.config, length, f"length={length} of eval.{task}")

@@ -29,6 +29,8 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, 
         if not uses_chat(tokenizer, chat):
             return tokenizer(prompt, return_tensors="pt").input_ids
         prompt = [{"role": "user", "content": prompt}]
+    elif tokenizer.chat_template is None:
+        raise UserError("messages: the tokenizer has no chat template; give a prompt as text instead")
     rendered = _render(tokenizer, prompt)
     return tokenizer(rendered, return_tensors="pt", add_special_tokens=False).input_ids
 

@@ -66,37 +66,38 @@ class BlockMaps:
             self.maps[x.layer, head] = [_thumbnail(each, self.side).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
 
     def save(self, path: Path, titles: tuple[str, str, str]) -> None:
-        """Writes the :meth:`figure` as a PNG file."""
-        figure = self.figure(titles)
+        """Writes :func:`draw_maps` as a PNG file."""
+        figure = draw_maps(self.maps, titles)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI)
 
-    def figure(self, titles: tuple[str, str, str]) -> "Figure":
-        """Returns a figure with a row of pictures for each head, under the column ``titles``."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import LogNorm
-        from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8.4, 0.7 + 2.2 * len(self.maps)), layout="compressed")
-        FigureCanvasAgg(figure)
-        grid = figure.subplots(len(self.maps), 3, squeeze=False)
-        image = None
-        for axes, ((layer, head), maps) in zip(grid, self.maps.items(), strict=True):
-            for each, blocks in zip(axes, maps, strict=True):
-                each.set(facecolor=INVISIBLE, xticks=[], yticks=[])
-                image = each.imshow(
-                    blocks.clamp(min=SMALLEST_SHARE),
-                    norm=LogNorm(SMALLEST_SHARE, 1),
-                    cmap="viridis",
-                    aspect="equal",
-                    interpolation="nearest",
-                )
-            axes[0].set_ylabel(f"layer {layer}, head {head}", fontsize=9)
-        for each, title in zip(grid[0], titles, strict=True):
-            each.set_title(title, fontsize=9)
-        if image is not None:
-            figure.colorbar(image, ax=grid, label="share of the row", shrink=0.5)
-        return figure
+def draw_maps(maps: dict[tuple[int, int], list[Tensor]], titles: tuple[str, str, str]) -> "Figure":
+    """Returns a figure with a row of pictures for each layer and head, under the column ``titles``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 0.7 + 2.2 * len(maps)), layout="compressed")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(maps), 3, squeeze=False)
+    image = None
+    for axes, ((layer, head), pictures) in zip(grid, maps.items(), strict=True):
+        for each, blocks in zip(axes, pictures, strict=True):
+            each.set(facecolor=INVISIBLE, xticks=[], yticks=[])
+            image = each.imshow(
+                blocks.clamp(min=SMALLEST_SHARE),
+                norm=LogNorm(SMALLEST_SHARE, 1),
+                cmap="viridis",
+                aspect="equal",
+                interpolation="nearest",
+            )
+        axes[0].set_ylabel(f"layer {layer}, head {head}", fontsize=9)
+    for each, title in zip(grid[0], titles, strict=True):
+        each.set_title(title, fontsize=9)
+    if image is not None:
+        figure.colorbar(image, ax=grid, label="share of the row", shrink=0.5)
+    return figure
 
 
 def _thumbnail(blocks: Tensor, limit: int) -> Tensor:

@@ -179,7 +179,9 @@ class Sparse(NotCopied):
     def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
         """Forward hook of the decoder: activation checkpointing must not run the forward pass again without this attention."""
         hidden: Tensor = output[0]
-        if hidden.requires_grad and any(getattr(layer, "gradient_checkpointing", False) for layer in module.layers):
+        if hidden.requires_grad and any(
+            layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers
+        ):
             hidden.register_hook(self._check_attached)
 
     def _check_attached(self, gradient: Tensor) -> None:

@@ -5,15 +5,15 @@ INTRODUCTION = (
     "selected keys), not masked dense attention. "
     "<i>Sparsity</i> is the share of the causally visible blocks that is not read. <i>Keys read</i> is the "
     "share of the visible keys that is read. <i>Recall</i> is the share of the attention mass in the keys that are read. "
-    "<i>Latency</i> is the time of a prefill, or of a decoded token for routing."
+    "<i>Latency</i> is the time of a prefill, of a decoded token for routing, or of a whole answer for "
+    "prompts of your own."
 )
 EXAMPLES = (
-    "The same prompts for every method, each in its setting that reads the fewest keys. A prompt is shortened to the hidden "
-    "statement and its end."
+    "The same prompts for every method, each in its setting that reads the fewest keys. Of a long prompt the end is shown."
 )
 NEEDLE_EXAMPLES = (
-    " Shown are the prompts on which the methods differ most. Each token of an answer is the model's most likely one after the "
-    "correct tokens before it."
+    " Needle prompts are shortened to the hidden statement and their end. Shown are the prompts on which the methods differ most. "
+    "Each token of an answer is the model's most likely one after the correct tokens before it."
 )
 CAPTIONS = {
     "tradeoff": (

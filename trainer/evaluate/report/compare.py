@@ -44,13 +44,13 @@ class Comparison:
 
     Attributes
     ----------
-    path : folder of the other evaluation.
+    title : folder of the other evaluation, as given, and when it was made: this evaluation may have replaced it.
     rows : scores that both have.
     unmatched : number of scores that only one of them has.
     settings : ``{key: (value here, value there)}`` of the settings that differ.
     """
 
-    path: str
+    title: str
     rows: list[ComparedRow]
     unmatched: int
     settings: dict[str, tuple[str, str]]
@@ -67,7 +67,7 @@ def read_results(folder: str) -> dict[str, Any]:
     ------
     UserError : there is none in ``folder``, or it is malformed.
     """
-    path = Path(folder, "results.json")
+    path = Path(folder, "results.json").expanduser()
     accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +89,9 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
     here, there = dict(_settings(about)), dict(_settings(other))
     names = [name for name in here | there if name not in OWN_KEYS and here.get(name) != there.get(name)]
     settings = {name.removeprefix("config."): (here.get(name, ""), there.get(name, "")) for name in names}
-    return Comparison(path, both, len(rows) + len(scores) - 2 * len(both), settings)
+    return Comparison(
+        f"{path} of {other.get('created', 'unknown time')}", both, len(rows) + len(scores) - 2 * len(both), settings
+    )
 
 
 def show(comparison: Comparison, console: "Console") -> None:
@@ -97,19 +99,15 @@ def show(comparison: Comparison, console: "Console") -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(
-        title=f"Compared with {comparison.path}",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    console.print(f"Compared with {comparison.title}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     lines = [each.cells() for each in comparison.main()]
-    for name in lines[0] if lines else ():
-        table.add_column(name, justify="left" if name in ("task", "method", "setting") else "right")
-    for line in lines:
-        table.add_row(*line.values())
-    console.print(table)
+    if lines:
+        for name in lines[0]:
+            table.add_column(name, justify="left" if name in ("task", "method", "setting") else "right")
+        for line in lines:
+            table.add_row(*line.values())
+        console.print(table)
     if comparison.unmatched:
         console.print(f"{comparison.unmatched} rows are in one of the two evaluations only.", highlight=False)
     for name, (here, there) in comparison.settings.items():

@@ -52,9 +52,8 @@ def _prompt(answers: list[tuple[EvalRow, dict[str, Any]]]) -> str:
     prompt, expected = first["prompt"], first.get("expected") or ""
     if len(prompt) > PROMPT_CHARACTERS:
         prompt = f"… {prompt[-PROMPT_CHARACTERS:]}"
-    shown = escape(prompt)
-    if expected:
-        shown = shown.replace(escape(expected), f"<mark>{escape(expected)}</mark>")
+    parts = prompt.split(expected) if expected else [prompt]
+    shown = f"<mark>{escape(expected)}</mark>".join(map(escape, parts))
     columns = {
         "method": [method_title(row.method) for row, _ in answers],
         "setting": [row.setting for row, _ in answers],

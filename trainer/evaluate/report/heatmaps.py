@@ -92,14 +92,14 @@ def recall_maps(rows: list[EvalRow]) -> "Figure | None":
         return None
     import torch
 
-    from msattn.trainer.seer.maps import BlockMaps
+    from msattn.trainer.seer.maps import draw_maps
 
-    maps = BlockMaps(0, 0)
+    maps = {}
     for each in data["heads"]:
         lists = ([[float("nan") if cell is None else cell for cell in line] for line in one] for one in each["maps"])
-        maps.maps[each["layer"], each["head"]] = [torch.tensor(one) for one in lists]
+        maps[each["layer"], each["head"]] = [torch.tensor(one) for one in lists]
     title = method_title(data["method"])
-    return maps.figure(("true block map", f"scores: {title}", f"blocks read\n({data['setting']})"))
+    return draw_maps(maps, ("true block map", f"scores: {title}", f"blocks read\n({data['setting']})"))
 
 
 def recall_decoded(rows: list[EvalRow]) -> "Figure | None":

@@ -38,7 +38,7 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
         "Speed beside quality": _tradeoff(drawn, about),
         "Example answers": examples(rows),
         "What attention reads": _reads(drawn),
-        **({f"Compared with {comparison.path}": _comparison(comparison)} if comparison else {}),
+        **({f"Compared with {comparison.title}": _comparison(comparison)} if comparison else {}),
         **_tasks(rows, drawn),
     }
     parts = [f"<h1>{escape(about['title'])}</h1>", _facts(about)]
@@ -102,7 +102,9 @@ def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
 
 
 def _comparison(comparison: Comparison) -> str:
-    main, others = comparison.main(), [each for each in comparison.rows if each not in comparison.main()]
+    main = comparison.main()
+    shown = set(map(id, main))
+    others = [each for each in comparison.rows if id(each) not in shown]
     scores = _scores(main) if comparison.rows else "<p>No row is in both.</p>"
     if others:
         scores += folded(f"Other methods ({len(others)} rows)", _scores(others), is_open=not main)

@@ -4,6 +4,7 @@ One sentence judges block selection (prefill), one bucket routing (decoding), on
 trained method reads the fewest keys, at the longest prompt, and names the method without training that does best there.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -65,16 +66,17 @@ def _quality(rows: list[EvalRow], trained: str) -> str:
     subject = own.pop(main)
     reads = _reads(subject[first[0].task])
     if reads == 1:
-        return f"{_opening(setting)}{_scope(first)} {_name(main)} reads every key, so the methods cannot be compared."
-    said = [measure.states(subject[measure.task]) + measure.of for measure in measures if measure.task in subject]
-    opening = _opening(setting) + _scope(first)
+        return f"{_opening(setting)}{_scope(shown)} {_name(main)} reads every key, so the methods cannot be compared."
+    stated = [measure for measure in measures if measure.task in subject]
+    said = [measure.states(subject[measure.task]) + measure.of + _own_length(shown, measure.task) for measure in stated]
+    opening = _opening(setting) + _scope(shown)
     clauses = [f"{opening} {_name(main)} {_joined([f'reads {_percent(reads)} of the keys', *said])}"]
     if is_trained(main):
         clauses += [_against(method, own[method], subject, measures) for method in _rivals(own, measures)]
     else:
         clauses[0] = f"No trained {trained} was measured; {clauses[0][0].lower()}{clauses[0][1:]}"
     clauses += _floors(first, measures[0], setting, reads)
-    if any(row.task == "needle" and row.ratio_to_dense is None for row in rows):
+    if any(row.task == "needle" for row in rows) and not _comparable(rows, "needle"):
         clauses.append("the needles judge no method, because dense attention finds none")
     return "; ".join(filter(None, clauses)) + "."
 
@@ -100,7 +102,9 @@ def _floors(rows: list[EvalRow], measure: Measure, setting: str, reads: float) -
 
 def _comparable(rows: list[EvalRow], task: str) -> list[EvalRow]:
     """Returns the rows of ``task`` at its longest prompts that can be compared with dense attention."""
-    own = [row for row in rows if row.task == task and (task != "needle" or row.ratio_to_dense is not None)]
+    own = [row for row in rows if row.task == task and row.selectivity is not None]
+    if task in ("needle", "prompts"):
+        own = [row for row in own if row.ratio_to_dense is not None]
     longest = max((row.extra.get("length", 0) for row in own), default=0)
     return [row for row in own if row.extra.get("length", 0) == longest]
 
@@ -147,7 +151,7 @@ def _rank(found: dict[str, EvalRow], measures: list[Measure]) -> tuple[float, ..
 
 def _speed(rows: Sequence[EvalRow]) -> str:
     """Returns the sentence on the measured times of prefill and decoding, relative to dense attention."""
-    prefill = _timed(rows, ("latency", "perplexity", "needle", "prompts"), "gate")
+    prefill = _timed(rows, ("latency", "perplexity", "needle"), "gate")
     decoding = _timed(rows, ("decoding",), "classifier")
     parts = []
     if prefill and (ratio := _time_ratio(rows, prefill)):
@@ -217,7 +221,7 @@ def _raises(row: EvalRow, sign: int | None = None) -> str:
 MEASURES = (
     Measure(
         "needle",
-        lambda row: round(row.ratio_to_dense or 0.0, 2),
+        lambda row: _shown_percent(row.ratio_to_dense),
         lambda row: f"finds {_percent(row.ratio_to_dense)}",
         " of the needles of dense attention",
         lambda row, sign: f"finds {('as many', 'more', 'fewer')[sign]} ({_percent(row.ratio_to_dense)})",
@@ -232,7 +236,7 @@ MEASURES = (
     ),
     Measure(
         "recall",
-        lambda row: round(row.score, 2),
+        lambda row: _shown_percent(row.score),
         lambda row: f"covers {_percent(row.score)}",
         " of the attention mass",
         lambda row, sign: f"covers {('as much', 'more', 'less')[sign]} ({_percent(row.score)})",
@@ -246,9 +250,9 @@ def _needs_no_training(method: str) -> bool:
 
 def _name(method: str) -> str:
     """Returns a method as the subject of a singular verb."""
-    base, _, origin = method.removesuffix(")").partition(" (")
-    if origin:
-        return f"the {'shipped' if origin == 'embedded' else origin} {base}"
+    if named := re.fullmatch(r"(.+?) \((\w+)\)(.*)", method):
+        base, origin, variant = named.groups()
+        return f"the {'shipped' if origin == 'embedded' else origin} {base}{variant}"
     if method.endswith(", untrained"):
         return f"an untrained {method.removesuffix(', untrained')} of the same cost"
     article = "the " if method.startswith(("gate", "classifier", "k-means")) else ""
@@ -261,9 +265,20 @@ def _opening(setting: str) -> str:
 
 
 def _scope(rows: list[EvalRow]) -> str:
-    """Returns the length of the prompts, if the task has one."""
-    lengths = {row.extra["length"] for row in rows if "length" in row.extra}
-    return f" and {max(lengths):,} tokens" if lengths else ""
+    """Returns the length of the prompts, if all tasks have the same one."""
+    lengths = _lengths(rows)
+    return f" and {lengths[0]:,} tokens" if len(set(lengths)) == 1 else ""
+
+
+def _own_length(rows: list[EvalRow], task: str) -> str:
+    """Returns the length of the task's prompts, if other tasks have another one."""
+    own = _lengths([row for row in rows if row.task == task])
+    return f" at {max(own):,} tokens" if own and len(set(_lengths(rows))) > 1 else ""
+
+
+def _lengths(rows: list[EvalRow]) -> list[int]:
+    """Returns the lengths of the rows; prompts of the user differ in length."""
+    return [row.extra["length"] for row in rows if "length" in row.extra and row.task != "prompts"]
 
 
 def _reads(row: EvalRow) -> float:
@@ -276,8 +291,12 @@ def _sign(theirs: float, mine: float) -> int:
 
 def _percent(share: float | None) -> str:
     """Returns a share in percent, with a decimal place below 10 % where it is not zero."""
-    value = round(100 * (share or 0.0), 1)
-    return f"{value:.0f} %" if value >= 10 or value == round(value) else f"{value:.1f} %"
+    return f"{_shown_percent(share):g} %"
+
+
+def _shown_percent(share: float | None) -> float:
+    value = 100 * (share or 0.0)
+    return round(value) if value >= 10 else round(value, 1)
 
 
 def _joined(parts: list[str]) -> str:
