@@ -12,8 +12,8 @@ EXAMPLES = (
     "The same prompts for every method, each in its setting that reads the fewest keys. Of a long prompt the end is shown."
 )
 NEEDLE_EXAMPLES = (
-    " Needle prompts are shortened to the hidden statement and their end. Shown are the prompts on which the methods differ most. "
-    "Each token of an answer is the model's most likely one after the correct tokens before it."
+    " Needle prompts are shortened to the hidden statement and their end. Shown are the prompts on which the methods differ "
+    "most. Each token of an answer is the model's most likely one after the correct tokens before it."
 )
 CAPTIONS = {
     "tradeoff": (
