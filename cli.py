@@ -124,9 +124,10 @@ def _run(
 ) -> None:
     from msattn.trainer.commands.compose import launch, show
     from msattn.trainer.commands.own import own_overrides
+    from msattn.trainer.errors import warnings_as_lines
 
-    with _exit_on_signals():
-        given = own_overrides(model, data) + (overrides or [])
+    with _exit_on_signals(), warnings_as_lines():
+        given = own_overrides(model, data, overrides or []) + (overrides or [])
         if cfg is not None:
             show(command, given, kind=cfg.value, config_dir=config_dir)
         else:

@@ -1,5 +1,6 @@
 """The forms in which attach takes artifacts and selections, its defaults, and enable without a context."""
 
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -132,3 +133,50 @@ def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
         warnings.simplefilter("error")
         with msattn.attach(model, qmodel=router, probes=32):
             pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"select": "quest", "sparsity": "0.8"}, "sparsity='0.8': accepted is a number"),
+        ({"select": 3}, "select=3: accepted is a name"),
+        ({"select": {"policy": 1}}, "select.policy=1: accepted is str"),
+        ({"select": {"sparsity": "0.8"}}, "select.sparsity='0.8': accepted is int or float"),
+        ({"gate": 3}, "gate=3: accepted is a gate"),
+        ({"qmodel": 3}, "qmodel=3: accepted is a query classifier"),
+        ({"qmodel": "embedded", "probes": 1.5}, "probes=1.5: accepted is an integer"),
+        ({"qmodel": "embedded", "sink": True}, "sink=True: accepted is an integer"),
+        ({"qmodel": "embedded", "dense_layers": 3}, "dense_layers=3: accepted is a sequence of integers"),
+        ({"gate": "embedded", "probes": 2}, "probes=2: only decoding with a router uses it"),
+        ({"gate": "embedded", "select": "quest"}, "gate: select.scores=quest are used instead"),
+    ],
+    ids=str,
+)
+def test_wrong_types_and_arguments_without_an_effect(embedded: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(msattn.UserError, match=re.escape(message)), msattn.attach(embedded, **options):
+        pass
+
+
+def test_what_would_turn_sparse_attention_off_is_refused(model: Any) -> None:
+    ids = random_tokens(1, 40)
+    with pytest.raises(msattn.UserError, match="accepted is a causal language model"), msattn.attach("name", select="quest"):  # pyrefly: ignore[bad-argument-type]
+        pass
+    with msattn.attach(model, select="quest"):
+        with pytest.raises(msattn.UserError, match="has no attention weights"):
+            model(ids, output_attentions=True)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(msattn.UserError, match="turns sparse attention off"):
+            model(ids)
+
+
+@torch.no_grad()
+def test_autocast_and_compile(embedded: Any) -> None:
+    ids = random_tokens(1, 200)
+    expected = logits(embedded, ids, gate="embedded", qmodel="embedded")
+    with msattn.attach(embedded, gate="embedded", qmodel="embedded") as sparse:
+        compiled = torch.compile(embedded, backend="eager")
+        torch.testing.assert_close(compiled(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        before = sparse.stats()["sparsity"]
+        with torch.autocast("cpu", torch.bfloat16):
+            embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+        assert sparse.stats()["sparsity"] == pytest.approx(before, abs=0.05)

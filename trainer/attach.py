@@ -13,7 +13,7 @@ from torch import nn
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.config.select import select_config
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.break_even import break_even
 from msattn.trainer.models.devices import compute_devices
 from msattn.trainer.models.families import check_supported, decoder, num_layers
@@ -112,6 +112,7 @@ def attach(
     that is not possible, and such passes are dense and count as ``dense_fallbacks``. Passes with fewer keys than
     ``select.dense_below`` are dense because that is faster, and count as ``dense_by_choice``.
     """
+    _check_types(model, gate, select, sparsity, qmodel)
     check_supported(model.config)
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = _load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
@@ -121,7 +122,9 @@ def attach(
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
     for warning in _check_same_model(model, gate, router, strict):
         _warn_once(warning)
-    numbers = serving_numbers(router, {"probes": probes, "recent": recent, "sink": sink, "dense_layers": dense_layers})
+    given_numbers = {"probes": probes, "recent": recent, "sink": sink, "dense_layers": dense_layers}
+    _check_integers(given_numbers, router)
+    numbers = serving_numbers(router, given_numbers)
     _check_numbers(model, router, **numbers)
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
@@ -185,6 +188,36 @@ def _load_router(path: str | Path) -> QModel | KMeans:
     return artifact
 
 
+def _check_types(model: Any, gate: Any, select: Any, sparsity: Any, qmodel: Any) -> None:
+    """Raises UserError for arguments of another type than :func:`attach` documents."""
+    accepted: dict[str, tuple[Any, tuple[type, ...], str]] = {
+        "gate": (gate, (Gate, str, Path), "a gate, or the folder or Hub id of one"),
+        "qmodel": (qmodel, (QModel, KMeans, str, Path), "a query classifier or a k-means, or the folder or Hub id of one"),
+        "select": (select, (Selection, SelectConfig, Mapping, str), "a name, a dictionary, a SelectConfig or a Selection"),
+        "sparsity": (sparsity, (int, float), "a number in [0, 1)"),
+    }
+    for name, (value, types, meaning) in accepted.items():
+        if value is not None and (not isinstance(value, types) or isinstance(value, bool)):
+            raise UserError(f"{name}={value!r}: accepted is {meaning}")
+    if not hasattr(model, "get_decoder"):
+        raise UserError(f"model={model!r}: accepted is a causal language model of transformers")
+
+
+def _check_integers(numbers: Mapping[str, Any], router: QModel | KMeans | None) -> None:
+    """Raises UserError for numbers of decoding that are no integers, or that no router uses."""
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        if router is None:
+            raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
+        accepted, values = "an integer", [value]
+        if name == "dense_layers":
+            accepted = "a sequence of integers"
+            values = value if isinstance(value, Sequence) and not isinstance(value, str) else [None]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+            raise UserError(f"{name}={value!r}: accepted is {accepted}")
+
+
 def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None, strict: bool) -> list[str]:
     """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check.
 
@@ -202,7 +235,7 @@ def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QMode
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)  # at the caller's with statement
+    warnings.warn(message, ModelWarning, stacklevel=4)  # at the caller's with statement
 
 
 def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torch.device:
@@ -234,7 +267,10 @@ def _chosen_config(
         if sparsity is not None:
             raise UserError(f"sparsity={sparsity}: there is nothing to select; give gate= or select=")
         return None
-    return select_config(select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity)
+    chosen = select_config(select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity)
+    if gate is not None and chosen.scores != "gate":
+        raise UserError(f"gate: select.scores={chosen.scores} are used instead of its scores; give one of the two")
+    return chosen
 
 
 def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None, sparsity: float | None) -> Selection | None:

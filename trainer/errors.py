@@ -3,9 +3,12 @@
 import os
 import shutil
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UserError(ValueError):
@@ -26,6 +29,10 @@ class RankLost(Fault):
 
 class TrainingDiverged(RuntimeError):
     """A loss, gradient or weight is not finite. The message names it and the last complete checkpoint."""
+
+
+class ModelWarning(UserWarning):
+    """A warning about a model and its artifacts; one line on the command line."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -58,6 +65,22 @@ def print_once(line: str) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _first_to_print(line):
         sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
         sys.stderr.flush()
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Prints every :class:`ModelWarning` as a line, without the place in the code."""
+    show = warnings.showwarning
+
+    def show_line(message: Any, category: Any, *others: Any, **options: Any) -> None:
+        if issubclass(category, ModelWarning):
+            print_once(f"warning: {message}")
+        else:
+            show(message, category, *others, **options)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show_line
+        yield
 
 
 def exit_process(code: int) -> NoReturn:

@@ -111,3 +111,11 @@ def test_a_gate_of_ones_own_model_and_text(
         cli.main(["generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu"])
     assert caught.value.code == 2
     assert "msattn train-gate --model q3 name=none, or add select=quest" in capsys.readouterr().err
+
+
+def test_contradictions_and_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json: this is a file; accepted is the folder of a model"):
+        own_overrides(str(tmp_path / "config.json"), None)
+    with pytest.raises(UserError, match="--model tiny and model=llama3: give one of the two"):
+        own_overrides("tiny", None, ["train.steps=3", "model=llama3"])

@@ -51,6 +51,7 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
     assert (first, second.text) == (Prompt("How?", "So."), "Where?")
     assert second.is_answered_by("It is\n  HERE. Yes")
     assert not second.is_answered_by("there")
+    assert not second.is_answered_by("hereafter"), "only whole words"
     for entry in (
         {"prompt": "How?"},
         {"answer": "x"},

@@ -166,3 +166,11 @@ def test_the_time_of_prompts_is_no_prefill() -> None:
         row("prompts", "gate", "sparsity 0.9", 1.0, 0.1, latency_s=2.0),
     ]
     assert not any("prefill" in sentence for sentence in verdict(timed))
+
+
+def test_differences_within_the_intervals_are_called_so() -> None:
+    gate = needle("gate", "sparsity 0.9", 0.8, 0.1, interval=(0.5, 0.95))
+    (sentence,) = verdict([gate, needle("mean_pool", "sparsity 0.9", 0.9, 0.1, interval=(0.6, 0.98))])
+    assert "finds more (90 %), within the 95 % intervals" in sentence
+    (sentence,) = verdict([gate, needle("mean_pool", "sparsity 0.9", 0.2, 0.1, interval=(0.05, 0.4))])
+    assert "intervals" not in sentence

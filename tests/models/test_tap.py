@@ -55,7 +55,7 @@ def test_leaving_the_context_restores_the_model() -> None:
 def test_nested_taps_are_refused() -> None:
     model = tiny_model()
     with tap(model, dense_attention):
-        with pytest.raises(UserError, match="tapped"), tap(model, dense_attention):
+        with pytest.raises(UserError, match="already attached"), tap(model, dense_attention):
             pass
         model(random_tokens(1, 4))
     assert model.config._attn_implementation == "sdpa"

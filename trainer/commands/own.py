@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,22 @@ BUCKETS_PER_PROBE = 32
 WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up to the papers' 2047
 
 
-def own_overrides(model: str | None, data: str | None) -> list[str]:
+def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = ()) -> list[str]:
     """Returns the overrides that ``--model`` and ``--data`` stand for.
 
     Parameters
     ----------
     model : a folder or Hub id of a Hugging Face model, or an option of the group ``model``.
     data : a text file, a folder or a glob.
+    overrides : the other overrides.
 
     Raises
     ------
-    UserError : there is no such model, or no text file.
+    UserError : there is no such model, or no text file, or another override names a model or text too.
     """
+    for group, value in {"model": model, "data": data}.items():
+        if value is not None and (given := [each for each in overrides if each.startswith(f"{group}=")]):
+            raise UserError(f"--{group} {value} and {given[0]}: give one of the two")
     found = []
     if model is not None:
         found += [f"model={model}"] if model in packaged_models() else _model_overrides(model)
@@ -68,6 +73,7 @@ def sizes_for(positions: int) -> dict[str, Any]:
         "long_range": min(window, default.long_range),
         "eval_probes": sorted({0, max(probes // 2, 1), probes, min(2 * probes, buckets)}),
         "latency_lengths": [length for length in default.latency_lengths if length <= positions] or [positions],
+        "decoding_lengths": [positions],
     }
 
 
@@ -78,6 +84,8 @@ def _read_config(model: str) -> dict[str, Any]:
         file = folder / "config.json"
         if not file.is_file():
             raise UserError(f"--model {model}: the folder has no config.json, so it is not a Hugging Face model")
+    elif folder.exists():
+        raise UserError(f"--model {model}: this is a file; accepted is the folder of a model")
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         file = _download_config(model)
     else:

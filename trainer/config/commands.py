@@ -89,11 +89,15 @@ class RunConfig(JobConfig):
         return Path(self.outputs) / self.model.name / self.name
 
     def arguments(self, name: str) -> str:
-        """Returns the arguments of a command that writes artifacts of this model called ``name``, for messages."""
+        """Returns the arguments of a command that trains on this model and text artifacts called ``name``, for messages."""
         keys = {"outputs": self.outputs, "name": name}
         defaults = {item.name: item.default for item in fields(RunConfig)}
-        others = [shlex.quote(f"{key}={value}") for key, value in keys.items() if value != defaults[key]]
-        return " ".join([self.model.argument, *others])
+        others = [f"{key}={value}" for key, value in keys.items() if value != defaults[key]]
+        if self.data.source == "text":
+            others = ["--data", str(self.data.path), *others]
+        if self.data.seq_len != self.model.presets.seq_len:
+            others.append(f"data.seq_len={self.data.seq_len}")
+        return " ".join([self.model.argument, *map(shlex.quote, others)])
 
 
 @dataclass(frozen=True, kw_only=True)

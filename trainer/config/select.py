@@ -179,9 +179,24 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
         one_of("select", select, (*POLICIES, *BASELINES))
         select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
     elif isinstance(select, Mapping):
+        _check_value_types(select)
         select = SelectConfig(**select)
     given: dict[str, Any] = {} if sparsity is None else {"sparsity": sparsity}
     return replace(select, **given)
+
+
+def _check_value_types(keys: Mapping[str, Any]) -> None:
+    """Raises UserError for keys of a selection whose values have another type than the defaults."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "policy": (str,),
+        "scores": (str,),
+        "dense_below": (str, int),
+        "shares": (list, tuple),
+    }
+    for key, value in keys.items():
+        accepted = kinds.get(key, (int, float))
+        if not isinstance(value, accepted) or isinstance(value, bool):
+            raise UserError(f"select.{key}={value!r}: accepted is {' or '.join(kind.__name__ for kind in accepted)}")
 
 
 def policy_class(policy: str) -> type[SelectConfig]:

@@ -1,6 +1,7 @@
 """Prompts of the user's own with the answers that are expected, from a jsonl file."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ class Prompt:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def is_answered_by(self, text: str) -> bool:
-        """Returns whether the expected answer is in ``text``, whatever the case and the white space."""
-        return _normal(self.answer) in _normal(text)
+        """Returns whether the expected answer is in ``text``, as whole words, whatever the case and the white space."""
+        return re.search(rf"(?<!\w){re.escape(_normal(self.answer))}(?!\w)", _normal(text)) is not None
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
@@ -55,10 +56,11 @@ def _parse(line: str, where: str) -> Prompt:
     except ValueError as error:
         raise UserError(f"{where}: not JSON ({error})") from error
     entry = entry if isinstance(entry, dict) else {}
-    given, answer = [entry[key] for key in ("prompt", "messages") if key in entry], entry.get("answer")
-    if len(given) != 1 or not (_is_text(given[0]) or _are_messages(given[0])) or not _is_text(answer):
+    kinds = {"prompt": _is_text, "messages": _are_messages}
+    given = [key for key in kinds if key in entry]
+    if len(given) != 1 or not kinds[given[0]](entry[given[0]]) or not _is_text(entry.get("answer")):
         raise UserError(f"{where}: {FORMAT}")
-    return Prompt(given[0], str(answer))
+    return Prompt(entry[given[0]], entry["answer"])
 
 
 def _is_text(value: Any) -> bool:

@@ -107,17 +107,21 @@ class _LayerTap(NotCopied):
             getattr(module, "k_norm", module.k_proj).register_forward_hook(self._keep_k),
         ]
 
+    @torch.compiler.disable
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.current.position_embeddings = kwargs["position_embeddings"]
         self.current.position_ids, self.current.past_key_values = kwargs.get("position_ids"), kwargs.get("past_key_values")
         return args, {**kwargs, IMPLEMENTATION: self}  # transformers forwards unknown keywords to the attention function
 
+    @torch.compiler.disable
     def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.current.q_nope = output
 
+    @torch.compiler.disable
     def _keep_k(self, module: nn.Module, args: tuple, output: Tensor) -> None:
         self.current.k_nope = output
 
+    @torch.compiler.disable
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, scale: float) -> Tensor:
         now = self.current
         assert now.q_nope is not None
@@ -235,7 +239,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
     _register()
     before = model.config._attn_implementation
     if before == IMPLEMENTATION:
-        raise UserError("model: it is already tapped (or attached); leave that context first")
+        raise UserError("model: it is already attached; leave that context (or call disable) first")
     taps: list[_LayerTap] = []
     try:
         for layer in decoder(model).layers:

@@ -19,7 +19,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention
+from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.saap.routing import Router, route
 from msattn.trainer.seer.select import GateScores, Selection, selected_attention, sparsity
@@ -89,6 +89,10 @@ class Sparse(NotCopied):
 
     def dispatch(self, x: LayerInputs) -> Tensor:
         """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports this pass, else dense."""
+        if torch.is_autocast_enabled(x.q.device.type):
+            x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # RoPE returns fp32 under autocast
+            with torch.autocast(x.q.device.type, enabled=False):
+                return self.dispatch(x)
         layer = self._bucket_layer(x)
         if x.num_queries == 1 and x.num_keys > 1:
             if layer is not None:
@@ -161,12 +165,13 @@ class Sparse(NotCopied):
 
     def prepare_cache(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder, which installs its layers in the cache."""
-        if self.router is None and self.gate is None:
-            return args, kwargs
         from transformers import DynamicCache
 
         args, kwargs = (), {**dict(zip(signature(module.forward).parameters, args, strict=False)), **kwargs}
         config: Any = module.config
+        self._check_outputs(config, kwargs)
+        if self.router is None and self.gate is None:
+            return args, kwargs
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
@@ -175,6 +180,16 @@ class Sparse(NotCopied):
             install_layers(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
             self._check_partition(cache)
         return args, {**kwargs, "past_key_values": cache}
+
+    def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
+        """Raises UserError where the model would silently run without this attention, or without attention weights."""
+        if config._attn_implementation != IMPLEMENTATION:
+            raise UserError(
+                f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse attention off; call it outside "
+                "the attached context"
+            )
+        if kwargs.get("output_attentions") or config.output_attentions:
+            raise UserError("output_attentions=True: sparse attention has no attention weights to return")
 
     def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
         """Forward hook of the decoder: activation checkpointing must not run the forward pass again without this attention."""

@@ -131,6 +131,8 @@ def _against(method: str, found: dict[str, EvalRow], subject: dict[str, EvalRow]
     said = _joined([measure.compares(found[measure.task], sign) for measure, sign in zip(both, signs, strict=True)])
     mine, theirs = _reads(next(iter(subject.values()))), _reads(next(iter(found.values())))
     said += _other_reads(theirs, mine)
+    if any(signs) and not any(_told_apart(found[measure.task], subject[measure.task]) for measure in both):
+        said += ", within the 95 % intervals"
     if is_trained(method):
         return f"{_name(method)} {said}"
     good = min(signs) >= 0 and theirs <= (1 + SAME_READS) * mine
@@ -138,6 +140,14 @@ def _against(method: str, found: dict[str, EvalRow], subject: dict[str, EvalRow]
     if method == "quest" and signs[0] > 0:
         needs += " but scores every query instead of blocks of queries"
     return f"{_name(method)}, {needs}, {said}{', so training gains nothing here' if good else ''}"
+
+
+def _told_apart(one: EvalRow, other: EvalRow) -> bool:
+    """Returns whether the 95 % intervals of two rows do not overlap; True if a row has none."""
+    bounds = [row.extra.get("ratio_interval") or row.interval for row in (one, other)]
+    if bounds[0] is None or bounds[1] is None:
+        return True
+    return bounds[0][1] < bounds[1][0] or bounds[1][1] < bounds[0][0]
 
 
 def _other_reads(theirs: float, mine: float) -> str:
