@@ -12,7 +12,7 @@ from msattn.trainer.models import EMBEDDED
 tokenizer, model = AutoTokenizer.from_pretrained(EMBEDDED), AutoModelForCausalLM.from_pretrained(EMBEDDED)
 lines = inspect.getsource(json.decoder).splitlines(keepends=True)[:300]
 fact, question = " The secret number of amber falcon is 48213. ", "The secret number of amber falcon is"
-prompt = tokenizer("".join([*lines[:100], fact, *lines[100:]]) + question, return_tensors="pt", return_token_type_ids=False)
+prompt = tokenizer("".join([*lines[:40], fact, *lines[40:]]) + question, return_tensors="pt", return_token_type_ids=False)
 
 
 def answer(**artifacts: object) -> str:

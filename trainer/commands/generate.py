@@ -86,11 +86,13 @@ def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
 def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
     """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name."""
     from msattn.trainer import artifacts
+    from msattn.trainer.models.loading import config_and_tokenizer
 
     chosen = {kind: getattr(cfg.artifacts, kind) or artifacts.default_artifact(cfg, kind) for kind in artifacts.KINDS}
     if cfg.select.scores != "gate":  # a baseline needs no gate
         chosen["gate"] = None
     elif not any(chosen.values()):
+        config_and_tokenizer(cfg.model)  # a model that is not supported has its own message
         folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
         raise UserError(
             f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, or add select=quest, "

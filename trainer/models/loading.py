@@ -54,13 +54,7 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
 def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Loaded:
     torch_dtype = resolve_dtype(dtype, target)
     random = cfg.init == "random"
-    config = random_config(cfg) if random else _pretrained_config(cfg)
-    if cfg.rope_scaling is not None:
-        _scale_rope(config, cfg.rope_scaling)
-    check_supported(config)
-    tokenizer = _tokenizer(cfg)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {len(tokenizer)} tokens")
+    config, tokenizer = config_and_tokenizer(cfg)
     try:
         model = _random(config, target, torch_dtype, seed) if random else _pretrained(cfg, config, target, torch_dtype)
     except torch.OutOfMemoryError as error:
@@ -68,6 +62,23 @@ def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Load
     model.eval().requires_grad_(False)
     revision = None if random else cfg.revision
     return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, seed), revision=revision))
+
+
+def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
+    """Returns the configuration of a supported model and its tokenizer, without reading weights.
+
+    Raises
+    ------
+    UserError : as :func:`load`.
+    """
+    config = random_config(cfg) if cfg.init == "random" else _pretrained_config(cfg)
+    if cfg.rope_scaling is not None:
+        _scale_rope(config, cfg.rope_scaling)
+    check_supported(config)
+    tokenizer = _tokenizer(cfg)
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {len(tokenizer)} tokens")
+    return config, tokenizer
 
 
 def _public_id(cfg: ModelConfig, seed: int) -> str:
