@@ -150,11 +150,11 @@ def _add_job(command: str, purpose: str) -> None:
 
 
 for _command, _purpose in {
-    "train-gate": "Train SeerAttention gates, which select key blocks for each query block.",
-    "fit-kmeans": "Cluster the keys of each key/value head into buckets by spherical k-means.",
-    "train-qmodel": "Train query classifiers, which select buckets of keys for each query.",
-    "finetune": "Train all weights of a model on long text, with the sparse attention of gates or with dense attention.",
-    "eval": "Evaluate the artifacts of a model; write tables, figures and a report.",
+    "train-gate": "Train gates, which select key blocks for prompts. SeerAttention: one score for each pair of blocks.",
+    "fit-kmeans": "Cluster keys into buckets by spherical k-means. Each key/value head has buckets of its own.",
+    "train-qmodel": "Train query classifiers, which select buckets. SAAP: a new token reads only some buckets of keys.",
+    "finetune": "Train all weights of a model with sparse attention. Long text, with gates or dense.",
+    "eval": "Measure artifacts; write a verdict, tables and figures. Baselines need no training.",
 }.items():
     _add_job(_command, _purpose)
 
@@ -169,7 +169,7 @@ def generate(
     cfg: Cfg = None,
     multirun: Multirun = False,
 ) -> None:
-    """Answer a prompt with the artifacts of a model, compared with dense attention."""
+    """Answer a prompt with dense and with sparse attention."""
     from msattn.trainer.commands.generate import read_prompt
 
     text = "" if cfg else read_prompt(prompt, prompt_file)
@@ -178,13 +178,13 @@ def generate(
 
 @app.command("bench", cls=ConfiguredCommand)
 def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Time an operation on this machine, compared with competing implementations, after checking it against its reference."""
+    """Time an operation beside other implementations. It is checked against its reference first."""
     _run("bench", overrides, config_dir, cfg, multirun)
 
 
 @app.command("demo")
 def demo(overrides: Overrides = None) -> None:
-    """Train and evaluate all artifacts of the embedded model, on any machine, in a few minutes."""
+    """Train and evaluate on the embedded model, in minutes. Any machine, no download."""
     from msattn.trainer.commands.demo import demo as run
 
     with _exit_on_signals():
@@ -193,7 +193,7 @@ def demo(overrides: Overrides = None) -> None:
 
 @app.command("doctor")
 def doctor() -> None:
-    """Check what this machine can run, and print how to install what is missing."""
+    """Check what this machine can run. Prints how to install what is missing."""
     from msattn.trainer.commands.doctor import doctor as run
 
     run()
@@ -201,7 +201,7 @@ def doctor() -> None:
 
 @app.command("help")
 def explain(ctx: typer.Context, topic: Topic = None) -> None:
-    """Explain a command, a group such as gate, or a key such as gate.heads."""
+    """Explain a command, a group or a key. Groups are named as in gate, keys as in gate.heads."""
     from msattn.trainer.commands.help import show
 
     show(ctx, topic)

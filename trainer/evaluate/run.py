@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
@@ -147,5 +147,8 @@ def _replace_on_success(folder: Path, keep: bool) -> Iterator[Path]:
         yield draft
         if folder.exists():
             stamp = datetime.fromtimestamp(folder.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-            folder.rename(folder.with_name(f"{folder.name}-{stamp}") if keep else old)
+            kept = folder.with_name(f"{folder.name}-{stamp}")
+            folder.rename(kept if keep else old)
+            if keep:
+                print_once(f"the earlier evaluation is now {kept}")
         draft.rename(folder)
