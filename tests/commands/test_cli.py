@@ -222,7 +222,7 @@ def test_other_ranks_write_no_run_folder(msattn, here: Path, job: list, monkeypa
     ("words", "number", "expected"),
     [
         ("msattn train-", 1, "train-gate"),
-        pytest.param("msattn train-gate mod", 2, "model", marks=pytest.mark.slow),
+        pytest.param("msattn train-gate mod", 2, "model=", marks=pytest.mark.slow),
         ("msattn train-gate model=ll", 2, "model=llama3"),
         pytest.param("msattn train-gate model = ll", 4, "llama3", marks=pytest.mark.slow),
         pytest.param("msattn train-gate model =", 3, "tiny", marks=pytest.mark.slow),

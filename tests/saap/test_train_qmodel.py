@@ -199,7 +199,7 @@ def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: P
     for_kmeans, cfg = configs(text, trained)
     rejects(cfg, "an artifact already exists; overwrite=true")
     cfg = replace(cfg, name="second")
-    rejects(cfg, "there is no k-means in .*; msattn fit-kmeans --model none outputs=.* name=second creates it")
+    rejects(cfg, "there is no k-means in .*; msattn fit-kmeans --model none --data .* outputs=.* name=second .* creates it")
     cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
     rejects(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
     rejects(cfg, "qmodel.long_range=127: no query has its top key that far away in 4 prompts", long_range=127, causal=True)
