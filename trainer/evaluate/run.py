@@ -14,6 +14,7 @@ from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.methods import ComparedMethods
+    from msattn.trainer.evaluate.report.compare import Comparison
     from msattn.trainer.models.loading import Loaded
 
 
@@ -41,33 +42,18 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     if "prompts" in cfg.eval.tasks:
         read_prompts(cfg.eval.prompts.path)  # refuses a wrong file before the imports
 
-    from rich.console import Console
-
     from msattn.trainer import models
-    from msattn.trainer.evaluate import decoding, latency, methods, needle, perplexity, prompts, recall
+    from msattn.trainer.evaluate import methods
     from msattn.trainer.evaluate.report import files as report
-    from msattn.trainer.evaluate.report import tables
-    from msattn.trainer.evaluate.report.context import CPU_NOTE, context
-    from msattn.trainer.evaluate.report.verdict import verdict
-    from msattn.trainer.progress import Progress
+    from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.training.tracker import Tracker
 
-    console = Console()
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    device = loaded.model.device
-    found = methods.find_methods(cfg, loaded, device)
+    found = methods.find_methods(cfg, loaded, loaded.model.device)
     _check_sizes(cfg, loaded, found)
-    parts = (perplexity, recall, needle, prompts, latency, decoding)
-    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
-    rows: list[EvalRow] = []
-    with Progress(console=console) as progress:
-        for task in cfg.eval.tasks:
-            rows += tasks[task](loaded, cfg, found, progress)
-    rows = [replace(row, extra=row.extra | {"device": device.type}) for row in rows]
-    if device.type == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
-        found.notes.append(CPU_NOTE)
+    rows = _run_tasks(cfg, loaded, found)
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
-    about = context(title, asdict(cfg), found.manifests, found.notes, device)
+    about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
     comparison = compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
     with _replace_on_success(folder, keep=not cfg.overwrite) as draft:
         figures = report.write(draft, rows, about, comparison)
@@ -75,13 +61,42 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         for name, path in figures.items():
             tracker.image(name, folder / path.name)
         tracker.summary(summary(rows))
-    tables.show(rows, found.notes, console)
+    _print_results(rows, found.notes, comparison, folder / "report.html")
+    return folder
+
+
+def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> list[EvalRow]:
+    """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``."""
+    from msattn.trainer.evaluate import decoding, latency, needle, perplexity, prompts, recall
+    from msattn.trainer.evaluate.report.context import CPU_NOTE
+    from msattn.trainer.progress import Progress
+
+    device = loaded.model.device.type
+    parts = (perplexity, recall, needle, prompts, latency, decoding)
+    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
+    rows: list[EvalRow] = []
+    with Progress() as progress:
+        for task in cfg.eval.tasks:
+            rows += tasks[task](loaded, cfg, found, progress)
+    if device == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
+        found.notes.append(CPU_NOTE)
+    return [replace(row, extra=row.extra | {"device": device}) for row in rows]
+
+
+def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
+    """Prints the tables, the comparison with another evaluation, the verdict and the path of the report."""
+    from rich.console import Console
+
+    from msattn.trainer.evaluate.report import compare, tables
+    from msattn.trainer.evaluate.report.verdict import verdict
+
+    console = Console()
+    tables.show(rows, notes, console)
     if comparison:
         compare.show(comparison, console)
     for sentence in verdict(rows):
         console.print(sentence, style="bold", highlight=False, markup=False)
-    console.print(f"Report: [bold]{folder / 'report.html'}[/bold]", soft_wrap=True)
-    return folder
+    console.print(f"Report: [bold]{report}[/bold]", soft_wrap=True)
 
 
 def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
