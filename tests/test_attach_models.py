@@ -202,3 +202,17 @@ def test_a_quantized_model_of_another_shape_is_refused(tmp_path: Path) -> None:
         msattn.attach(offloaded(tmp_path), gate=gate),
     ):
         pass
+
+
+def test_training_with_a_cache_keeps_no_graph_in_it() -> None:
+    model = tiny_model().requires_grad_(True)
+    with msattn.attach(model, gate=gate_for(model), select=SPARSE["select"]):
+        output = model(random_tokens(1, 64), use_cache=True)
+        output.logits.square().mean().backward()
+    pooled = output.past_key_values.layers[0].pooled.blocks
+    assert not pooled.requires_grad
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with pytest.raises(UserError, match="meta device"), msattn.attach(tiny_model().to("meta"), select="quest"):
+        pass

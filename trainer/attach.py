@@ -241,6 +241,8 @@ def _warn_once(message: str) -> None:
 def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torch.device:
     """Moves gates and routers to the model's device; returns its first device."""
     devices = compute_devices(model)
+    if not devices:
+        raise UserError("model: all of its weights are on the meta device; load them first")
     for module in filter(None, modules):
         if len(devices) > 1:
             raise UserError(f"model: it is split over {', '.join(map(str, devices))}; gates and routers need one device")

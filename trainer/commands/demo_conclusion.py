@@ -22,7 +22,7 @@ class Comparison(NamedTuple):
     untrained: tuple[str, ...]
 
 
-WHY_QUEST = ", because Quest scores every query, gates score blocks of queries, and the new gate saw only {chunks} chunks"
+WHY_QUEST = ", probably because Quest scores every query, gates blocks of queries, and the new gate saw only {chunks} chunks"
 GATES, BASELINES = ("gate", "gate (embedded)"), ("quest", "random")
 COMPARISONS = (
     Comparison("perplexity", "perplexity", GATES, BASELINES),

@@ -130,7 +130,8 @@ class Sparse(NotCopied):
         if not isinstance(x.cache, GrowingLayer):
             return None
         try:
-            pooled = x.cache.pool_keys(list(self.gate.cfg.k_pool), self.gate.cfg.block_size, x, self.rotation)
+            with torch.no_grad(), self._timed("selection"):
+                pooled = x.cache.pool_keys(self.gate.cfg.k_pool, self.gate.cfg.block_size, x, self.rotation)
         except KeysNotKnown:
             return None
         return x if whole_prompt else replace(x, pooled_keys=pooled)
