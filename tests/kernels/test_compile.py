@@ -4,10 +4,10 @@ Triton's interpreter accepts code that its compiler rejects (short dots, ``break
 launcher therefore runs in a process without the interpreter, on CPU tensors, with a driver that compiles kernels and does not
 launch them.
 
-A new operation adds a function that calls the launcher with small CPU tensors of the given dtype and head size. Compilation
-is slow: each kernel compiles at one shape for a GPU, and the variants of an operation are distributed over the GPUs. Further
-shapes (heads of 64, heads of 256, which need the most shared memory, and fp32) compile with the GPU tests. Triton caches what
-it compiled by source, so that an unchanged kernel is not compiled again.
+A new operation, or a module of kernels beside them, adds a function that calls the launcher with small CPU tensors of the given
+dtype and head size. Compilation is slow: each kernel compiles at one shape for a GPU, and the variants of an operation are
+distributed over the GPUs. Further shapes (heads of 64, heads of 256, which need the most shared memory, and fp32) compile with
+the GPU tests. Triton caches what it compiled by source, so that an unchanged kernel is not compiled again.
 """
 
 import itertools
@@ -202,6 +202,22 @@ def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int,
         op.launch_backward(torch.zeros_like(out), torch.zeros_like(lse), *inputs, out, lse, kv_start, causal, 0.1)
 
 
+def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import decoder_layer as op
+    from msattn.kernels.testing import random_qkv
+
+    cols, eps = _choose([4096, 16384, 100], head_size, sm), 1e-6
+    for shape in ((1, 1, cols), (2, 3, head_size), (2**20 // cols + 1, cols)):  # one row, several rows of a program, many rows
+        x = torch.zeros(shape, dtype=dtype)
+        op.launch_rms_norm(x, x.new_zeros(shape[-1]), eps)
+        op.launch_gated_silu(x, x)
+    halves = torch.zeros(3, 2 * cols, dtype=dtype).chunk(2, dim=-1)
+    op.launch_gated_silu(*halves)
+    q, k, v = random_qkv(2, 4, 2, 1, 1, head_size, dtype)
+    cache, cos = torch.zeros(2, 2, 5, head_size, dtype=dtype), torch.zeros(1, 1, head_size, dtype=dtype)
+    op.launch_rotate_and_append(q, k, v, cos, cos, cache, cache, torch.zeros(1, dtype=torch.int64))
+
+
 def _choose(variants: Sequence[Variant], head_size: int, sm: int) -> Variant:
     """Returns one variant, so that head sizes and GPUs cover them in rotation."""
     return variants[(SIZES.index(head_size) + (sm == 80)) % len(variants)]
@@ -224,7 +240,9 @@ def _tile(kernel: str, dtype: torch.dtype, head_size: int, sm: int):
     return tuned.pick(kernel, padded_head(head_size), dtype, sm)
 
 
-LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {name: globals()[f"_{name}"] for name in OPERATIONS}
+LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
+    name: globals()[f"_{name}"] for name in (*OPERATIONS, "decoder_layer")
+}
 
 
 @pytest.mark.slow

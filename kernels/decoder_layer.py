@@ -1,0 +1,386 @@
+"""Elementwise work of a decoder layer between its matrix products, for inference.
+
+A decoding step of an eager model launches about 20 elementwise kernels per layer, each of which takes longer to launch than to
+run. These functions launch one kernel each, and round exactly where the modules of transformers do::
+
+    rms_norm            round(round(x * rsqrt(mean(x^2) + eps)) * weight)
+    gated_silu          round(round(silu(gate)) * up)
+    rotate_and_append   round(round(x * cos) + round(rotate_half(x) * sin)) for q and k; k and v are written to the cache
+
+They are plain functions of tensors, not registered operations. The plain PyTorch form of each is in this file too.
+
+Tiles: BR rows, BD columns of a row, BN elements, BH half a head. Prefixes: p_ pointer, o_ offset, m_ mask, b_ tile. Grids:
+(rows), (row and block of it), (head, sequence).
+"""
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.common.checks import FLOATS, check_device, check_qkv, resolve_backend
+from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.types import Backend
+
+MAX_ROW = 2**14  # elements: one program holds a whole row
+FEW_ELEMENTS = 2**20  # up to here small tiles use more SMs; beyond, large tiles start fewer programs
+SMALL_TILE, LARGE_TILE = 512, 4096
+WARP_ELEMENTS = 512  # two 16-byte loads for each thread in 16 bits
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None = None) -> Tensor:
+    """Normalizes rows by their root mean square, as LlamaRMSNorm in transformers.
+
+    Parameters
+    ----------
+    x : Tensor ``[..., D]``
+        Hidden states, or heads; fp32, fp16 or bf16, D up to 16384. Rows with regular strides are not copied, such as the heads
+        of a fused projection.
+    weight : Tensor ``[D]``
+        In x's dtype. A parameter: the kernel may load it while the kernel launched before is still running, so it must not be
+        that kernel's output.
+    eps : float
+        Added to the mean square.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, PyTorch for CPU tensors.
+
+    Returns
+    -------
+    Tensor ``[..., D]``
+        Contiguous on the Triton backend.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid.
+    NotImplementedError
+        If a gradient is required.
+    """
+    _check_no_gradient("rms_norm", x, weight)
+    _check_rms_norm(x, weight, eps)
+    if resolve_backend(backend, x, "x") == "triton":
+        with torch.cuda.device_of(x):
+            return launch_rms_norm(x, weight, eps)
+    full = x.float()
+    return weight * (full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def gated_silu(gate: Tensor, up: Tensor, *, backend: Backend | None = None) -> Tensor:
+    """Computes ``silu(gate) * up``, the gated activation of an MLP.
+
+    Parameters
+    ----------
+    gate, up : Tensor ``[..., F]``
+        Of one shape; fp32, fp16 or bf16. Rows with regular strides are not copied, such as the halves of a fused projection.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, PyTorch for CPU tensors.
+
+    Returns
+    -------
+    Tensor ``[..., F]``
+        Contiguous on the Triton backend.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid.
+    NotImplementedError
+        If a gradient is required.
+    """
+    _check_no_gradient("gated_silu", gate, up)
+    _check_gated_silu(gate, up)
+    if resolve_backend(backend, gate, "gate") == "triton":
+        with torch.cuda.device_of(gate):
+            return launch_gated_silu(gate, up)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rotate_and_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Applies RoPE to one new token per sequence and writes its key and value to the cache.
+
+    RoPE has the half-split layout of transformers, ``x * cos + rotate_half(x) * sin``.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, 1, D]``
+        Query before RoPE; fp32, fp16 or bf16 (fp64 on the torch backend). Strided views are not copied.
+    k, v : Tensor ``[B, Hkv, 1, D]``
+        Key before RoPE, and value.
+    cos, sin : Tensor ``[B | 1, 1, D]``
+        Of the token, in q's dtype, both halves filled, as the rotary embedding of a model returns them.
+    keys, values : Tensor ``[B, Hkv, capacity, D]``
+        The cache, in q's dtype. Written at ``position`` only.
+    position : Tensor int64 ``[1]``
+        Cache position of the token in every sequence, on q's device; a captured CUDA graph serves any position. Nothing is
+        written for a position outside the cache.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, PyTorch for CPU tensors.
+
+    Returns
+    -------
+    Tensor ``[B, Hq, 1, D]``
+        Query after RoPE, contiguous.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid.
+    NotImplementedError
+        If a gradient is required.
+    """
+    _check_no_gradient("rotate_and_append", q, k, v, cos, sin, keys, values)
+    _check_rotate_and_append(q, k, v, cos, sin, keys, values, position)
+    if resolve_backend(backend, q) == "triton":
+        with torch.cuda.device_of(q):
+            return launch_rotate_and_append(q, k, v, cos, sin, keys, values, position)
+    cos, sin = cos[:, None], sin[:, None]
+    inside = (position >= 0) & (position < keys.shape[2])
+    at = position.clamp(0, keys.shape[2] - 1)
+    for cache, x in ((keys, _apply_rope(k, cos, sin)), (values, v)):
+        cache.index_copy_(2, at, torch.where(inside, x, cache.index_select(2, at)))
+    return _apply_rope(q, cos, sin).contiguous()
+
+
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _check_no_gradient(name: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(f"{name} is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
+
+
+def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    if x.dtype not in FLOATS or x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_ROW:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}: expected float32, float16 or bfloat16 [..., D], D from 1 to {MAX_ROW}"
+        )
+    if weight.dtype != x.dtype or weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight is {weight.dtype} {tuple(weight.shape)}: expected {x.dtype} ({x.shape[-1]},), as x's rows")
+    check_device("weight", weight, "x", x)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps!r}: expected a finite number, 0 or more")
+
+
+def _check_gated_silu(gate: Tensor, up: Tensor) -> None:
+    if gate.dtype not in FLOATS or gate.dim() < 1:
+        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}: expected float32, float16 or bfloat16 [..., F]")
+    if up.dtype != gate.dtype or up.shape != gate.shape:
+        raise ValueError(
+            f"up is {up.dtype} {tuple(up.shape)}: expected gate's dtype and shape, {gate.dtype} {tuple(gate.shape)}"
+        )
+    check_device("up", up, "gate", gate)
+
+
+def _check_rotate_and_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor
+) -> None:
+    check_qkv(q, k, v)
+    (batch, heads, num_keys, head), dtype = k.shape, q.dtype
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[2] != 1:
+            raise ValueError(f"{name}.shape={tuple(x.shape)}: expected one token per sequence, [batch, heads, 1, head size]")
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.dtype != dtype or x.dim() != 3 or x.shape[0] not in (batch, 1) or x.shape[1:] != (num_keys, head):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch} or 1, 1, {head}]")
+        check_device(name, x, "q", q)
+    for name, x in (("keys", keys), ("values", values)):
+        if x.dtype != dtype or x.dim() != 4 or x.shape[:2] != (batch, heads) or x.shape[2] < 1 or x.shape[3] != head:
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch}, {heads}, 1 or more, {head}]")
+        check_device(name, x, "q", q)
+    if values.shape != keys.shape:
+        raise ValueError(f"values.shape={tuple(values.shape)}: expected that of keys, {tuple(keys.shape)}")
+    if position.dtype != torch.int64 or position.shape != (1,):
+        raise ValueError(f"position is {position.dtype} {tuple(position.shape)}: expected int64 (1,)")
+    check_device("position", position, "q", q)
+
+
+def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Launches the kernel; the grid depends on shapes alone."""
+    out = x.new_empty(x.shape)
+    cols = x.shape[-1]
+    rows, padded = x.numel() // cols, triton.next_power_of_2(cols)
+    rows_each = max(1, _tile_elements(x) // padded)
+    x, *layout = _row_layout(x)
+    if rows:
+        _rms_norm_kernel[(triton.cdiv(rows, rows_each),)](
+            x, weight, out, eps, rows, *layout, weight.stride(0),
+            COLS=cols, BR=rows_each, BD=padded, num_warps=min(16, max(1, rows_each * padded // WARP_ELEMENTS)),
+            **pdl_args(x.device),
+        )  # fmt: skip
+    return out
+
+
+def launch_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """Launches the kernel; the grid depends on shapes alone."""
+    out, tile = gate.new_empty(gate.shape), _tile_elements(gate)
+    if not gate.numel():
+        return out
+    rows, cols = 1, gate.numel()  # contiguous tensors are one long row
+    inner, gate_strides, up_strides = 1, (0, 0), (0, 0)
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        rows, cols = cols // gate.shape[-1], gate.shape[-1]
+        gate, inner, *gate_strides = _row_layout(gate)
+        up, _, *up_strides = _row_layout(up)
+    blocks = triton.cdiv(cols, tile)
+    _gated_silu_kernel[(rows * blocks,)](
+        gate, up, out, cols, blocks, inner, *gate_strides, *up_strides,
+        BN=tile, num_warps=tile // WARP_ELEMENTS, **pdl_args(gate.device),
+    )  # fmt: skip
+    return out
+
+
+def launch_rotate_and_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor
+) -> Tensor:
+    """Launches the kernel; the grid depends on shapes alone."""
+    (batch, q_heads, _, head), (kv_heads, capacity) = q.shape, keys.shape[1:3]
+    out = q.new_empty(q.shape)
+    # Without fused multiply-adds, which would round once where eager PyTorch rounds twice in fp32.
+    _rotate_and_append_kernel[(q_heads + kv_heads, batch)](
+        q, k, v, cos, sin, keys, values, position, out, q_heads, capacity,
+        *_without_tokens(q), *_without_tokens(k), *_without_tokens(v),
+        *(stride for x in (cos, sin) for stride in (x.stride(0) if len(x) > 1 else 0, x.stride(2))),
+        *keys.stride(), *values.stride(),
+        HALF=head // 2, BH=triton.next_power_of_2(head // 2), num_warps=1, enable_fp_fusion=False, **pdl_args(q.device),
+    )  # fmt: skip
+    return out
+
+
+def _tile_elements(x: Tensor) -> int:
+    return SMALL_TILE if x.numel() <= FEW_ELEMENTS else LARGE_TILE
+
+
+def _row_layout(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """Returns ``x [..., D]``, the length of its inner dimension, its outer and its inner stride.
+
+    Row r starts at ``r // inner * outer_stride + r % inner * inner_stride``. A tensor that is not laid out so is copied.
+    Tensors of one shape have the same ``inner``.
+    """
+    dims = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    *outer, (inner, inner_stride) = dims or [(1, 0)]
+    regular = all(before == size * stride for (_, before), (size, stride) in pairwise(outer))
+    if not regular or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        return _row_layout(x.contiguous())
+    return x, inner, outer[-1][1] if outer else 0, inner_stride
+
+
+def _without_tokens(x: Tensor) -> tuple[int, int, int]:
+    """Returns the strides of ``x [B, H, 1, D]`` without that of its token."""
+    return x.stride(0), x.stride(1), x.stride(3)
+
+
+@triton.jit(do_not_specialize=["rows", "inner"])
+def _rms_norm_kernel(
+    p_x, p_weight, p_out, eps, rows, inner, stride_outer, stride_inner, stride_weight,
+    COLS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, o_d = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    m_d = o_d < COLS
+    mask = (row < rows)[:, None] & m_d[None, :]
+    o_row = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
+    # Before the wait, as parameters are not written by the kernel before.
+    b_weight = tl.load(p_weight + o_d * stride_weight, mask=m_d, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    b_x = tl.load(p_x + o_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)  # [BR, BD]
+    factor = tl.rsqrt(tl.sum(b_x * b_x, 1) / COLS + eps)
+    b_x = (b_x * factor[:, None]).to(p_x.dtype.element_ty).to(tl.float32)
+    b_out = (b_x * b_weight[None, :]).to(p_out.dtype.element_ty)
+    tl.store(p_out + row.to(tl.int64)[:, None] * COLS + o_d[None, :], b_out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["blocks", "inner"])
+def _gated_silu_kernel(
+    p_gate, p_up, p_out, cols, blocks, inner, stride_gate_outer, stride_gate_inner, stride_up_outer, stride_up_inner,
+    BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i_outer, i_inner = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
+    col = block.to(tl.int64) * BN + tl.arange(0, BN)
+    mask = col < cols
+    p_gate += i_outer * stride_gate_outer + i_inner * stride_gate_inner
+    p_up += i_outer * stride_up_outer + i_inner * stride_up_inner
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    b_gate = tl.load(p_gate + col, mask=mask, other=0.0)
+    b_up = tl.load(p_up + col, mask=mask, other=0.0)
+    b_gate = b_gate.to(tl.float32)
+    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_gate.dtype.element_ty)
+    b_out = (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(p_out.dtype.element_ty)
+    tl.store(p_out + row.to(tl.int64) * cols + col, b_out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["q_heads", "capacity"])
+def _rotate_and_append_kernel(
+    p_q, p_k, p_v, p_cos, p_sin, p_keys, p_values, p_position, p_out, q_heads, capacity,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kd, stride_vb, stride_vh, stride_vd,
+    stride_cos_b, stride_cos_d, stride_sin_b, stride_sin_d,
+    stride_keys_b, stride_keys_h, stride_keys_m, stride_keys_d,
+    stride_values_b, stride_values_h, stride_values_m, stride_values_d,
+    HALF: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rotates a query head, or rotates a key and copies it and its value to the cache."""
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = tl.arange(0, BH)
+    mask = first < HALF
+    second = HALF + first
+    p_cos += batch * stride_cos_b
+    p_sin += batch * stride_sin_b
+    cos_first = tl.load(p_cos + first * stride_cos_d, mask=mask, other=0.0)
+    cos_second = tl.load(p_cos + second * stride_cos_d, mask=mask, other=0.0)
+    sin_first = tl.load(p_sin + first * stride_sin_d, mask=mask, other=0.0)
+    sin_second = tl.load(p_sin + second * stride_sin_d, mask=mask, other=0.0)
+    if head < q_heads:
+        p_q += batch * stride_qb + head.to(tl.int64) * stride_qh
+        q_first, q_second = _rotated(p_q, stride_qd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
+        p_out += (batch * q_heads + head) * (2 * HALF)
+        tl.store(p_out + first, q_first, mask=mask)
+        tl.store(p_out + second, q_second, mask=mask)
+    else:
+        kv_head = (head - q_heads).to(tl.int64)
+        position = tl.load(p_position)
+        p_k += batch * stride_kb + kv_head * stride_kh
+        p_v += batch * stride_vb + kv_head * stride_vh
+        v_first = tl.load(p_v + first * stride_vd, mask=mask, other=0.0)
+        v_second = tl.load(p_v + second * stride_vd, mask=mask, other=0.0)
+        k_first, k_second = _rotated(p_k, stride_kd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
+        m_write = mask & (position >= 0) & (position < capacity)
+        p_keys += batch * stride_keys_b + kv_head * stride_keys_h + position * stride_keys_m
+        p_values += batch * stride_values_b + kv_head * stride_values_h + position * stride_values_m
+        tl.store(p_keys + first * stride_keys_d, k_first, mask=m_write)
+        tl.store(p_keys + second * stride_keys_d, k_second, mask=m_write)
+        tl.store(p_values + first * stride_values_d, v_first, mask=m_write)
+        tl.store(p_values + second * stride_values_d, v_second, mask=m_write)
+
+
+@triton.jit
+def _rotated(p_x, stride_d, cos_first, cos_second, sin_first, sin_second, first, second, mask):
+    """Loads a head and returns both of its halves after RoPE, in its dtype."""
+    x_first = tl.load(p_x + first * stride_d, mask=mask, other=0.0)
+    x_second = tl.load(p_x + second * stride_d, mask=mask, other=0.0)
+    return (
+        (_rounded_product(x_first, cos_first) - _rounded_product(x_second, sin_first)).to(x_first.dtype),
+        (_rounded_product(x_second, cos_second) + _rounded_product(x_first, sin_second)).to(x_first.dtype),
+    )
+
+
+@triton.jit
+def _rounded_product(x, y):
+    """Returns the product in fp32, rounded to the dtype of x."""
+    return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype).to(tl.float32)
