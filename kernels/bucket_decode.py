@@ -52,12 +52,16 @@ def bucket_decode(
     scale: float | None = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
+    counts: Tensor | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
     """Computes a decoding step over the dense window and the keys of probed buckets.
 
     Every key counts once, even if the index lists it inside the dense window or a bucket is probed twice. Entries of the index
     outside the sequence, ``kv_start[b] <= j < kv_len[b]``, are skipped.
+
+    Several queries of one sequence are a batch with its keys, values and index expanded (``k.expand(B, -1, -1, -1)``) and a
+    ``kv_len`` for each query: tensors of stride 0 are not copied.
 
     Parameters
     ----------
@@ -66,7 +70,8 @@ def bucket_decode(
     k, v : Tensor ``[B, Hkv, M, D]``
         The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
     index : BucketIndex
-        ``offsets`` int32 ``[B, Hkv, C + 1]``, ``order`` int32 ``[B, Hkv, n]``: cache positions, none in two buckets.
+        ``offsets`` int32 ``[B, Hkv, C + 1]``, ``order`` int32 ``[B, Hkv, n]``: cache positions, none in two buckets. Entries
+        of ``order`` past the last offset are not read. Both are copied only if their rows are not contiguous.
     probes : Tensor int32 ``[B, Hkv, L]``
         Buckets to read, shared by a query group. -1 means no bucket; L may be 0.
     recent : int or Tensor int32 ``[B]``
@@ -80,6 +85,8 @@ def bucket_decode(
         Left padding: positions before each sequence.
     kv_len : Tensor int32 ``[B]``, optional
         Number of filled positions among the M, padding included; all by default.
+    counts : Tensor int64 ``[B, Hkv]``, optional
+        The number of keys read for each key/value head is added to it, in place. Contiguous.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -94,19 +101,17 @@ def bucket_decode(
         If an argument is invalid. The values of tensors (probes, lengths, offsets) are checked by the reference alone; the
         kernel reads only inside the cache for any values, and nothing for a probe out of range.
     NotImplementedError
-        In the backward pass, as the operation is for inference.
+        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
     """
-    check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len)
+    check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len, counts)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
-    return SparseAttention(
-        *_operator(q, k, v, *index, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend),
-    )
+    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend)
+    return SparseAttention(*(_operator(*arguments) if counts is None else _counting_operator(*arguments, counts)))
 
 
-@torch.library.custom_op("msattn::bucket_decode", mutates_args=())
-def _operator(
+def _compute(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -120,18 +125,26 @@ def _operator(
     kv_start: Tensor | None,
     kv_len: Tensor | None,
     backend: str,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         with torch.cuda.device_of(q):
-            return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len)
+            return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len, counts)
     return reference.bucket_decode(
         q, k, v, BucketIndex(offsets, order), probes,
         recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, kv_start=kv_start, kv_len=kv_len,
+        counts=counts,
     )  # fmt: skip
 
 
+# PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
+_operator = torch.library.custom_op("msattn::bucket_decode", _compute, mutates_args=())
+_counting_operator = torch.library.custom_op("msattn::bucket_decode_counts", _compute, mutates_args=("counts",))
+
+
 @_operator.register_fake
-def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend):
+@_counting_operator.register_fake
+def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend, counts=None):
     statistics = statistics_dtype(q)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics)
 
@@ -156,6 +169,7 @@ def launch(
     scale: float,
     kv_start: Tensor | None,
     kv_len: Tensor | None,
+    counts: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches both kernels; ``tile`` overrides the default tile, for tuning.
@@ -168,15 +182,16 @@ def launch(
     tile = tile or default_tile(cols, q.element_size())
     slots = tile.programs * num_sms(q.device)
     splits = one_wave_splits(batch * kv_heads, slots, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
-    offsets, order, probes = offsets.contiguous(), order.contiguous(), probes.contiguous()
     if probes.shape[2] > MAX_PROBES:
         probes = _distinct(probes)
+    offsets, order, probes = (x if x.stride(2) == 1 else x.contiguous() for x in (offsets, order, probes))
 
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_kernel[(splits, kv_heads, batch)](
-        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_max, part_sum, part_out,
+        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
+        *offsets.stride()[:2], *order.stride()[:2], *probes.stride()[:2],
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
         BL=max(16, min(MAX_PROBES, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
@@ -206,23 +221,28 @@ def _distinct(probes: Tensor) -> Tensor:
     return probes.masked_fill(repeated, -1)
 
 
-@triton.jit(do_not_specialize=["group", "num_keys", "num_listed", "num_buckets", "num_probes", "recent", "sink"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_ob", "stride_oh", "stride_lb", "stride_lh", "stride_pb", "stride_ph",
+        "group", "num_keys", "num_listed", "num_buckets", "num_probes", "recent", "sink",
+    ]
+)  # fmt: skip
 def _split_kernel(
-    q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, part_max, part_sum, part_out,
+    q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
+    stride_ob, stride_oh, stride_lb, stride_lh, stride_pb, stride_ph,
     group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes one split's ``part_out [B, Hq, S, D]``, maxima (base 2) and sums."""
+    """Writes one split's ``part_out [B, Hq, S, D]``, maxima (base 2) and sums, and adds its number of keys to ``counts``."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
-    row = batch * kv_heads + kv_head
-    probes += row * num_probes
-    offsets += row * (num_buckets + 1)
-    order += row * num_listed
+    offsets += batch * stride_ob + kv_head * stride_oh
+    order += batch * stride_lb + kv_head * stride_lh
+    probes += batch * stride_pb + kv_head * stride_ph
     k += batch * stride_kb + kv_head * stride_kh
     v += batch * stride_vb + kv_head * stride_vh
 
@@ -244,6 +264,7 @@ def _split_kernel(
     m = tl.full([BH], float("-inf"), tl.float32)
     l = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, BD], tl.float32)
+    count = tl.zeros([BH, BN], tl.int32)  # rows are equal
 
     for first in tl.range(0, tl.maximum(num_probes, 1), BL):
         begin, size = _bucket_ranges(probes, offsets, first, num_probes, num_buckets, BL)
@@ -269,9 +290,16 @@ def _split_kernel(
             b_k = tl.load(k + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
             b_v = tl.load(v + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
+            if counts is not None:
+                # The second operand is always true. It gives the sum the layout of s, in which `live` is computed anyway; in
+                # another layout, each tile would load its index entries once more, outside the pipeline.
+                count += tl.where(live[None, :] & ((s == s) | (s != s)), 1, 0)
             s = tl.where(live[None, :], s, float("-inf"))
             m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
 
+    if counts is not None:
+        num_read = tl.max(tl.sum(count, 1), 0)
+        tl.atomic_add(counts + batch * kv_heads + kv_head, num_read.to(tl.int64), sem="relaxed")
     part = (batch * kv_heads * group + q_head) * num_splits + split  # [BH]
     tl.store(part_max + part, m, mask=m_head)
     tl.store(part_sum + part, l, mask=m_head)

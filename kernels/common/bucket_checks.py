@@ -17,6 +17,7 @@ def check_bucket_decode(
     sink: int,
     kv_start: Tensor | None,
     kv_len: Tensor | None,
+    counts: Tensor | None,
 ) -> None:
     """Checks the arguments of ``bucket_decode``, among them one query per sequence."""
     check_qkv(q, k, v)
@@ -35,6 +36,13 @@ def check_bucket_decode(
     for name, x in (("recent", recent), ("sink", sink)):
         if not isinstance(x, Tensor) and x < 0:
             raise ValueError(f"{name}={x!r}: expected a number of keys, 0 or more")
+    if counts is not None:
+        if counts.dtype != torch.int64 or counts.shape != k.shape[:2] or not counts.is_contiguous():
+            raise ValueError(
+                f"counts is {counts.dtype} {tuple(counts.shape)} with strides {counts.stride()}: "
+                f"expected int64 {tuple(k.shape[:2])}, contiguous"
+            )
+        check_device("counts", counts, "q", q)
 
 
 def check_probe_buckets(

@@ -23,6 +23,7 @@ def bucket_decode(
     scale: float | None = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.bucket_decode.bucket_decode`.
 
@@ -31,7 +32,7 @@ def bucket_decode(
     ValueError
         If an argument is invalid, a probe is out of range, offsets are outside ``index.order``, or lengths outside the cache.
     """
-    check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len)
+    check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len, counts)
     scale = resolve_scale(scale, q.shape[3])
     batch, q_heads, _, head_size = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -43,6 +44,8 @@ def bucket_decode(
     is_member &= (member >= sink_end) & (member < recent_begin)  # keys of the dense window are already in `window`
     key = torch.cat([window.expand(-1, kv_heads, -1), member], -1)  # [B, Hkv, S]
     read = torch.cat([(window < end).expand(-1, kv_heads, -1), is_member], -1)
+    if counts is not None:
+        counts += read.sum(-1)
     filler = key.gather(-1, read.byte().argmax(-1, keepdim=True))  # masked entries repeat a key that is read, which is finite
     key = key.where(read, filler).clamp(0, num_keys - 1)
 

@@ -104,6 +104,21 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
     check(case, backend, device)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_counts_each_key_once(case: Case, backend: Backend, device: str) -> None:
+    """Counts accumulate over calls and leave the result as it is."""
+    q, k, v, index, probes = case.inputs(device)
+    first = torch.arange(case.batch * case.kv_heads, device=device).view(case.batch, case.kv_heads)
+    counts = first.clone()
+    want = bucket_decode(q, k, v, index, probes, **case.options(device), backend=backend)
+    for calls in (1, 2):
+        got = bucket_decode(q, k, v, index, probes, **case.options(device), counts=counts, backend=backend)
+        assert torch.equal(counts, first + calls * keys_read(case, index, probes).sum(-1))
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
 def test_reference_at_length() -> None:
     check(Case(2, 8, 2, 4095, 64, num_buckets=256, num_probes=32, recent=256, filled=(4095, 3000)), "torch", "cpu")
 
@@ -127,9 +142,11 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_keys: int, poisone
 def test_no_keys_to_read(backend: Backend, device: str) -> None:
     q, k, v, index, _ = Case(2, 4, 2, 40, 64).inputs(device)
     none = torch.full((2, 2, 3), -1, dtype=torch.int32, device=device)
-    got = bucket_decode(q, k, v, index, none, recent=0, sink=0, backend=backend)
+    counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
+    got = bucket_decode(q, k, v, index, none, recent=0, sink=0, counts=counts, backend=backend)
     assert (got.out == 0).all()
     assert (got.lse == -torch.inf).all()
+    assert (counts == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -173,7 +190,9 @@ def test_index_entries_outside_the_sequence_are_skipped(backend: Backend, device
     order = torch.tensor([[[-3, 0, 1, 7, 12, 19, 40]]], dtype=torch.int32, device=device)
     offsets, probes = (torch.tensor([[x]], dtype=torch.int32, device=device) for x in ([0, 7], [0]))
     options = {"recent": 0, "sink": 0, "kv_start": starts([1], device), "kv_len": starts([15], device), "backend": backend}
-    got = bucket_decode(q, k, v, BucketIndex(offsets, order), probes, **options)
+    counts = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    got = bucket_decode(q, k, v, BucketIndex(offsets, order), probes, counts=counts, **options)
+    assert counts.item() == 3
     seen = torch.zeros(20, dtype=torch.bool, device=device)
     seen[[1, 7, 12]] = True
     torch.testing.assert_close(got.out, dense_attention(q, k, v, seen).out.float())
@@ -194,18 +213,65 @@ def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("num_probes", [4, 70])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_of_one_sequence_as_a_batch(backend: Backend, num_probes: int, device: str) -> None:
+    """Queries with expanded keys, values and index equal separate calls."""
+    _, k, v, index, _ = Case(1, 4, 2, 200, 64).inputs(device)
+    index = index._replace(order=torch.nn.functional.pad(index.order, (0, 30), value=10**6))  # longer than what is listed
+    queries = 5
+    q = torch.randn(queries, 4, 1, 64, device=device)
+    probes = torch.randint(-1, 10, (queries, 2, num_probes), dtype=torch.int32).to(device)
+    values = {"recent": [3, 50, 0, 9, 500], "kv_start": [7] * queries, "kv_len": [40, 200, 90, 8, 7]}
+    lengths: dict[str, Any] = {name: starts(x, device) for name, x in values.items()}
+    wide_k, wide_v = (x.expand(queries, -1, -1, -1) for x in (k, v))
+    wide_index = BucketIndex(*(x.expand(queries, -1, -1) for x in index))
+    for chosen in (probes, probes[:1].expand(queries, -1, -1)):
+        counts = torch.zeros(queries, 2, dtype=torch.int64, device=device)
+        got = bucket_decode(q, wide_k, wide_v, wide_index, chosen, **lengths, counts=counts, backend=backend)
+        for n in range(queries):
+            row, count = slice(n, n + 1), torch.zeros(1, 2, dtype=torch.int64, device=device)
+            own = {name: x[row] for name, x in lengths.items()}
+            alone = bucket_decode(q[row], k, v, index, chosen[row].contiguous(), **own, counts=count, backend=backend)
+            assert torch.equal(counts[row], count)
+            for x, y in zip(got, alone, strict=True):
+                torch.testing.assert_close(x[row], y)
+
+
+def test_expanded_tensors_are_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, passed = module._split_kernel, []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *args, **options: (passed.extend(args), kernel[grid](*args, **options))
+
+    monkeypatch.setattr(module, "_split_kernel", Launches())
+    q, k, v, index, probes = Case(1, 2, 1, 70, 64).inputs(device)
+    k, v, offsets, order, probes = (x.expand(3, *x.shape[1:]) for x in (k, v, *index, probes))
+    bucket_decode(q.repeat(3, 1, 1, 1), k, v, BucketIndex(offsets, order), probes, recent=9, backend="triton")
+    addresses = [x.data_ptr() for x in passed if isinstance(x, Tensor)]
+    assert all(x.data_ptr() in addresses for x in (k, v, offsets, order, probes))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     recent, lengths = starts([5, 9], device), starts([70, 30], device)
     arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, None, lengths, backend)
+    counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
     torch.library.opcheck(module._operator, arguments)
+    torch.library.opcheck(module._counting_operator, (*arguments, counts))
     compiled = torch.compile(bucket_decode, fullgraph=True, backend="aot_eager")
     choices: list[dict[str, Any]] = [{"recent": recent, "kv_len": lengths}, {"recent": 5}]
     for options in choices:
         got = compiled(q, k, v, index, probes, **options, backend=backend)
         for x, y in zip(got, bucket_decode(q, k, v, index, probes, **options, backend=backend), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
+    compiled(q, k, v, index, probes, recent=5, counts=counts, backend=backend)
+    twice = counts * 2
+    bucket_decode(q, k, v, index, probes, recent=5, counts=counts, backend=backend)
+    assert (counts > 5).all()
+    assert torch.equal(counts, twice)
 
 
 def test_accepts_strided_views(device: str) -> None:
@@ -218,6 +284,10 @@ def test_accepts_strided_views(device: str) -> None:
     for keys in (k, strided):
         for x, y in zip(bucket_decode(q, keys, v, index, probes, recent=9, backend="triton"), want, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
+    offsets, order, chosen = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*index, probes))
+    got = bucket_decode(q, k, v, BucketIndex(offsets, order), chosen, recent=9, backend="triton")
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -225,6 +295,10 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
     q, k, v, index, probes = Case(1, 2, 1, 20, 64).inputs(device)
     out = bucket_decode(q.requires_grad_(), k, v, index, probes, recent=3, backend=backend).out
     with pytest.raises(NotImplementedError, match="no gradient"):
+        out.sum().backward()
+    counts = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    out = bucket_decode(q, k, v, index, probes, recent=3, counts=counts, backend=backend).out
+    with pytest.raises(RuntimeError, match="backward"):
         out.sum().backward()
 
 
@@ -237,6 +311,10 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
         ({"scale": 0.0}, "scale=0.0"),
         ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is torch.int32"),
         ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
+        ({"counts": torch.zeros(1, 2)}, "counts is torch.float32"),
+        ({"counts": torch.zeros(1, 1, dtype=torch.int64)}, "counts is torch.int64 \\(1, 1\\)"),
+        ({"counts": torch.zeros(1, 4, dtype=torch.int64)[:, ::2]}, "contiguous"),
+        ({"counts": torch.zeros(1, 2, dtype=torch.int64, device="meta")}, "counts.device=meta"),
         ({"backend": "cuda"}, "backend='cuda'"),
         ({"q": torch.zeros(1, 2, 2, 64)}, "one query"),
         ({"q": torch.zeros(1, 3, 1, 64)}, "q has 3 heads"),
@@ -300,15 +378,18 @@ def test_cuda_graph() -> None:
     case = Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8)
     q, k, v, index, probes = case.inputs("cuda")
     recent, kv_len = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([9, 30], [400, 300]))
-    bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len)
+    counts, want_counts = (torch.zeros(2, 2, dtype=torch.int64, device="cuda") for _ in range(2))
+    bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len, counts=counts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len)
+        got = bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len, counts=counts)
+    counts.zero_()
     probes.random_(-1, 32)
     recent.copy_(torch.tensor([64, 1]))
     kv_len.copy_(torch.tensor([500, 1]))
     for x, y in zip(index, build_bucket_index(random_buckets(2, 2, 500, 32, "cuda", seed=1), 32), strict=True):
         x.copy_(y)
     graph.replay()
-    for x, y in zip(got, bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len), strict=True):
+    want = bucket_decode(q, k, v, index, probes, recent=recent, kv_len=kv_len, counts=want_counts)
+    for x, y in zip((*got, counts), (*want, want_counts), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)

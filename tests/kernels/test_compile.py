@@ -79,10 +79,11 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     q, k, v = random_qkv(2, 4, 2, 1, 200, head_size, dtype)
     offsets, order = build_bucket_index(random_buckets(2, 2, 200, 8), 8)
-    few, many = (5, None, None, None), (100, starts([9, 3]), starts([8, 0]), starts([200, 7]))
-    probes, recent, kv_start, kv_len = _choose([few, many], head_size, sm)
+    counts = torch.zeros(2, 2, dtype=torch.int64)
+    few, many = (5, None, None, None, None), (100, starts([9, 3]), starts([8, 0]), starts([200, 7]), counts)
+    probes, recent, kv_start, kv_len, counts = _choose([few, many], head_size, sm)
     chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
-    op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, kv_start, kv_len)
+    op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, kv_start, kv_len, counts)
     bucket_counts.launch(offsets, order, chosen, 150, 16, 1, kv_start)
 
 
