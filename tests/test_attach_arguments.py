@@ -47,11 +47,16 @@ def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
     assert isinstance(msattn.load(SHIPPED / "kmeans"), KMeans)
 
 
+def served(sparse: attach.Sparse) -> tuple[int, int, int, frozenset[int]]:
+    assert sparse.routed is not None
+    return sparse.routed.probes, sparse.routed.recent, sparse.routed.sink, sparse.routed.layers
+
+
 def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
     with msattn.attach(embedded, qmodel="embedded") as sparse:
-        assert (sparse.probes, sparse.recent, sparse.sink, sparse.routed) == (2, 256, 1, {1, 2, 3, 4, 5})
+        assert served(sparse) == (2, 256, 1, {1, 2, 3, 4, 5})
     with msattn.attach(embedded, qmodel="embedded", probes=5, dense_layers=()) as sparse:
-        assert (sparse.probes, sparse.recent, sparse.sink, sparse.routed) == (5, 256, 1, {0, 1, 2, 3, 4, 5})
+        assert served(sparse) == (5, 256, 1, {0, 1, 2, 3, 4, 5})
     ids = random_tokens(1, 700)
     calibrated = logits(embedded, ids, gate="embedded", select="calibrated")
     assert torch.equal(logits(embedded, ids, gate="embedded"), calibrated)
@@ -98,10 +103,12 @@ def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) 
         pass
     shutil.copytree(SHIPPED / "kmeans", run / "kmeans")
     with msattn.attach(embedded, gate=run, qmodel=str(run)) as sparse:
-        assert isinstance(sparse.router, KMeans)
+        assert sparse.routed is not None
+        assert isinstance(sparse.routed.router, KMeans)
     shutil.copytree(SHIPPED / "qmodel", run / "qmodel")
     with msattn.attach(embedded, qmodel=run) as sparse:
-        assert isinstance(sparse.router, QModel), "classifiers have precedence"
+        assert sparse.routed is not None
+        assert isinstance(sparse.routed.router, QModel), "classifiers have precedence"
     with pytest.raises(msattn.UserError, match=r"the folder holds gate, kmeans, qmodel; name one, e.g. .*gate"):
         msattn.load(run)
 

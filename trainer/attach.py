@@ -25,7 +25,10 @@ from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
+from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
+from msattn.trainer.serving.statistics import Statistics
+from msattn.trainer.serving.steps import decoding_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +68,7 @@ def attach(
     sink: int | None = None,
     dense_layers: Sequence[int] | None = None,
     strict: bool = False,
+    cuda_graphs: bool = True,
     measure_recall: bool = False,
     measure_time: bool = False,
 ) -> Iterator[Sparse]:
@@ -90,6 +94,7 @@ def attach(
         artifact's manifest records, or for 32, 2047, 1 and (0,).
     strict : refuse artifacts that were made for other weights of the same shape, e.g. before quantization or fine-tuning.
         By default they are served with a warning. The adapters of PEFT models are not compared.
+    cuda_graphs : decode with CUDA graphs on a GPU. What cannot be captured runs without, with a warning that says why.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     measure_time : also measures the time of selection and of attention on the device.
 
@@ -129,16 +134,16 @@ def attach(
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
     device = _move_to_model(model, gate, router)
+    statistics = Statistics(PhaseTimer(device) if measure_time else None)
     sparse = Sparse(
         selection,
-        router,
-        **numbers,
+        router and RoutedDecoding(router, **numbers, routed_from=0, measure_recall=measure_recall, statistics=statistics),
+        statistics,
         dense_below=_dense_below(given, device),
         rotation=Rotation.of(model.config, device),
         measure_recall=measure_recall,
-        timer=PhaseTimer(device) if measure_time else None,
     )
-    with tap(model, sparse.dispatch):
+    with tap(model, sparse.dispatch), decoding_steps(decoder(model), sparse, cuda_graphs=cuda_graphs):
         hooks = [
             decoder(model).register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True),
             decoder(model).register_forward_hook(sparse.guard_backward),

@@ -73,7 +73,6 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import bucket_decode as op
-    from msattn.kernels.common import bucket_counts
     from msattn.kernels.common.bucket_index import build_bucket_index
     from msattn.kernels.testing import random_buckets, random_qkv, starts
 
@@ -84,7 +83,6 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     probes, recent, kv_start, kv_len, counts = _choose([few, many], head_size, sm)
     chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
     op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, kv_start, kv_len, counts)
-    bucket_counts.launch(offsets, order, chosen, 150, 16, 1, kv_start)
 
 
 def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -80,14 +80,14 @@ def test_passes_of_any_length_equal_dense_attention_if_everything_is_read(family
 
 @torch.no_grad()
 def test_a_padded_batch_matches_its_rows_alone() -> None:
-    model, lengths = tiny_model(), [3 * BLOCK, 1, 2 * BLOCK - 1, 3 * BLOCK]
-    rows = [random_tokens(1, n, seed=n)[0] for n in (8 * BLOCK, 6 * BLOCK)]
+    model, lengths = tiny_model(), [5 * BLOCK, 1, 2 * BLOCK - 1, 3 * BLOCK]
+    rows = [random_tokens(1, n, seed=n)[0] for n in (10 * BLOCK, 8 * BLOCK)]
     ids, mask = left_padded(rows)
     options: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": ()}
     with attach(model, gate=gate_for(model), select=HALF, **options) as sparse:
         together = run_in_passes(model, ids, lengths, mask)
         long = run_in_passes(model, rows[0][None], lengths)
-        short = run_in_passes(model, rows[1][None], [BLOCK, *lengths[1:]])
+        short = run_in_passes(model, rows[1][None], [3 * BLOCK, *lengths[1:]])
         assert sparse.stats()["dense_fallbacks"] == 0
     torch.testing.assert_close(together[0], long[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(together[1, 2 * BLOCK :], short[0], rtol=1e-4, atol=1e-4)
@@ -119,7 +119,7 @@ def test_a_cache_that_was_filled_outside_is_taken_over(family: str, rope: str) -
 
 @torch.no_grad()
 def test_dynamic_rope_cannot_be_inverted_and_is_counted() -> None:
-    model, ids = tiny_model("llama", "dynamic"), random_tokens(1, 60)
+    model, ids = tiny_model("llama", "dynamic"), random_tokens(1, 80)
     expected, cache = model(ids).logits, DynamicCache()
     model(ids[:, :40], past_key_values=cache)
     with attach(model, gate=gate_for(model), select=HALF, qmodel=random_partition(), probes=1) as sparse:

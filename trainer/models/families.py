@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -14,6 +15,15 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 def decoder(model: "PreTrainedModel") -> Any:
     """Returns the module with the embedding, ``layers`` and the final norm, also of a PEFT model."""
     return model.get_decoder()
+
+
+def project_heads(attention: Any, hidden_states: "Tensor") -> "tuple[Tensor, Tensor, Tensor]":
+    """Returns queries ``[B, Hq, N, D]``, keys and values ``[B, Hkv, N, D]`` of an attention module before RoPE."""
+    shape = (*hidden_states.shape[:2], -1, attention.head_dim)
+    q, k, v = (getattr(attention, f"{name}_proj")(hidden_states).view(shape) for name in "qkv")
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def num_layers(config: "PreTrainedConfig") -> int:

@@ -46,6 +46,8 @@ class LayerInputs:
         Positions of the current tokens in RoPE.
     pooled_keys : fp32 Tensor [B, Hkv, Tc, P] or None
         Pooled keys before RoPE of all blocks, for gates in passes after cached tokens.
+    kv_len : int32 Tensor [B] or None
+        Number of filled positions of k and v, where they are buffers with free positions.
     """
 
     layer: int
@@ -61,6 +63,7 @@ class LayerInputs:
     cache: Any
     positions: Tensor | None = None
     pooled_keys: Tensor | None = None
+    kv_len: Tensor | None = None
 
     @property
     def num_queries(self) -> int:
@@ -183,31 +186,38 @@ def _mask_to_kv_start(
 
     if mask_function is not causal_mask_function:
         raise UserError("position_ids: packed sequences are not supported; accepted is one left-padded sequence per row")
-    if isinstance(q_offset, Tensor) or kv_offset != 0 or (q_offset is not None and q_offset + q_length != kv_length):
-        raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static or sliding one")
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length:
+    if kv_offset != 0:
+        raise UserError("past_key_values: accepted is a cache that keeps the full context, not a sliding one")
+    if attention_mask is None or attention_mask.ndim == 1:  # generate converts the mask before it calls the model
+        return attention_mask
+    num_keys = kv_length if q_offset is None else int(q_offset) + q_length  # a static cache returns its capacity
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != num_keys:
         shape = tuple(attention_mask.shape)
-        raise UserError(f"attention_mask of shape {shape}: accepted is [batch, {kv_length}], cached tokens included")
+        raise UserError(f"attention_mask of shape {shape}: accepted is [batch, {num_keys}], cached tokens included")
     return padding_start(attention_mask)
 
 
 def padding_start(attention_mask: Tensor) -> Tensor | None:
-    """Returns ``kv_start`` (int32 [B]) of a padding mask ``[B, M]`` that is non-zero at tokens; None without padding.
+    """Returns ``kv_start`` (int32 [B]) of a padding mask ``[B, M]``, as :func:`left_padding`; None without padding."""
+    padding = left_padding(attention_mask)
+    return torch.tensor(padding, dtype=torch.int32, device=attention_mask.device) if any(padding) else None
+
+
+def left_padding(attention_mask: Tensor) -> list[int]:
+    """Returns the number of padded positions before each row of a mask ``[B, M]`` that is non-zero at tokens.
 
     Raises
     ------
     UserError : padding other than on the left.
     """
-    if attention_mask.all():
-        return None
-    num_keys = attention_mask.shape[1]
-    kv_start = num_keys - attention_mask.sum(dim=1)
-    positions = torch.arange(num_keys, device=attention_mask.device)
-    if not torch.equal(attention_mask.bool(), positions >= kv_start[:, None]):
+    tokens = attention_mask.bool()
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    kv_start = tokens.shape[1] - tokens.sum(dim=1)
+    is_left_padded = (tokens == (positions >= kv_start[:, None])).all()
+    *padding, accepted = torch.cat([kv_start, is_left_padded[None]]).tolist()  # one synchronization with the device
+    if not accepted:
         raise UserError("attention_mask: accepted is left padding only (tokenizer.padding_side='left'), without holes")
-    return kv_start.to(torch.int32)
+    return padding
 
 
 @cache

@@ -6,59 +6,86 @@ Usage in an attention function for :func:`msattn.trainer.models.tap.tap`, which 
     layer.assign(router, x)                           # in every forward pass, for prompts and single tokens
     if x.num_queries == 1:
         visited = route(router, x, probes)            # int32 [B, Hkv, L]
-        out = decode_attention(x, visited, recent=recent, sink=sink).out
-        count = layer.keys_read(visited, recent=recent, sink=sink, kv_start=x.kv_start)   # [B, Hkv], for statistics
+        out = decode_attention(x, visited, window=layer.window(recent), sink=sink).out
 
 The bucket of a key never changes. The bucket index that the kernel reads is rebuilt every ``rebuild_every`` tokens; until then
 newer keys belong to the dense window, so that no key is lost and none is counted twice.
 """
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from msattn.kernels.bucket_decode import bucket_decode
-from msattn.kernels.common.bucket_counts import keys_read
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.saap.routing import Router
+from msattn.trainer.serving.buffer import Buffer, grown_capacity
 from msattn.trainer.serving.pooled_keys import PooledKeys
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
-MIN_FREE = 256  # smallest number of free positions in a grown buffer
+REBUILD_EVERY = 64
+FEW_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, for inference, as views of buffers with free positions.
+    """Keys and values of one layer, for inference, in buffers with free positions.
 
     Appending a token writes only that token, whereas DynamicLayer copies the whole cache.
 
     Attributes
     ----------
+    key_buffer, value_buffer : Buffer
+        Keys after RoPE, and values, ``[B, Hkv, M, D]``.
     pooled : PooledKeys or None
         Pooled keys for gates, after the first call of :meth:`pool_keys`.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.key_buffer: Tensor | None = None
-        self.value_buffer: Tensor | None = None
+        self.key_buffer, self.value_buffer = Buffer(), Buffer()
         self.pooled: PooledKeys | None = None
+        super().__init__()
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self.key_buffer.filled
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:  # type: ignore[override]  # the base class has an attribute
+        self.key_buffer = Buffer(keys)
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.value_buffer.filled
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:  # type: ignore[override]
+        self.value_buffer = Buffer(values)
+
+    def get_seq_length(self) -> int:
+        """Returns the number of cached tokens."""
+        return self.key_buffer.length
 
     def reset(self) -> None:
         """Removes all tokens."""
-        self.keys = self.values = self.key_buffer = self.value_buffer = self.pooled = None
+        self.keys = self.values = self.pooled = None
         self.is_initialized = False
 
-    def take_over(self, layer: DynamicLayer) -> None:
+    def take_over(self, layer: DynamicLayer | StaticLayer) -> None:
         """Takes the keys and values of another layer, without copying them."""
+        if not layer.is_initialized:
+            return
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-        self.keys, self.values = layer.keys, layer.values
+        length = int(layer.get_seq_length())
+        self.key_buffer, self.value_buffer = Buffer(layer.keys, length), Buffer(layer.values, length)
 
     def pool_keys(self, pools: list[str], block_size: int, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`."""
@@ -67,10 +94,15 @@ class GrowingLayer(DynamicLayer):
         return self.pooled.update(x, rotation)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; ``tokens_to_remove`` has the sign convention of the installed transformers."""
-        super().crop(tokens_to_remove)
+        """Removes the last ``-tokens_to_remove`` tokens; a positive number is the number of tokens to keep (before 5.18)."""
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.get_seq_length() + tokens_to_remove
+        self._set_length(max(0, min(kept, self.get_seq_length())))
+
+    def _set_length(self, length: int) -> None:
+        """Keeps the first ``length`` tokens."""
+        self.key_buffer.length = self.value_buffer.length = length
         if self.pooled is not None:
-            self.pooled.crop(self.get_seq_length())
+            self.pooled.crop(length)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replaces each row b by row ``beam_idx[b]``."""
@@ -82,21 +114,38 @@ class GrowingLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row ``repeats`` times."""
-        if self.keys is not None:
-            self._select_rows(torch.arange(len(self.keys)).repeat_interleave(repeats))
+        if self.key_buffer.memory is not None:
+            self._select_rows(torch.arange(len(self.key_buffer.memory)).repeat_interleave(repeats))
 
     def _select_rows(self, rows: Tensor) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = select_rows(self.keys, rows), select_rows(self.values, rows)
+        self.key_buffer.select_rows(rows)
+        self.value_buffer.select_rows(rows)
         if self.pooled is not None:
             self.pooled.select_rows(rows)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        self.keys, self.key_buffer = _append(self.keys, self.key_buffer, key_states)
-        self.values, self.value_buffer = _append(self.values, self.value_buffer, value_states)
+        self.key_buffer.append(key_states)
+        self.value_buffer.append(value_states)
+        assert self.keys is not None
+        assert self.values is not None
         return self.keys, self.values
+
+    def reserve_token(self) -> None:
+        """Makes room for one more token, which a kernel will write."""
+        for buffer in (self.key_buffer, self.value_buffer):
+            assert buffer.memory is not None
+            buffer.reserve(buffer.length + 1, buffer.memory)
+
+    def add_token(self) -> None:
+        """Counts a token that a kernel has written."""
+        self.key_buffer.length += 1
+        self.value_buffer.length += 1
+
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the addresses that a captured step reads and writes."""
+        return tuple(0 if each.memory is None else each.memory.data_ptr() for each in (self.key_buffer, self.value_buffer))
 
 
 class BucketLayer(GrowingLayer):
@@ -111,18 +160,18 @@ class BucketLayer(GrowingLayer):
 
     Attributes
     ----------
-    buckets : Tensor or None
-        int32 ``[B, Hkv, M]``, the bucket of each key; -1 for padding.
+    bucket_buffer : Buffer
+        int32 ``[B, Hkv, M]``, the bucket of each key that has one; -1 for padding.
     indexed : int
         Keys ``[0, indexed)`` are in the bucket index.
     partition : KMeans or None
         The partition that the buckets belong to; None until an attached model has used the layer.
     """
 
-    def __init__(self, num_buckets: int, rebuild_every: int = 64) -> None:
-        super().__init__()
+    def __init__(self, num_buckets: int, rebuild_every: int = REBUILD_EVERY) -> None:
         if rebuild_every < 1:
             raise ValueError(f"rebuild_every={rebuild_every}: expected a number of tokens, 1 or more")
+        super().__init__()
         self.num_buckets = num_buckets
         self.rebuild_every = rebuild_every
         self.partition: Any = None
@@ -131,107 +180,106 @@ class BucketLayer(GrowingLayer):
     def reset(self) -> None:
         """Removes all tokens."""
         super().reset()
-        self.buckets = self.bucket_buffer = None
-        self._index: BucketIndex | None = None
-        self.indexed = 0
+        self.bucket_buffer = Buffer()
+        self._order = Buffer()
+        self._offsets: Tensor | None = None
+
+    @property
+    def indexed(self) -> int:
+        return self._order.length
 
     @property
     def index(self) -> BucketIndex:
-        """The bucket index of keys ``[0, indexed)``; RuntimeError before the first call of :meth:`assign`."""
-        if self._index is None:
-            raise RuntimeError("index: no key has a bucket yet; call assign(router, x) after the cache's update")
-        return self._index
+        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError without keys."""
+        if self.keys is None:
+            raise RuntimeError("index: the layer has no keys")
+        if self._offsets is None:
+            self._store_index(self.keys.new_empty(*self.keys.shape[:2], 0, dtype=torch.int32))
+        assert self._offsets is not None
+        assert self._order.memory is not None
+        return BucketIndex(self._offsets, self._order.memory)
 
     def assign(self, router: Router, x: "LayerInputs", rotation: Rotation | None = None) -> None:
-        """Assigns buckets to the keys that have none, and rebuilds the index every ``rebuild_every`` tokens.
+        """Assigns buckets and rebuilds the index after a prompt, and if ``rebuild_every`` keys or more are not in it.
 
-        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. Keys of earlier passes
-        without buckets, as in a cache that was filled outside an attached model, are recovered with the model's ``rotation``.
+        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
+        ``rotation``, keys of earlier passes are recovered from the cache, so that they get their buckets only when the index
+        needs them; without it every pass must assign its own keys.
 
         Raises
         ------
         RuntimeError : ``assign`` was called twice.
         KeysNotKnown : as :func:`msattn.trainer.models.rope.keys_before_rope`.
         """
-        start = 0 if self.buckets is None else self.buckets.shape[2]
-        num_new, num_keys = x.k_nope.shape[2], self.get_seq_length()
+        start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
         if start + num_new > num_keys:
             raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
+        due = num_new > FEW_TOKENS or self.rebuild_due(0)
+        if rotation is not None and not due:
+            return
         new = router.assign(x.layer, keys_before_rope(x, start, rotation), x.k[:, :, start:])
         if x.kv_start is not None:
             positions = torch.arange(start, num_keys, device=new.device)
             new = new.masked_fill(positions < x.kv_start[:, None, None], -1)
-        self.buckets, self.bucket_buffer = _append(self.buckets, self.bucket_buffer, new)
-        if self._index is None or num_keys - start > 1 or num_keys - self.indexed >= self.rebuild_every:
-            self.rebuild_index()
+        self.bucket_buffer.append(new)
+        if due:
+            self._store_index(self.bucket_buffer.filled)
 
-    def rebuild_index(self) -> None:
-        """Rebuilds the bucket index from every key that has a bucket."""
-        self.indexed = 0 if self.buckets is None else self.buckets.shape[2]
-        self._index = None if self.buckets is None or self.indexed == 0 else build_bucket_index(self.buckets, self.num_buckets)
+    def rebuild_due(self, new_tokens: int) -> bool:
+        """Returns whether the index is to be rebuilt after ``new_tokens`` more tokens."""
+        return self.get_seq_length() + new_tokens - self.indexed >= self.rebuild_every
+
+    def _store_index(self, buckets: Tensor | None) -> None:
+        """Builds the index of ``buckets``, in the memory of the last one if it has room."""
+        assert buckets is not None
+        offsets, order = build_bucket_index(buckets, self.num_buckets)
+        self._order.length = 0
+        self._order.append(order)
+        if self._offsets is None or self._offsets.shape != offsets.shape:
+            self._offsets = offsets
+        else:
+            self._offsets.copy_(offsets)
 
     def window(self, recent: int) -> int:
         """Returns the length of the dense window: ``recent``, or the number of keys that are not indexed yet if larger."""
         return max(recent, self.get_seq_length() - self.indexed)
 
-    def keys_read(self, probes: Tensor, *, recent: int, sink: int, kv_start: Tensor | None = None) -> Tensor:
-        """Returns the number of keys that :func:`decode_attention` reads, int64 ``[B, Hkv]``."""
-        assert self.buckets is not None
-        window = self.window(recent)
-        return keys_read(self.index, self.buckets, probes, indexed=self.indexed, recent=window, sink=sink, kv_start=kv_start)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens; ``tokens_to_remove`` has the sign convention of the installed transformers."""
-        super().crop(tokens_to_remove)
-        num_keys = self.get_seq_length()
-        if self.buckets is not None:
-            self.buckets = self.buckets[:, :, :num_keys]
-        if self.indexed > num_keys:
-            self.rebuild_index()
+    def _set_length(self, length: int) -> None:
+        super()._set_length(length)
+        self.bucket_buffer.length = min(length, self.bucket_buffer.length)
+        if self.indexed > length:
+            self._store_index(self.bucket_buffer.filled)
 
     def _select_rows(self, rows: Tensor) -> None:
         super()._select_rows(rows)
-        if self.buckets is not None:
-            self.buckets = select_rows(self.buckets, rows)
-        if self._index is not None:
-            self._index = BucketIndex(*(select_rows(part, rows) for part in self._index))
+        self.bucket_buffer.select_rows(rows)
+        self._order.select_rows(rows)
+        if self._offsets is not None:
+            selected = self._offsets.index_select(0, rows.to(self._offsets.device))
+            self._offsets = self._offsets.copy_(selected) if selected.shape == self._offsets.shape else selected
 
-
-def select_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Returns the ``rows`` of a batch."""
-    return x.index_select(0, rows.to(x.device))
-
-
-def _append(held: Tensor | None, buffer: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Appends ``new`` to ``held`` along dimension 2; returns the result, a view of the start of a buffer, and the buffer.
-
-    If ``buffer`` is full, or ``held`` is no longer a view of it (after its rows were selected), ``held`` is copied to a new
-    buffer with at least an eighth of free positions.
-    """
-    begin = 0 if held is None else held.shape[2]
-    end = begin + new.shape[2]
-    if buffer is None or end > buffer.shape[2] or (held is not None and held.data_ptr() != buffer.data_ptr()):
-        buffer = new.new_empty(*new.shape[:2], end + max(MIN_FREE, end // 8), *new.shape[3:])
-        if held is not None:
-            buffer[:, :, :begin] = held
-    buffer[:, :, begin:end] = new
-    return buffer[:, :, :end], buffer
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the addresses that a captured step reads and writes."""
+        return (*super().addresses(), *(part.data_ptr() for part in self.index))
 
 
 def install_layers(
-    cache: Cache, router: Router | None, *, num_layers: int, dense_layers: tuple[int, ...] = (0,), rebuild_every: int = 64
+    cache: Cache,
+    router: Router | None,
+    *,
+    num_layers: int,
+    dense_layers: tuple[int, ...] = (0,),
+    rebuild_every: int = REBUILD_EVERY,
 ) -> None:
-    """Replaces the layers of a ``DynamicCache``: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
+    """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
     The tokens that it holds are kept. Layers in ``dense_layers`` count as not routed.
 
     Raises
     ------
-    ValueError : the cache has layers that do not keep the full context.
+    UserError : the cache does not keep the full context on the model's device, as quantized, offloaded and sliding ones.
     """
-    other = sorted({type(layer).__name__ for layer in cache.layers if not is_replaceable(layer)})
-    if other:
-        raise ValueError(f"cache has layers of type {', '.join(other)}: expected DynamicLayer, which keeps the full context")
+    check_cache(cache)
     routed = set() if router is None else set(router.layers) - set(dense_layers)
     for number in range(num_layers):
         held: Any = cache.layers[number] if number < len(cache.layers) else None
@@ -239,33 +287,105 @@ def install_layers(
         if isinstance(held, wanted):
             continue
         fresh = BucketLayer(router.num_buckets, rebuild_every) if router is not None and number in routed else GrowingLayer()
-        if held is not None and held.get_seq_length():
+        if held is not None:
             fresh.take_over(held)
         cache.layers[number : number + 1] = [fresh]
 
 
-def is_replaceable(layer: Any) -> bool:
-    """Returns whether :func:`install_layers` accepts a cache with this layer."""
-    return type(layer) is DynamicLayer or isinstance(layer, GrowingLayer)
+def check_cache(cache: Any) -> None:
+    """Raises UserError for a cache that :func:`install_layers` cannot take over."""
+    if not isinstance(cache, DynamicCache | StaticCache):
+        raise UserError(f"past_key_values: {type(cache).__name__} is not supported; accepted are DynamicCache and StaticCache")
+    other = sorted({type(layer).__name__ for layer in cache.layers if not _is_replaceable(layer)})
+    lazy = getattr(cache, "layer_class_to_replicate", None)
+    if not cache.layers and lazy is not None and lazy is not DynamicLayer:
+        other = [lazy.__name__]
+    if other or cache.offloading:
+        kind = "an offloaded cache" if cache.offloading else f"{type(cache).__name__} with layers of type {', '.join(other)}"
+        raise UserError(f"past_key_values: {kind} cannot be read sparsely; accepted are DynamicCache and StaticCache")
 
 
-def decode_attention(x: "LayerInputs", probes: Tensor, *, recent: int, sink: int) -> SparseAttention:
-    """Computes the attention of the newest token over the dense window and the visited buckets.
+def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Checks that a cache can grow by ``tokens`` on a GPU.
+
+    Raises
+    ------
+    UserError : there is not enough free memory; the message says how many bytes are needed.
+    """
+    length, capacity = cache.get_seq_length(), cache.layers[0].key_buffer.capacity
+    if device.type != "cuda" or length + tokens <= capacity:
+        return
+    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * num_layers(config)
+    wanted, held = grown_capacity(length + tokens), size_of_token * capacity
+    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // num_layers(config)  # layers grow in turn
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reusable
+    if needed > free:
+        raise UserError(
+            f"past_key_values: a cache of {wanted:,} positions for {batch} sequences needs {needed:,} bytes more, and {free:,} "
+            "bytes are free; shorten the prompt or make the batch smaller"
+        )
+
+
+def _is_replaceable(layer: Any) -> bool:
+    return type(layer) in (DynamicLayer, StaticLayer) or isinstance(layer, GrowingLayer)
+
+
+def decode_attention(
+    x: "LayerInputs", probes: Tensor, *, window: int | Tensor, sink: int, counts: Tensor | None = None
+) -> SparseAttention:
+    """Computes the attention of one query per row over the dense window and the visited buckets.
 
     Parameters
     ----------
     x : LayerInputs
-        One query per sequence. ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass.
+        ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass. With :func:`queries_as_batch`, rows are
+        queries of one of its sequences.
     probes : Tensor
         int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.saap.routing.route`.
-    recent, sink : int
-        Numbers of last and first keys that are always read.
+    window : int or Tensor int32 ``[B]``
+        Number of last keys that are always read: :meth:`BucketLayer.window`.
+    sink : int
+        Number of first keys that are always read.
+    counts : Tensor int64 ``[B, Hkv]``, optional
+        The number of keys that are read is added to it.
 
     Returns
     -------
     SparseAttention : ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]``.
     """
-    layer: BucketLayer = x.cache
+    index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
     return bucket_decode(
-        x.q, x.k, x.v, layer.index, probes, recent=layer.window(recent), sink=sink, scale=x.scale, kv_start=x.kv_start
+        x.q, x.k, x.v, index, probes,
+        recent=window, sink=sink, scale=x.scale, kv_start=x.kv_start, kv_len=x.kv_len, counts=counts,
+    )  # fmt: skip
+
+
+def queries_as_batch(x: "LayerInputs", row: int) -> "LayerInputs":
+    """Returns the N queries of one sequence as a batch over its keys, which are not copied.
+
+    Query i sees the first ``kv_len[i]`` keys.
+    """
+    queries = x.num_queries
+    one = slice(row, row + 1)
+
+    def as_rows(of_tokens: Tensor) -> Tensor:
+        return of_tokens[row].transpose(0, 1).unsqueeze(2)  # [H, N, D] -> [N, H, 1, D]
+
+    return replace(
+        x,
+        q=as_rows(x.q),
+        k=x.k[one].expand(queries, -1, -1, -1),
+        v=x.v[one].expand(queries, -1, -1, -1),
+        q_nope=as_rows(x.q_nope),
+        k_nope=as_rows(x.k_nope),
+        kv_start=None if x.kv_start is None else x.kv_start[one].expand(queries),
+        kv_len=torch.arange(x.num_keys - queries + 1, x.num_keys + 1, dtype=torch.int32, device=x.q.device),
+        cache=_OneRow(BucketIndex(*(part[one] for part in x.cache.index))),
     )
+
+
+class _OneRow(NamedTuple):
+    """The index of one sequence of a :class:`BucketLayer`."""
+
+    index: BucketIndex

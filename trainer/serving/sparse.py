@@ -1,10 +1,10 @@
 """Dispatch of an attached model's attention to sparse or dense kernels, and statistics of what it reads.
 
 A pass over several tokens, of a prompt or after cached ones, reads the blocks of a selection (SeerAttention). A pass over one
-new token reads the dense window and the buckets of a router (SAAP).
+new token, or over a few as in the verification of a draft, reads the dense window and the buckets of a router (SAAP) for each.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import sys
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
@@ -20,10 +19,9 @@ from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
-from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.saap.routing import Router, route
 from msattn.trainer.seer.select import GateScores, Selection, selected_attention, sparsity
-from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode_attention, install_layers, is_replaceable
+from msattn.trainer.serving.cache import FEW_TOKENS, BucketLayer, GrowingLayer, check_memory, install_layers
+from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
 from msattn.trainer.serving.statistics import Statistics
 
 
@@ -33,24 +31,18 @@ class Sparse(NotCopied):
     def __init__(
         self,
         selection: Selection | None,
-        router: Router | None,
+        routed: RoutedDecoding | None,
+        statistics: Statistics,
         *,
-        probes: int,
-        recent: int,
-        sink: int,
-        dense_layers: tuple[int, ...],
         dense_below: int,
         rotation: Rotation | None,
         measure_recall: bool,
-        timer: PhaseTimer | None,
     ) -> None:
-        self.selection, self.router, self.dense_below, self.timer = selection, router, dense_below, timer
-        self.rotation = rotation
+        self.selection, self.routed, self.statistics = selection, routed, statistics
+        self.dense_below, self.rotation, self.measure_recall = dense_below, rotation, measure_recall
         self.gate = selection.scorer.gate if selection is not None and isinstance(selection.scorer, GateScores) else None
-        self.probes, self.recent, self.sink, self.measure_recall = probes, recent, sink, measure_recall
-        self.routed = frozenset() if router is None else frozenset(router.layers) - frozenset(dense_layers)
+        self.routed_layers: frozenset[int] = frozenset() if routed is None else routed.layers
         self.attached = True
-        self._read = Statistics()
 
     def stats(self) -> dict[str, Any]:
         """Returns statistics since the context began, as means over layers and passes; None where there was no such pass.
@@ -60,32 +52,32 @@ class Sparse(NotCopied):
         dict
             ``sparsity``: share of the causally visible blocks that passes over several tokens did not read (a block at zoom z
             counts as 1 / z of a block), 0 in a dense pass; None without a selection.
-            ``selectivity``: share of the keys that single tokens read in the routed layers, which are those without
-            ``dense_layers``, 1 in a dense pass; None without a router.
+            ``selectivity``: keys that single tokens read in the routed layers, which are those without ``dense_layers``, over
+            the keys that are visible there; dense passes included. None without a router.
             ``prefill_recall``, ``decode_recall``: share of the attention mass in what sparse passes read (with
             ``measure_recall``).
             ``recall``: their mean, or the one that was measured.
             ``dense_fallbacks``: layer passes that were dense because sparse attention does not support them.
-            ``dense_by_choice``: layer passes that were dense because the prompt was shorter than ``select.dense_below``.
+            ``dense_by_choice``: layer passes that were dense because that is faster at their length.
+            ``graph_steps``, ``eager_steps``: tokens that were decoded by replaying a CUDA graph, and by launching kernels.
             ``selection_s``, ``attention_s``: total seconds of selecting what to read, and of attention (with
             ``measure_time``).
         """
-        prefill, decoding = self._read.mean("prefill_recall"), self._read.mean("decode_recall")
+        prefill, decoding = self.statistics.mean("prefill_recall"), self.statistics.mean("decode_recall")
         measured = [value for value in (prefill, decoding) if value is not None]
         return {
-            "sparsity": self._read.mean("sparsity"),
-            "selectivity": self._read.mean("selectivity"),
+            "sparsity": self.statistics.mean("sparsity"),
+            "selectivity": self.statistics.share_of_keys(),
             "recall": sum(measured) / len(measured) if measured else None,
             "prefill_recall": prefill,
             "decode_recall": decoding,
-            "dense_fallbacks": self._read.count("dense_fallbacks"),
-            "dense_by_choice": self._read.count("dense_by_choice"),
-            "selection_s": self.timer and self.timer.seconds("selection"),
-            "attention_s": self.timer and self.timer.seconds("attention"),
+            "dense_fallbacks": self.statistics.number("dense_fallbacks"),
+            "dense_by_choice": self.statistics.number("dense_by_choice"),
+            "graph_steps": self.statistics.number("graph_steps"),
+            "eager_steps": self.statistics.number("eager_steps"),
+            "selection_s": self.statistics.seconds("selection"),
+            "attention_s": self.statistics.seconds("attention"),
         }
-
-    def _timed(self, phase: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.timer is None else self.timer.measure(phase)
 
     def dispatch(self, x: LayerInputs) -> Tensor:
         """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports this pass, else dense."""
@@ -94,30 +86,52 @@ class Sparse(NotCopied):
             with torch.autocast(x.q.device.type, enabled=False):
                 return self.dispatch(x)
         layer = self._bucket_layer(x)
-        if x.num_queries == 1 and x.num_keys > 1:
-            if layer is not None:
-                return self._sparse_decode(x, layer)
-            if x.layer in self.routed:
-                self._read.add("dense_fallbacks")
-                self._read.add("selectivity", 1.0)
+        out = None
+        if x.num_queries < x.num_keys and x.num_queries <= (1 if self.routed is None else FEW_TOKENS):
+            if self.routed is not None and x.layer in self.routed_layers:
+                out = self._routed_attention(x, layer, self.routed)
         elif self.selection is not None:
-            prompt = self._with_pooled_keys(x) if x.num_keys >= self.dense_below else None
-            if prompt is not None:
-                return self._sparse_prefill(prompt, self.selection)
-            self._read.add("dense_by_choice" if x.num_keys < self.dense_below else "dense_fallbacks")
-            self._read.add("sparsity", 0.0)
-        with self._timed("attention"):
+            out = self._selected_attention(x, self.selection)
+        return self._dense_attention(x) if out is None else out
+
+    def _dense_attention(self, x: LayerInputs) -> Tensor:
+        with self.statistics.timed("attention"):
             if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
                 return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
             return dense_attention(x)
 
-    def _bucket_layer(self, x: LayerInputs) -> BucketLayer | None:
-        """Returns the cache of a routed layer, in which every key has a bucket; None if there is no such cache."""
-        if self.router is None or x.layer not in self.routed or not isinstance(x.cache, BucketLayer):
+    def _routed_attention(self, x: LayerInputs, layer: BucketLayer | None, routed: RoutedDecoding) -> Tensor | None:
+        """Returns the attention of a few new tokens over buckets; None, and counts it, if dense attention serves them."""
+        if layer is not None and x.num_keys >= routed.routed_from:
+            return routed.attend(x, layer)
+        self.statistics.count("dense_fallbacks" if layer is None else "dense_by_choice")
+        self.statistics.add_visible(visible_keys(x), all_read=True)
+        return None
+
+    def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor | None:
+        """Returns the attention of a prompt over selected blocks; None, and counts it, if dense attention serves it."""
+        prompt = self._with_pooled_keys(x) if x.num_keys >= self.dense_below else None
+        if prompt is None:
+            self.statistics.count("dense_by_choice" if x.num_keys < self.dense_below else "dense_fallbacks")
+            self.statistics.add("sparsity", 0.0)
             return None
-        with self._timed("selection"):
+        with torch.no_grad(), self.statistics.timed("selection"):
+            chosen = selection.blocks(prompt)
+            self.statistics.add("sparsity", sparsity(chosen, selection.candidates(prompt)))
+        with self.statistics.timed("attention"):
+            out, lse = selected_attention(prompt, chosen, selection.block_size)
+        if self.measure_recall:
+            dense = maxpool_attention(x.q, x.k, x.v, block_size=selection.block_size, scale=x.scale, kv_start=x.kv_start)
+            self.statistics.add("prefill_recall", attention_recall(lse, dense.lse))
+        return out
+
+    def _bucket_layer(self, x: LayerInputs) -> BucketLayer | None:
+        """Returns the cache of a routed layer, in which keys have buckets; None if there is no such cache."""
+        if self.routed is None or x.layer not in self.routed_layers or not isinstance(x.cache, BucketLayer):
+            return None
+        with self.statistics.timed("selection"):
             try:
-                x.cache.assign(self.router, x, self.rotation)
+                x.cache.assign(self.routed.router, x, self.rotation)
             except KeysNotKnown:
                 return None
         return x.cache
@@ -130,56 +144,64 @@ class Sparse(NotCopied):
         if not isinstance(x.cache, GrowingLayer):
             return None
         try:
-            with torch.no_grad(), self._timed("selection"):
+            with torch.no_grad(), self.statistics.timed("selection"):
                 pooled = x.cache.pool_keys(self.gate.cfg.k_pool, self.gate.cfg.block_size, x, self.rotation)
         except KeysNotKnown:
             return None
         return x if whole_prompt else replace(x, pooled_keys=pooled)
 
-    def _sparse_prefill(self, x: LayerInputs, selection: Selection) -> Tensor:
-        size = selection.block_size
-        with torch.no_grad(), self._timed("selection"):
-            chosen = selection.blocks(x)
-            self._read.add("sparsity", sparsity(chosen, selection.candidates(x)))
-        with self._timed("attention"):
-            out, lse = selected_attention(x, chosen, size)
-        if self.measure_recall:
-            dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
-            self._read.add("prefill_recall", attention_recall(lse, dense.lse))
-        return out
+    def takes_steps(self, cache: Any) -> bool:
+        """Returns whether the next token of ``cache`` can be a step, which reads lengths from the device."""
+        measured = self.measure_recall or self.statistics.timer is not None
+        return self.rotation is not None and not measured and cache.get_seq_length() > 0
 
-    def _sparse_decode(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
-        assert self.router is not None
-        with self._timed("selection"):
-            visited = route(self.router, x, self.probes)
-        with self._timed("attention"):
-            out, lse = decode_attention(x, visited, recent=self.recent, sink=self.sink)
-        num_read = layer.keys_read(visited, recent=self.recent, sink=self.sink, kv_start=x.kv_start)
-        padded = 0 if x.kv_start is None else x.kv_start[:, None]
-        self._read.add("selectivity", num_read / (x.num_keys - padded))
-        if self.measure_recall:
-            dense = bucket_decode(
-                x.q, x.k, x.v, layer.index, visited, recent=x.num_keys, sink=0, scale=x.scale, kv_start=x.kv_start
-            )
-            self._read.add("decode_recall", attention_recall(lse, dense.lse))
-        return out
+    @property
+    def routed_from(self) -> int:
+        """Number of keys from which steps read buckets."""
+        return self.routed.routed_from if self.routed is not None and self.routed_layers else sys.maxsize
+
+    def routes_step(self, num_keys: int) -> bool:
+        """Returns whether a step over ``num_keys`` reads buckets."""
+        return num_keys >= self.routed_from
+
+    def window(self, cache: Any, num_keys: int) -> int:
+        """Returns the length of the dense window of a step over ``num_keys``."""
+        indexed = (layer.indexed for layer in cache.layers if isinstance(layer, BucketLayer))
+        return max(0 if self.routed is None else self.routed.recent, num_keys - next(indexed, num_keys))
+
+    def attend_step(self, x: LayerInputs, window: Tensor, *, routed: bool) -> Tensor:
+        """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
+        if routed and self.routed is not None and x.layer in self.routed_layers:
+            return self.routed.attend_step(x, window)
+        return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start, kv_len=x.kv_len).out
+
+    def count_step(self, visible: int, *, routed: bool, graph: bool) -> None:
+        """Counts a step; ``visible`` keys of one layer, in all rows and key/value heads."""
+        self.statistics.count("graph_steps" if graph else "eager_steps")
+        if self.routed_layers:
+            self.statistics.add_visible(visible * len(self.routed_layers), all_read=not routed)
+            if not routed:
+                self.statistics.count("dense_by_choice", len(self.routed_layers))
 
     def prepare_cache(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder, which installs its layers in the cache."""
         from transformers import DynamicCache
 
-        args, kwargs = (), {**dict(zip(signature(module.forward).parameters, args, strict=False)), **kwargs}
+        if args:
+            names = list(signature(type(module).forward).parameters)[1:]
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
         config: Any = module.config
         self._check_outputs(config, kwargs)
-        if self.router is None and self.gate is None:
-            return args, kwargs
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
-        if isinstance(cache, DynamicCache) and (self.router is not None or all(map(is_replaceable, cache.layers))):
-            dense = tuple(set(range(num_layers(config))) - self.routed)
-            install_layers(cache, self.router, num_layers=num_layers(config), dense_layers=dense)
+        if cache is not None:
+            dense = tuple(set(range(num_layers(config))) - self.routed_layers)
+            router, every = (None, 1) if self.routed is None else (self.routed.router, self.routed.rebuild_every)
+            install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
             self._check_partition(cache)
+            tokens: Tensor = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+            check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
         return args, {**kwargs, "past_key_values": cache}
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
@@ -208,7 +230,8 @@ class Sparse(NotCopied):
 
     def _check_partition(self, cache: Any) -> None:
         """Raises UserError if the buckets of ``cache`` belong to another partition; records the partition in new layers."""
-        partition: Any = getattr(self.router, "partition", self.router)  # a QModel has a KMeans, a KMeans routes itself
+        router = self.routed and self.routed.router
+        partition: Any = getattr(router, "partition", router)  # a QModel has a KMeans, a KMeans routes itself
         for layer in cache.layers:
             if not isinstance(layer, BucketLayer):
                 continue

@@ -1,18 +1,29 @@
 """Counts and means of what an attached model reads."""
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 
 import torch
 from torch import Tensor
 
+from msattn.trainer.models.timing import PhaseTimer
+
 
 class Statistics:
-    """Means of named values, which several threads may add, without a synchronization with the device before :meth:`mean`."""
+    """Means of named values, which several threads may add, without a synchronization with the device before :meth:`mean`.
 
-    def __init__(self) -> None:
+    Keys that decoding reads are counted apart, because kernels count them in CUDA graphs: see :meth:`key_counts`. With a
+    ``timer``, the time of each phase is measured, too.
+    """
+
+    def __init__(self, timer: PhaseTimer | None = None) -> None:
+        self.timer = timer
         self._counts: Counter[str] = Counter()
         self._sums: dict[str, Tensor | float] = {}
+        self._key_counts: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._visible: Tensor | int = 0
+        self._read_densely: Tensor | int = 0
         self._lock = Lock()
 
     def add(self, name: str, value: Tensor | float = 1.0) -> None:
@@ -25,8 +36,13 @@ class Statistics:
                 mean = mean.to(total.device)
             self._sums[name] = total + mean
 
-    def count(self, name: str) -> int:
-        """Returns the number of values of ``name``."""
+    def count(self, name: str, times: int = 1) -> None:
+        """Counts ``name`` that many times."""
+        with self._lock:
+            self._counts[name] += times
+
+    def number(self, name: str) -> int:
+        """Returns how often ``name`` was added or counted."""
         return self._counts[name]
 
     def mean(self, name: str) -> float | None:
@@ -34,3 +50,33 @@ class Statistics:
         with self._lock:
             count, total = self._counts[name], self._sums.get(name, 0.0)
         return float(total) / count if count else None
+
+    def key_counts(self, x: Tensor) -> Tensor:
+        """Returns the counter of the keys that are read from ``x [B, Hkv, M, D]``: int64 ``[B, Hkv]``, at a fixed address."""
+        key = (x.device, *x.shape[:2])
+        with self._lock:
+            if key not in self._key_counts:
+                with torch.inference_mode(False):
+                    self._key_counts[key] = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+            return self._key_counts[key]
+
+    def add_visible(self, keys: Tensor | int, *, all_read: bool = False) -> None:
+        """Adds a number of keys that were visible to decoded tokens; ``all_read`` in a dense pass."""
+        with self._lock:
+            self._visible = self._visible + keys
+            self._read_densely = self._read_densely + keys * all_read
+
+    def share_of_keys(self) -> float | None:
+        """Returns the keys that decoding read over the visible ones, or None if there are none."""
+        with self._lock:
+            visible = int(self._visible)
+            read = int(self._read_densely) + sum(int(counts.sum()) for counts in self._key_counts.values())
+        return read / visible if visible else None
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Measures the time of the block as one of ``phase``, if there is a timer."""
+        return nullcontext() if self.timer is None else self.timer.measure(phase)
+
+    def seconds(self, phase: str) -> float | None:
+        """Returns the total seconds of ``phase``; None without a timer, or if there was no such phase."""
+        return self.timer and self.timer.seconds(phase)

@@ -1,0 +1,74 @@
+"""Fused forward passes of a decoder's modules, for inference on a GPU: fewer kernels, with the roundings of transformers.
+
+They stand in for ``module.forward``, as :func:`replaced` installs them, so that hooks on the modules still run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from msattn.kernels.decoder_layer import gated_silu, rms_norm
+from msattn.trainer.models.tap import NotCopied
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replaces ``module.forward`` inside the context."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+class FusedNorm(NotCopied):
+    """The forward pass of an RMS norm as one kernel."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.original = module, module.forward
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        weight = self.module.weight
+        if _is_fusable(hidden_states, weight):
+            return rms_norm(hidden_states, weight, self.module.variance_epsilon)
+        return self.original(hidden_states)
+
+
+class FusedMLP(NotCopied):
+    """The forward pass of a gated MLP with SiLU; activation and product are one kernel."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.original = module, module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not _is_fusable(x, x):
+            return self.original(x)
+        return self.module.down_proj(gated_silu(self.module.gate_proj(x), self.module.up_proj(x)))
+
+
+def _is_fusable(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether a fused kernel serves ``x``; weights of offloaded modules are on another device between passes."""
+    same = x.dtype == weight.dtype and x.device == weight.device
+    return x.is_cuda and same and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
+
+
+def fused_modules(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Returns the modules of a decoder that have a fused forward pass, and that pass."""
+    fused: list[tuple[nn.Module, Callable[..., Any]]] = []
+    for module in decoder.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            fused.append((module, FusedNorm(module)))
+        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(module):
+            fused.append((module, FusedMLP(module)))
+    return fused
+
+
+def _is_silu(mlp: Any) -> bool:
+    return isinstance(getattr(mlp, "act_fn", None), nn.SiLU) or type(getattr(mlp, "act_fn", None)).__name__ == "SiLUActivation"

@@ -1,0 +1,90 @@
+"""Decoding attention of an attached model over the buckets that a router chooses (SAAP, arXiv 2502.08246, section 5)."""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.types import SparseAttention
+from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.saap.routing import Router, route
+from msattn.trainer.serving.cache import REBUILD_EVERY, BucketLayer, decode_attention, queries_as_batch
+from msattn.trainer.serving.statistics import Statistics
+
+MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
+
+
+class RoutedDecoding:
+    """Attention of new tokens over a dense window and ``probes`` buckets, in the routed layers.
+
+    Parameters
+    ----------
+    router : chooses the buckets.
+    probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
+    routed_from : number of cached keys from which it is used; below, dense attention is faster.
+    measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
+    statistics : counts the keys that are read and that are visible.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        probes: int,
+        recent: int,
+        sink: int,
+        dense_layers: tuple[int, ...],
+        routed_from: int,
+        measure_recall: bool,
+        statistics: Statistics,
+    ) -> None:
+        self.router, self.probes, self.recent, self.sink = router, probes, recent, sink
+        self.layers = frozenset(router.layers) - frozenset(dense_layers)
+        self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
+        self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
+
+    def attend(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
+        """Returns the attention of a few new tokens, ``[B, Hq, N, D]``.
+
+        Several tokens of a sequence become a batch of queries over its keys.
+        """
+        if x.num_queries == 1:
+            return self._attend(x, layer.window(self.recent))
+        rows = []
+        for row in range(len(x.q)):
+            queries = queries_as_batch(x, row)
+            assert queries.kv_len is not None
+            window = (queries.kv_len - layer.indexed).clamp(min=self.recent)
+            rows.append(self._attend(queries, window).squeeze(2).transpose(0, 1))  # [Hq, N, D]
+        return torch.stack(rows)
+
+    def _attend(self, x: LayerInputs, window: int | Tensor) -> Tensor:
+        visited, state = self._read(x, window)
+        self.statistics.add_visible(visible_keys(x))
+        if self.measure_recall:
+            dense = decode_attention(x, visited[:, :, :0], window=x.num_keys, sink=0)
+            self.statistics.add("decode_recall", attention_recall(state.lse, dense.lse))
+        return state.out
+
+    def attend_step(self, x: LayerInputs, window: Tensor) -> Tensor:
+        """Returns the attention of one new token of each sequence, ``[B, Hq, 1, D]``, and reads no value back."""
+        return self._read(x, window)[1].out
+
+    def _read(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
+        """Returns the visited buckets and the attention of one query per row; the kernel counts the keys that it reads."""
+        with self.statistics.timed("selection"):
+            visited = route(self.router, x, self.probes)
+        counts = self.statistics.key_counts(x.k)
+        with self.statistics.timed("attention"):
+            return visited, decode_attention(x, visited, window=window, sink=self.sink, counts=counts)
+
+
+def visible_keys(x: LayerInputs) -> Tensor | int:
+    """Returns the number of keys that the queries of ``x`` see in all rows and key/value heads."""
+    rows, heads = x.k.shape[:2]
+    if x.kv_len is None:
+        last = x.num_queries * (2 * x.num_keys - x.num_queries + 1) // 2  # of a row without padding
+        keys: Tensor | int = rows * last
+    else:
+        keys = x.kv_len.sum()
+    padding = 0 if x.kv_start is None else x.kv_start.sum() * x.num_queries
+    return (keys - padding) * heads
