@@ -90,7 +90,7 @@ class StopOnInterrupt(StoppingCriteria):
             raise KeyboardInterrupt
         self.interrupted = True
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:
         return torch.full((len(input_ids),), self.interrupted, device=input_ids.device)
 
 
@@ -151,7 +151,7 @@ class Conversation:
     def _keep_prefix(self, ids: list[int]) -> int:
         """Crops the cache to the tokens that ``ids`` begin with, without the last; returns their number.
 
-        Templates may rewrite earlier turns, e.g. drop reasoning, and an answer may be tokenized differently now.
+        Templates may rewrite earlier turns (drop reasoning), and an answer's text may have other tokens than those generated.
         """
         known = common_prefix(self.cached, ids[:-1])
         if known == 0:
