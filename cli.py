@@ -164,16 +164,22 @@ def generate(
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option(help="Text of the prompt.", show_default=False)] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the prompt.", show_default=False)] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Chat on this terminal, over one KV cache; the prompt is optional.")
+    ] = False,
     model: Model = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = None,
     multirun: Multirun = False,
 ) -> None:
-    """Answer a prompt with dense and with sparse attention."""
+    """Answer a prompt with dense and with sparse attention, or chat."""
     from msattn.trainer.commands.generate import read_prompt
+    from msattn.trainer.errors import UserError
 
-    text = "" if cfg else read_prompt(prompt, prompt_file)
-    _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text)
+    if chat and multirun:
+        raise UserError("--chat: there is one chat at a time; leave out --multirun")
+    text = "" if cfg or (chat and prompt is prompt_file is None) else read_prompt(prompt, prompt_file)
+    _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text, chat=chat)
 
 
 @app.command("bench", cls=ConfiguredCommand)

@@ -120,7 +120,7 @@ def attach(
     _check_types(model, gate, select, sparsity, qmodel)
     check_supported(model.config)
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
-    router = _load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
+    router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
     given = select if isinstance(select, Selection) else _chosen_config(select, sparsity, gate)
     selection = _build_selection(given, gate, sparsity)
     if selection is None and router is None:
@@ -186,7 +186,13 @@ def disable(model: "PreTrainedModel") -> None:
     _enabled.pop(model).__exit__(None, None, None)
 
 
-def _load_router(path: str | Path) -> QModel | KMeans:
+def load_router(path: str | Path) -> QModel | KMeans:
+    """Loads a query classifier or, in a folder without one, a k-means, which routes by itself.
+
+    Raises
+    ------
+    UserError : as :func:`load`, or the artifact is a gate.
+    """
     artifact = load(artifacts.find(path, "qmodel", "kmeans"))
     if isinstance(artifact, Gate):
         raise UserError(f"qmodel={path}: this is a gate; accepted is a qmodel or a kmeans artifact")

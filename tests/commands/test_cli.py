@@ -111,6 +111,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate -m train.steps=1,many", "job 1: train.steps: Value 'many'"),
         ("generate", "give one of --prompt and --prompt-file"),
         ("generate --prompt a --prompt-file b", "give one of --prompt and --prompt-file"),
+        ("generate --chat -m seed=1,2", "--chat: there is one chat at a time"),
         ("generate --prompt-file missing.txt", "--prompt-file missing.txt: No such file or directory"),
         ("demo modle=tiny", "unknown key modle"),
     ],
@@ -163,7 +164,7 @@ def test_prompts_are_not_parsed_by_hydra(msattn, here: Path, job: list) -> None:
     assert msattn("generate", "--prompt", prompt)[0] == 0
     (here / "p.txt").write_text(prompt, encoding="utf-8")
     assert msattn("generate", "--prompt-file", "p.txt", "max_new_tokens=3")[0] == 0
-    assert [arguments for _, arguments in job] == [{"prompt": prompt}] * 2
+    assert [arguments for _, arguments in job] == [{"prompt": prompt, "chat": False}] * 2
 
 
 @pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b" \n", "empty"), (b"ab\xff", "not UTF-8 (byte 2)")])

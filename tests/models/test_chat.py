@@ -9,7 +9,7 @@ from msattn.trainer.data.retrieval import needle_prompt
 from msattn.trainer.embedded.tokenizer import load_tokenizer
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import EMBEDDED
-from msattn.trainer.models.chat import around_prompt, encode_prompt
+from msattn.trainer.models.chat import around_prompt, encode_conversation, encode_prompt
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -48,6 +48,15 @@ def test_an_instruct_model_gets_messages(chat_tokenizer: Any) -> None:
     assert (chat_tokenizer.decode(before), chat_tokenizer.decode(after)) == ("<user>", "\n<assistant>")
     with pytest.raises(UserError, match=r"the model's chat template refuses them \(no tools\)"):
         text([{"role": "tool", "content": "x"}], None)
+
+
+def test_a_conversation_is_messages_or_turns_of_text(tokenizer: Any, chat_tokenizer: Any) -> None:
+    turns = [("user", "one"), ("assistant", " two"), ("user", "three")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert tokenizer.decode(encode_conversation(tokenizer, messages, None)[0]) == "one two\n\nthree"
+    assert chat_tokenizer.decode(encode_conversation(chat_tokenizer, messages, False)[0]) == "one two\n\nthree"
+    found = chat_tokenizer.decode(encode_conversation(chat_tokenizer, messages, None)[0])
+    assert found == "<user>one\n<assistant> two\n<user>three\n<assistant>"
 
 
 def test_a_needle_is_asked_for_in_a_message(chat_tokenizer: Any) -> None:

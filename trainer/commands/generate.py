@@ -1,16 +1,17 @@
 """``msattn generate``: answers a prompt with dense attention and with a model's artifacts."""
 
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from msattn.trainer.models import Loaded
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     UserError : none or both are given, the file is missing or not UTF-8, or the prompt is empty.
     """
     if (prompt is None) == (prompt_file is None):
-        raise UserError("give one of --prompt and --prompt-file")
+        raise UserError("give one of --prompt and --prompt-file, or --chat")
     if prompt_file is not None:
         try:
             prompt = prompt_file.read_text(encoding="utf-8")
@@ -46,97 +47,56 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return prompt
 
 
-def generate(cfg: GenerateConfig, prompt: str) -> dict[str, Generation]:
+def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Generation]:
     """Generates greedily with dense and with sparse attention, and prints both.
+
+    Parameters
+    ----------
+    chat : chats with sparse attention instead, beginning with ``prompt`` if it is not empty.
 
     Returns
     -------
     dict
-        The generations ``dense`` and ``sparse``.
+        The generations ``dense`` and ``sparse``; none of a chat.
 
     Raises
     ------
     UserError : there is no artifact, an artifact does not fit the model, or the prompt exceeds the model's positions.
     """
-    from msattn.trainer import models
     from msattn.trainer.attach import attach
+    from msattn.trainer.commands.greedy import check_fits, load_served
     from msattn.trainer.models.chat import encode_prompt
 
-    chosen = _artifacts(cfg)
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    if chat:
+        from msattn.trainer.commands.chat import chat as run
+
+        run(cfg, prompt)
+        return {}
+    served = load_served(cfg)
+    loaded = served.loaded
     ids = encode_prompt(loaded.tokenizer, prompt, cfg.chat).to(loaded.model.device)
-    needed = ids.shape[1] + cfg.max_new_tokens
-    given = f"the prompt's {ids.shape[1]} tokens and max_new_tokens={cfg.max_new_tokens}"
-    models.check_length(loaded.model.config, needed, given)
-    serving = attach(
-        loaded.model,
-        gate=chosen["gate"],
-        select=cfg.select if chosen["gate"] or cfg.select.scores != "gate" else None,
-        qmodel=chosen["qmodel"] or chosen["kmeans"],
-        **cfg.routing,
-    )
-    results = {
-        name: _greedy(loaded.model, loaded.tokenizer, ids, cfg.max_new_tokens, context)
-        for name, context in (("dense", nullcontext()), ("sparse", serving))
-    }
+    check_fits(loaded.model, ids.shape[1], cfg.max_new_tokens, "prompt")
+    contexts = {"dense": nullcontext(), "sparse": attach(loaded.model, **served.options)}
+    results = {name: _greedy(loaded, ids, cfg.max_new_tokens, context) for name, context in contexts.items()}
     _print_results(results, ids.shape[1])
     return results
 
 
-def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
-    """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name."""
-    from msattn.trainer import artifacts
-    from msattn.trainer.models.loading import config_and_tokenizer
+def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> Generation:
+    from msattn.trainer.commands.greedy import Clock, generate_greedily
 
-    chosen = {kind: getattr(cfg.artifacts, kind) or artifacts.default_artifact(cfg, kind) for kind in artifacts.KINDS}
-    if cfg.select.scores != "gate":  # a baseline needs no gate
-        chosen["gate"] = None
-    elif not any(chosen.values()):
-        config_and_tokenizer(cfg.model)  # a model that is not supported has its own message
-        folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
-        raise UserError(
-            f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, or add select=quest, "
-            "which needs no training"
-        )
-    return chosen
-
-
-def _greedy(model: Any, tokenizer: Any, ids: "Tensor", max_new_tokens: int, context: Any) -> Generation:
-    import torch
-    from transformers.generation.streamers import BaseStreamer
-
-    class Clock(BaseStreamer):
-        """Records the time of each token; the first call is for the prompt."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def put(self, value: Any) -> None:
-            self.times.append(time.perf_counter())
-
-        def end(self) -> None:
-            pass
-
-    clock = Clock()
-    with context as sparse, torch.no_grad():
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            streamer=clock,
-            pad_token_id=tokenizer.eos_token_id,
-        )
+    clock, tokenizer = Clock(), cast("Any", loaded.tokenizer)
+    with context as sparse:
+        generate_greedily(loaded, ids, max_new_tokens, clock)
         stats = sparse.stats() if sparse is not None else {}
-    tokens = output[0, ids.shape[1] :].tolist()
-    start, first, *rest = clock.times
-    rate = len(rest) / (rest[-1] - first) if rest else float("nan")
-    return Generation(tokenizer.decode(tokens), tokens, first - start, rate, stats)
+    return Generation(tokenizer.decode(clock.tokens), clock.tokens, clock.first_token_s, clock.tokens_per_s, stats)
 
 
 def _print_results(results: dict[str, Generation], prompt_tokens: int) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from msattn.trainer.commands.greedy import common_prefix, format_number
 
     console = Console()
     for name, result in results.items():
@@ -146,15 +106,12 @@ def _print_results(results: dict[str, Generation], prompt_tokens: int) -> None:
     for column in ("", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"):
         table.add_column(column, justify="left" if not column else "right")
     for name, result in results.items():
-        read = [_format(result.stats.get(key)) for key in ("sparsity", "selectivity")]
-        table.add_row(name, str(len(result.tokens)), _format(result.first_token_s), _format(result.tokens_per_s), *read)
+        read = [format_number(result.stats.get(key)) for key in ("sparsity", "selectivity")]
+        table.add_row(
+            name, str(len(result.tokens)), format_number(result.first_token_s), format_number(result.tokens_per_s), *read
+        )
     console.print(table)
     dense, sparse = results["dense"].tokens, results["sparse"].tokens
-    equal = next((i for i, (a, b) in enumerate(zip(dense, sparse, strict=False)) if a != b), min(len(dense), len(sparse)))
-    console.print(f"The first {equal} of {len(dense)} tokens are equal.")
+    console.print(f"The first {common_prefix(dense, sparse)} of {len(dense)} tokens are equal.")
     if results["sparse"].stats["dense_by_choice"]:
         console.print("The prompt used dense attention, which is faster at this length; select.dense_below=0 makes it sparse.")
-
-
-def _format(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.3g}"

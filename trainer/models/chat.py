@@ -35,6 +35,25 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, 
     return tokenizer(rendered, return_tensors="pt", add_special_tokens=False).input_ids
 
 
+def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages, chat: bool | None) -> Tensor:
+    """Returns the tokens of a conversation that ends with a message of the user, int64 ``[1, N]``.
+
+    Without a chat template the model continues text: an answer follows its message directly, and a blank line separates turns.
+
+    Raises
+    ------
+    UserError : as :func:`encode_prompt`.
+    """
+    if uses_chat(tokenizer, chat):
+        return encode_prompt(tokenizer, messages, chat)
+    turns: list[str] = []
+    for message in messages:
+        if message["role"] == "user":
+            turns.append("")
+        turns[-1] += message["content"]
+    return encode_prompt(tokenizer, "\n\n".join(turns), chat)
+
+
 def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tuple[list[int], list[int]]:
     """Returns the tokens before and after the text of a prompt; the latter are none without a chat template.
 

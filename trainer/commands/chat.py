@@ -1,0 +1,252 @@
+"""``msattn generate --chat``: several turns with sparse attention, over one KV cache."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import TextStreamer
+
+from msattn.trainer.artifacts import SHIPPED
+from msattn.trainer.attach import attach
+from msattn.trainer.commands.greedy import (
+    Clock,
+    Served,
+    check_fits,
+    common_prefix,
+    format_number,
+    generate_greedily,
+    load_served,
+)
+from msattn.trainer.config import GenerateConfig
+from msattn.trainer.errors import Terminated, UserError, print_once
+from msattn.trainer.models.chat import Messages, around_prompt, encode_conversation
+from msattn.trainer.progress import report
+
+HELP = """\
+/reset   forgets the conversation
+/help    prints this list
+/exit    leaves, as Ctrl-D does
+Ctrl-C   stops an answer at its next token, and leaves at the prompt; pressed twice it stops an answer at once"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer, and the numbers that are printed below it.
+
+    Attributes
+    ----------
+    new_tokens : tokens of the prompt that were not in the cache.
+    cached_tokens : tokens in the cache after the answer.
+    stats : what was read in this turn; see :meth:`msattn.trainer.attach.Sparse.stats`.
+    interrupted : the answer was stopped by Ctrl-C.
+    """
+
+    answer: str
+    new_tokens: int
+    cached_tokens: int
+    clock: Clock
+    stats: dict[str, Any]
+    interrupted: bool
+
+    def __str__(self) -> str:
+        parts = [f"{self.new_tokens} new prompt tokens", f"{self.cached_tokens} in the cache"]
+        if self.clock.tokens:
+            parts.append(f"first token after {format_number(self.clock.first_token_s)} s")
+        if len(self.clock.tokens) > 1:
+            parts.append(f"{format_number(self.clock.tokens_per_s)} tokens/s")
+        read = {name: self.stats[name] for name in ("sparsity", "selectivity")}
+        parts += [f"{name} {format_number(value)}" for name, value in read.items() if value is not None]
+        if self.stats["dense_by_choice"]:
+            parts.append("prompt dense, shorter than select.dense_below")
+        if self.stats["dense_fallbacks"]:
+            parts.append(f"{self.stats['dense_fallbacks']} dense layer passes, not supported")
+        return ", ".join(parts + ["interrupted"] * self.interrupted)
+
+
+class StopOnInterrupt(StoppingCriteria):
+    """Ends an answer at its next token after Ctrl-C, inside the context; a second Ctrl-C raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    def __enter__(self) -> "StopOnInterrupt":
+        self._previous = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:
+        return torch.full((len(input_ids),), self.interrupted, device=input_ids.device)
+
+
+class Conversation:
+    """Messages, and the cache of their tokens.
+
+    Attributes
+    ----------
+    messages : the conversation so far; it ends with an answer.
+    cached : the tokens in the cache.
+    """
+
+    def __init__(self, cfg: GenerateConfig, served: Served) -> None:
+        self.cfg, self.loaded, self.options = cfg, served.loaded, served.options
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the conversation."""
+        self.messages: Messages = []
+        self._forget_cache()
+
+    def answer(self, message: str) -> Turn:
+        """Generates the answer to ``message`` and prints it token by token. Ctrl-C stops it; what was printed remains.
+
+        Raises
+        ------
+        UserError : the conversation exceeds the model's positions, or the chat template refuses it; nothing has changed then.
+        """
+        with StopOnInterrupt() as stop:
+            return self._answer(message, stop)
+
+    def _answer(self, message: str, stop: StopOnInterrupt) -> Turn:
+        messages: Messages = [*self.messages, {"role": "user", "content": message}]
+        tokenizer: Any = self.loaded.tokenizer
+        ids = encode_conversation(tokenizer, messages, self.cfg.chat).to(self.loaded.model.device)
+        check_fits(self.loaded.model, ids.shape[1], self.cfg.max_new_tokens, "conversation")
+        known = self._keep_prefix(ids[0].tolist())
+        clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        with attach(self.loaded.model, **self.options) as sparse:
+            self._generate(ids, clock, stop)
+        answer = tokenizer.decode(clock.tokens, skip_special_tokens=True)
+        if clock.tokens:  # else the message was not read
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return Turn(answer, ids.shape[1] - known, len(self.cached), clock, sparse.stats(), stop.interrupted)
+
+    def _generate(self, ids: Tensor, clock: Clock, stop: StopOnInterrupt) -> None:
+        options = {"past_key_values": self.cache, "stopping_criteria": StoppingCriteriaList([stop])}
+        try:
+            tokens = generate_greedily(self.loaded, ids, self.cfg.max_new_tokens, clock, **options)[0]
+        except KeyboardInterrupt as error:
+            if isinstance(error, Terminated):
+                raise
+            clock.end()
+            self._forget_cache()  # a pass that was cut short leaves layers of different lengths
+        else:
+            self.cached = tokens[: self.cache.get_seq_length()].tolist()  # the last token was not fed to the model
+
+    def _keep_prefix(self, ids: list[int]) -> int:
+        """Crops the cache to the tokens that ``ids`` begin with, without the last; returns their number.
+
+        Templates may rewrite earlier turns (drop reasoning), and an answer's text may have other tokens than those generated.
+        """
+        known = common_prefix(self.cached, ids[:-1])
+        if known == 0:
+            self._forget_cache()
+        elif known < len(self.cached):
+            self.cache.crop(known - len(self.cached))
+            self.cached = self.cached[:known]
+        return known
+
+    def _forget_cache(self) -> None:
+        self.cache = DynamicCache(config=self.loaded.model.config)
+        self.cached: list[int] = []
+
+
+def chat(cfg: GenerateConfig, prompt: str = "") -> None:
+    """Answers the lines of standard input until it ends.
+
+    Parameters
+    ----------
+    prompt : the first message, before those of standard input; "" for none.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.commands.generate.generate`, or standard input is not UTF-8.
+    """
+    served = load_served(cfg)
+    around_prompt(served.loaded.tokenizer, cfg.chat)  # refuses chat=true without a template before the first message
+    with attach(served.loaded.model, **served.options):
+        pass  # refuses artifacts that do not fit before the first message
+    conversation, console = Conversation(cfg, served), Console(highlight=False, soft_wrap=True)
+    console.print(f"{_attached(cfg, served)}. /help lists the commands.", style="dim", markup=False)
+    with report(lambda: ""):  # no lines about the time that the command has taken
+        for message in _messages(prompt, conversation, console):
+            try:
+                console.print(str(conversation.answer(message)), style="dim", markup=False)
+            except UserError as error:
+                print_once(" ".join(str(error).split()))
+
+
+def _messages(prompt: str, conversation: Conversation, console: Console) -> Iterator[str]:
+    """Yields ``prompt`` and the lines of standard input that are messages, and carries out those that are commands."""
+    if prompt:
+        yield prompt
+    while (line := _read_line()) is not None:
+        command = line.strip()
+        if command == "/exit":
+            return
+        if command == "/help":
+            console.print(HELP, markup=False)
+        elif command == "/reset":
+            conversation.reset()
+        elif command:
+            yield line
+
+
+def _read_line() -> str | None:
+    """Returns the next line of standard input, or None if it has ended or Ctrl-C was pressed.
+
+    Raises
+    ------
+    UserError : it is not UTF-8.
+    """
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # input() then edits lines and keeps a history
+    try:
+        line = input("> " if terminal else "")
+        line.encode()  # raises for bytes that are not UTF-8 and that Python kept as surrogates
+    except UnicodeError as error:
+        raise UserError("standard input: not UTF-8") from error
+    except EOFError:
+        line = None
+    except KeyboardInterrupt as error:
+        if isinstance(error, Terminated):
+            raise
+        line = None
+    if line is None and terminal:
+        print()  # the shell's prompt begins a line of its own
+    return line
+
+
+def _attached(cfg: GenerateConfig, served: Served) -> str:
+    """Describes what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
+    prompts = new_tokens = "dense"
+    if served.options["select"] is not None:
+        source = _artifact("gate", served) if served.chosen["gate"] else cfg.select.scores
+        share = getattr(cfg.select, "sparsity", None)  # which not every policy has
+        prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
+    kind = next((kind for kind in ("qmodel", "kmeans") if served.chosen[kind]), None)
+    if kind is not None:
+        new_tokens = f"by {_artifact(kind, served)}"
+    return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"
+
+
+def _artifact(kind: str, served: Served) -> str:
+    path = served.chosen[kind]
+    return f"the embedded {kind}" if path in ("embedded", SHIPPED / kind) else f"{kind} {path}"

@@ -1,0 +1,129 @@
+"""Parts that ``msattn generate`` and its chat share: loading, greedy generation with a clock, and what is printed of it."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from msattn.trainer import artifacts, models
+from msattn.trainer.attach import load_router
+from msattn.trainer.config import GenerateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.loading import config_and_tokenizer
+from msattn.trainer.seer.gate import Gate
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, the artifacts for it by kind (None where there is none), and the arguments that attach them."""
+
+    loaded: models.Loaded
+    chosen: dict[str, str | Path | None]
+    options: dict[str, Any]
+
+
+def load_served(cfg: GenerateConfig) -> Served:
+    """Loads a model and its artifacts.
+
+    Raises
+    ------
+    UserError : there is no artifact, or the model or an artifact cannot be loaded.
+    """
+    chosen = _artifacts(cfg)
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    gate, router = chosen["gate"], chosen["qmodel"] or chosen["kmeans"]
+    options = {
+        "gate": gate and Gate.load(gate),
+        "select": cfg.select if gate or cfg.select.scores != "gate" else None,
+        "qmodel": router and load_router(router),
+        **cfg.routing,
+    }
+    return Served(loaded, chosen, options)
+
+
+def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
+    """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name."""
+    chosen = {kind: getattr(cfg.artifacts, kind) or artifacts.default_artifact(cfg, kind) for kind in artifacts.KINDS}
+    if cfg.select.scores != "gate":  # a baseline needs no gate
+        chosen["gate"] = None
+    elif not any(chosen.values()):
+        config_and_tokenizer(cfg.model)  # a model that is not supported has its own message
+        folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
+        raise UserError(
+            f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, or add select=quest, "
+            "which needs no training"
+        )
+    return chosen
+
+
+def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
+    """Raises UserError if the model has too few positions for the tokens of ``what``, a prompt, and the new ones."""
+    given = f"the {what}'s {prompt_tokens} tokens and max_new_tokens={max_new_tokens}"
+    models.check_length(model.config, prompt_tokens + max_new_tokens, given)
+
+
+class Clock(BaseStreamer):
+    """Records tokens and their times, and passes them on to another streamer.
+
+    Attributes
+    ----------
+    tokens : the new tokens.
+    """
+
+    def __init__(self, streamer: BaseStreamer | None = None) -> None:
+        self.tokens: list[int] = []
+        self._times: list[float] = []
+        self._streamer = streamer
+
+    def put(self, value: Tensor) -> None:
+        """Records a new token; the first call is for the prompt."""
+        if self._times:
+            self.tokens += value.flatten().tolist()
+        self._times.append(time.perf_counter())
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds to the first new token."""
+        start, first, *_ = self._times
+        return first - start
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second after the first one; NaN if there are none."""
+        first, *rest = self._times[1:]
+        return len(rest) / (rest[-1] - first) if rest else float("nan")
+
+
+def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, clock: Clock, **options: Any) -> Tensor:
+    """Returns the tokens ``ids [1, N]`` and up to ``max_new_tokens`` new ones; ``options`` are those of ``generate``."""
+    model: Any = loaded.model
+    with torch.no_grad():
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            streamer=clock,
+            pad_token_id=loaded.tokenizer.eos_token_id,
+            **options,
+        )
+
+
+def format_number(value: float | None) -> str:
+    """Returns three significant digits, or - if there is no value."""
+    return "-" if value is None or value != value else f"{value:.3g}"
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Returns the number of first tokens that are equal."""
+    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
