@@ -43,6 +43,16 @@ def _seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _sparse_at_every_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attached models are sparse where dense attention is faster, except in tests with the mark ``break_even``."""
+    if "break_even" not in request.keywords:
+        from msattn.trainer import attach
+
+        monkeypatch.setattr(attach, "break_even", lambda sparsity, device: 0)
+        monkeypatch.setattr(attach, "decoding_break_even", lambda *arguments: 0)
+
+
+@pytest.fixture(autouse=True)
 def _free_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Returns cached GPU memory after each GPU test, for tests that run at the same time."""
     yield

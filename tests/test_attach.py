@@ -208,7 +208,7 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     assert sparsities == [0.9, 0.5]
     assert dense_below(gate=gate, select=SelectConfig(dense_below=17)) == 17
     assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "the sparsity of nucleus is not known in advance"
-    assert dense_below(select=SelectConfig(scores="oracle")) == 0, "break-even is measured for gates alone"
+    assert dense_below(select=SelectConfig(scores="oracle")) == 0, "the oracle needs dense attention anyway"
     assert dense_below(select=Selection(TopK(0.5), MeanPool(BLOCK))) == 0
     assert dense_below(qmodel=random_partition(), probes=1) == 0, "unused without a selection"
     with pytest.raises(UserError, match=r"select\.dense_below=-1: auto, or 0 or more tokens"):

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.models.break_even import break_even
+from msattn.trainer.models.break_even import break_even, decoding_break_even
 from msattn.trainer.models.devices import compute_devices
-from msattn.trainer.models.families import check_supported, decoder, num_layers
+from msattn.trainer.models.families import check_supported, decoder, head_dim, num_kv_heads, num_layers
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
@@ -67,6 +67,7 @@ def attach(
     recent: int | None = None,
     sink: int | None = None,
     dense_layers: Sequence[int] | None = None,
+    dense_below: int | None = None,
     strict: bool = False,
     cuda_graphs: bool = True,
     measure_recall: bool = False,
@@ -92,6 +93,8 @@ def attach(
     recent, sink : numbers of last and first keys that a new token always reads.
     dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
         artifact's manifest records, or for 32, 2047, 1 and (0,).
+    dense_below : number of keys below which prompts and new tokens are dense, because that is faster. None stands for the
+        lengths that were measured on such a device; for prompts, ``select.dense_below`` is an alternative.
     strict : refuse artifacts that were made for other weights of the same shape, e.g. before quantization or fine-tuning.
         By default they are served with a warning. The adapters of PEFT models are not compared.
     cuda_graphs : decode with CUDA graphs on a GPU. What cannot be captured runs without, with a warning that says why.
@@ -114,8 +117,11 @@ def attach(
 
     Passes over several tokens after cached ones (chunked prefill, the next turn of a chat) are sparse with a selection. A cache
     that was filled outside the context is taken over: inverting the rotation recovers its keys before RoPE. With dynamic RoPE
-    that is not possible, and such passes are dense and count as ``dense_fallbacks``. Passes with fewer keys than
-    ``select.dense_below`` are dense because that is faster, and count as ``dense_by_choice``.
+    that is not possible, and such passes are dense and count as ``dense_fallbacks``. Passes that are dense because that is
+    faster count as ``dense_by_choice``.
+
+    On a GPU, single tokens are decoded with CUDA graphs. Forward hooks and adapters that are changed take effect with the next
+    pass over several tokens.
     """
     _check_types(model, gate, select, sparsity, qmodel)
     check_supported(model.config)
@@ -131,15 +137,17 @@ def attach(
     _check_integers(given_numbers, router)
     numbers = serving_numbers(router, given_numbers)
     _check_numbers(model, router, **numbers)
+    if dense_below is not None and (not isinstance(dense_below, int) or isinstance(dense_below, bool) or dense_below < 0):
+        raise UserError(f"dense_below={dense_below!r}: accepted are 0 or more keys")
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
     device = _move_to_model(model, gate, router)
     statistics = Statistics(PhaseTimer(device) if measure_time else None)
     sparse = Sparse(
         selection,
-        router and RoutedDecoding(router, **numbers, routed_from=0, measure_recall=measure_recall, statistics=statistics),
+        router and _routed_decoding(model, router, numbers, dense_below, device, measure_recall, statistics),
         statistics,
-        dense_below=_dense_below(given, device),
+        dense_below=_dense_below(given, device) if dense_below is None else dense_below,
         rotation=Rotation.of(model.config, device),
         measure_recall=measure_recall,
     )
@@ -302,9 +310,32 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
         return 0
     if isinstance(select.dense_below, int):
         return select.dense_below
-    if select.scores == "gate" and isinstance(select, SparsityConfig):  # break-even was measured only for these
+    if select.scores != "oracle" and isinstance(select, SparsityConfig):  # the oracle needs dense attention anyway
         return break_even(select.sparsity, device)
     return 0
+
+
+def _routed_decoding(
+    model: "PreTrainedModel",
+    router: QModel | KMeans,
+    numbers: Mapping[str, Any],
+    dense_below: int | None,
+    device: torch.device,
+    measure_recall: bool,
+    statistics: Statistics,
+) -> RoutedDecoding:
+    if dense_below is None:
+        config = model.config
+        key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
+        window, share = numbers["recent"] + numbers["sink"], numbers["probes"] / router.num_buckets
+        routed_from = partial(decoding_break_even, device, key_bytes, window, share)
+    else:
+        routed_from = partial(_same_for_any_batch, dense_below)
+    return RoutedDecoding(router, **numbers, routed_from=routed_from, measure_recall=measure_recall, statistics=statistics)
+
+
+def _same_for_any_batch(keys: int, batch: int) -> int:
+    return keys
 
 
 def _check_numbers(

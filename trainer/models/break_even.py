@@ -1,26 +1,78 @@
-"""Break-even prompt lengths of sparse prefill against dense attention."""
+"""Break-even lengths of sparse attention against dense attention."""
 
+import math
 import sys
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-# Compute capability -> sparsity -> prompt length in tokens from which a forward pass with gates, selection included, is
-# faster than the fastest dense one. Measured by `msattn eval eval=latency` on a model of Llama-3.1-8B's shape.
+# Compute capability (0: a CPU) -> sparsity -> prompt length in tokens from which a forward pass with gates, selection included,
+# is faster than the fastest dense one. Measured by `msattn eval eval=latency`: on GPUs with a model of Llama-3.1-8B's shape,
+# on a CPU with the embedded model.
 BREAK_EVEN: dict[int, dict[float, int]] = {
+    0: {0.8: 12000, 0.9: 4096, 0.95: 3072},  # 2 cores, 2026-11-23
     90: {0.5: 4082, 0.8: 4053, 0.9: 3963, 0.95: 3924},  # one H200, 2026-11-21
+}
+
+
+class DecodingCost(NamedTuple):
+    """The cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in the same time.
+
+    Attributes
+    ----------
+    overhead : of a step: choosing buckets, launching kernels.
+    overhead_of_row : of each sequence of the batch.
+    factor : of a byte that is read through the bucket index.
+    """
+
+    overhead: float
+    overhead_of_row: float
+    factor: float
+
+
+DECODING_COST: dict[int, DecodingCost] = {
+    0: DecodingCost(32e6, 0, 2.0),
+    90: DecodingCost(80e6, 0, 1.5),
 }
 
 
 def break_even(sparsity: float, device: torch.device) -> int:
     """Returns the prompt length in tokens from which prefill with gates at ``sparsity`` beats dense attention.
 
-    Uses the measurement at the nearest sparsity that is not higher; without one the result is ``sys.maxsize``. Returns 0 on a
-    CPU and on GPUs older than the measured ones.
+    Uses the measurement at the nearest sparsity that is not higher; without one the result is ``sys.maxsize``. Returns 0 on
+    GPUs older than the measured ones.
     """
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    measured = BREAK_EVEN.get(max((sm for sm in BREAK_EVEN if sm <= 10 * major + minor), default=0))
+    measured = BREAK_EVEN.get(_measured_device(device, tuple(BREAK_EVEN)))
     if measured is None:
         return 0
     return min((tokens for lower, tokens in measured.items() if lower <= sparsity), default=sys.maxsize)
+
+
+@lru_cache
+def decoding_break_even(device: torch.device, key_bytes: int, window: int, share: float, batch: int) -> int:
+    """Returns the number of keys of each sequence from which routed decoding beats dense attention.
+
+    Parameters
+    ----------
+    key_bytes : bytes of a key and its value, of all heads of a layer.
+    window : keys that are always read.
+    share : share of the buckets that is read.
+    batch : number of sequences.
+    """
+    cost = DECODING_COST.get(_measured_device(device, tuple(DECODING_COST)))
+    if cost is None:
+        return 0
+    saved = 1 - cost.factor * share  # of each key
+    if saved <= 0:
+        return sys.maxsize
+    overhead = cost.overhead / batch + cost.overhead_of_row
+    return math.ceil((overhead / key_bytes + cost.factor * window) / saved)
+
+
+def _measured_device(device: torch.device, measured: tuple[int, ...]) -> int:
+    """Returns the largest of the ``measured`` compute capabilities that the device has; 0 for a CPU, -1 for none."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return max((sm for sm in measured if 0 < sm <= 10 * major + minor), default=-1)

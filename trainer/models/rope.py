@@ -52,8 +52,8 @@ class Rotation:
         return unrotate(k.float(), cos, sin).to(k.dtype)
 
 
-def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None) -> Tensor:
-    """Returns the keys from index ``first`` on before RoPE: ``[B, Hkv, M - first, D]``.
+def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
+    """Returns the keys from index ``first`` up to ``end`` (M by default) before RoPE: ``[B, Hkv, end - first, D]``.
 
     Those of the current pass are ``x.k_nope``. Older ones are recovered from the cache.
 
@@ -61,15 +61,17 @@ def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None) ->
     ------
     KeysNotKnown : older keys are needed, but the ``rotation`` or the positions are not known.
     """
-    num_new = x.k_nope.shape[2]
-    older = x.num_keys - num_new - first
-    if older <= 0:
-        return x.k_nope[:, :, -older:]
+    end = x.num_keys if end is None else end
+    num_cached = x.num_keys - x.k_nope.shape[2]
+    new = x.k_nope[:, :, max(first - num_cached, 0) : max(end - num_cached, 0)]
+    if first >= num_cached:
+        return new
+    last = min(end, num_cached)
     if rotation is None or x.positions is None:
-        raise KeysNotKnown(f"layer {x.layer}: {older} cached keys were rotated by angles that are not known")
-    distance = torch.arange(older, 0, -1, device=x.k.device)
-    cached = rotation.invert(x.k[:, :, first : x.num_keys - num_new], x.positions[:, :1] - distance)
-    return torch.cat([cached, x.k_nope], dim=2)
+        raise KeysNotKnown(f"layer {x.layer}: {last - first} cached keys were rotated by angles that are not known")
+    distance = num_cached - torch.arange(first, last, device=x.k.device)
+    cached = rotation.invert(x.k[:, :, first:last], x.positions[:, :1] - distance)
+    return torch.cat([cached, new], dim=2)
 
 
 def _rotate_half(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 REBUILD_EVERY = 64
+ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
 FEW_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 
 
@@ -217,11 +218,14 @@ class BucketLayer(GrowingLayer):
         due = num_new > FEW_TOKENS or self.rebuild_due(0)
         if rotation is not None and not due:
             return
-        new = router.assign(x.layer, keys_before_rope(x, start, rotation), x.k[:, :, start:])
-        if x.kv_start is not None:
-            positions = torch.arange(start, num_keys, device=new.device)
-            new = new.masked_fill(positions < x.kv_start[:, None, None], -1)
-        self.bucket_buffer.append(new)
+        for first in range(start, num_keys, ASSIGNED_AT_ONCE):
+            end = min(first + ASSIGNED_AT_ONCE, num_keys)
+            new = router.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
+            if x.kv_start is not None:
+                positions = torch.arange(first, end, device=new.device)
+                new = new.masked_fill(positions < x.kv_start[:, None, None], -1)
+            self.bucket_buffer.reserve(num_keys, new)
+            self.bucket_buffer.append(new)
         if due:
             self._store_index(self.bucket_buffer.filled)
 

@@ -1,5 +1,7 @@
 """Decoding attention of an attached model over the buckets that a router chooses (SAAP, arXiv 2502.08246, section 5)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ class RoutedDecoding:
     ----------
     router : chooses the buckets.
     probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
-    routed_from : number of cached keys from which it is used; below, dense attention is faster.
+    routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     statistics : counts the keys that are read and that are visible.
     """
@@ -33,7 +35,7 @@ class RoutedDecoding:
         recent: int,
         sink: int,
         dense_layers: tuple[int, ...],
-        routed_from: int,
+        routed_from: Callable[[int], int],
         measure_recall: bool,
         statistics: Statistics,
     ) -> None:

@@ -102,7 +102,7 @@ class Sparse(NotCopied):
 
     def _routed_attention(self, x: LayerInputs, layer: BucketLayer | None, routed: RoutedDecoding) -> Tensor | None:
         """Returns the attention of a few new tokens over buckets; None, and counts it, if dense attention serves them."""
-        if layer is not None and x.num_keys >= routed.routed_from:
+        if layer is not None and x.num_keys >= routed.routed_from(len(x.q)):
             return routed.attend(x, layer)
         self.statistics.count("dense_fallbacks" if layer is None else "dense_by_choice")
         self.statistics.add_visible(visible_keys(x), all_read=True)
@@ -155,14 +155,9 @@ class Sparse(NotCopied):
         measured = self.measure_recall or self.statistics.timer is not None
         return self.rotation is not None and not measured and cache.get_seq_length() > 0
 
-    @property
-    def routed_from(self) -> int:
-        """Number of keys from which steps read buckets."""
-        return self.routed.routed_from if self.routed is not None and self.routed_layers else sys.maxsize
-
-    def routes_step(self, num_keys: int) -> bool:
-        """Returns whether a step over ``num_keys`` reads buckets."""
-        return num_keys >= self.routed_from
+    def routed_from(self, batch: int) -> int:
+        """Returns the number of keys from which steps read buckets."""
+        return self.routed.routed_from(batch) if self.routed is not None and self.routed_layers else sys.maxsize
 
     def window(self, cache: Any, num_keys: int) -> int:
         """Returns the length of the dense window of a step over ``num_keys``."""

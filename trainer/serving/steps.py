@@ -186,14 +186,16 @@ class DecodingSteps(NotCopied):
             return None
         for layer in layers:
             layer.reserve_token()
-        routed = self.sparse.routes_step(length + 1)
+        batch = len(next(iter(inputs.values())))
+        routed_from = self.sparse.routed_from(batch)
+        routed = length + 1 >= routed_from
         shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
         key = (shapes, routed, bool(padding), self._model_state(), tuple(layer.addresses() for layer in layers))
         if step is None or step.key != key:
             step = self._steps[cache] = Step(key, inputs, routed=routed, padded=bool(padding))
         until_rebuild = [each.rebuild_every - length + each.indexed for each in layers if isinstance(each, BucketLayer)]
         room = min(layer.key_buffer.capacity for layer in layers) - length
-        until_routed = self.sparse.routed_from - 1 - length if self.sparse.routed_from > length + 1 else room
+        until_routed = room if routed else routed_from - 1 - length
         step.tokens_left = min(room, until_routed, *(each - 1 for each in until_rebuild))
         return step
 
