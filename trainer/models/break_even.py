@@ -32,8 +32,8 @@ class DecodingCost(NamedTuple):
 
 
 DECODING_COST: dict[int, DecodingCost] = {
-    0: DecodingCost(32e6, 0, 2.0),
-    90: DecodingCost(80e6, 0, 1.5),
+    0: DecodingCost(32e6, 0, 2.0),  # 2 cores, the embedded model, 2026-11-23
+    90: DecodingCost(95e6, 2e6, 1.5),  # one H200, batches of 1 to 32, 2026-11-23
 }
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from inspect import signature
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class Sparse(NotCopied):
         self.gate = selection.scorer.gate if selection is not None and isinstance(selection.scorer, GateScores) else None
         self.routed_layers: frozenset[int] = frozenset() if routed is None else routed.layers
         self.attached = True
+        self._prepared: WeakSet[Any] = WeakSet()  # caches
 
     def stats(self) -> dict[str, Any]:
         """Returns statistics since the context began, as means over layers and passes; None where there was no such pass.
@@ -151,9 +153,8 @@ class Sparse(NotCopied):
         return x if whole_prompt else replace(x, pooled_keys=pooled)
 
     def takes_steps(self, cache: Any) -> bool:
-        """Returns whether the next token of ``cache`` can be a step, which reads lengths from the device."""
-        measured = self.measure_recall or self.statistics.timer is not None
-        return self.rotation is not None and not measured and cache.get_seq_length() > 0
+        """Returns whether the next token of ``cache`` may be a step, which reads lengths from the device."""
+        return not self.measure_recall and self.statistics.timer is None and cache.get_seq_length() > 0
 
     def routed_from(self, batch: int) -> int:
         """Returns the number of keys from which steps read buckets."""
@@ -191,10 +192,12 @@ class Sparse(NotCopied):
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
         if cache is not None:
-            dense = tuple(set(range(num_layers(config))) - self.routed_layers)
-            router, every = (None, 1) if self.routed is None else (self.routed.router, self.routed.rebuild_every)
-            install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
-            self._check_partition(cache)
+            if cache not in self._prepared:
+                dense = tuple(set(range(num_layers(config))) - self.routed_layers)
+                router, every = (None, 1) if self.routed is None else (self.routed.router, self.routed.rebuild_every)
+                install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
+                self._check_partition(cache)
+                self._prepared.add(cache)
             tokens: Tensor = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
             check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
         return args, {**kwargs, "past_key_values": cache}

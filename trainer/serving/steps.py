@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoGraph(Exception):
-    """A step that cannot be a step with lengths on the device; the message says why."""
+    """A token cannot be decoded with lengths on the device; the message says why."""
 
 
 class Step:
@@ -50,10 +51,9 @@ class Step:
     key : what the graph depends on; another key needs another step.
     routed : whether routed layers read buckets, else every key.
     position : int64 ``[1]``, cache index of the new token.
-    kv_len, recent : int32 ``[B]``, number of keys with the new one, and length of the dense window.
+    kv_len, window : int32 ``[B]``, number of keys with the new one, and length of the dense window.
     kv_start : int32 ``[B]`` or None, left padding.
     tokens_left : number of tokens for which no buffer grows and no index is rebuilt.
-    expected_length : length of the cache before the next token, if nothing else changes it.
     """
 
     def __init__(self, key: tuple, inputs: dict[str, Tensor], *, routed: bool, padded: bool) -> None:
@@ -63,27 +63,43 @@ class Step:
         with torch.inference_mode(False):
             self.inputs = {name: torch.empty_like(x) for name, x in inputs.items()}
             self.position = torch.zeros(1, dtype=torch.int64, device=device)
-            self.kv_len, self.recent = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
+            self.kv_len, self.window = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
             self.kv_start = torch.zeros(batch, dtype=torch.int32, device=device) if padded else None
-        self.tokens_left, self.expected_length = 0, -1
+        self.tokens_left = 0
+        self.padding: list[int] = []
         self.has_run = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.output: Any = None
+        self._length, self._window = 0, 0  # as on the device
 
-    def serves(self, length: int, inputs: dict[str, Tensor], padding: Sequence[int]) -> bool:
-        """Returns whether the next token is as the last one: then nothing else has to be looked at."""
-        same = {name: x.shape for name, x in inputs.items()} == {name: x.shape for name, x in self.inputs.items()}
-        return same and self.tokens_left > 0 and self.expected_length == length and bool(padding) == (self.kv_start is not None)
+    def serves(self, length: int, inputs: dict[str, Tensor]) -> bool:
+        """Returns whether the next token follows the last one, so that buffers need no look."""
+        same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
+        return same and self.tokens_left > 0 and self._length == length
 
-    def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: Sequence[int]) -> None:
-        """Writes the tensors of the next token, which follows ``length`` cached ones."""
+    def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
+        """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""
         for name, x in inputs.items():
             self.inputs[name].copy_(x)
-        self.position.fill_(length)
-        self.kv_len.fill_(length + 1)
-        self.recent.fill_(window)
-        if self.kv_start is not None:
+        if self._length != length:
+            self._length = length
+            self.position.fill_(length)
+            self.kv_len.fill_(length + 1)
+        if self._window != window:
+            self._window = window
+            self.window.fill_(window)
+        if self.kv_start is not None and self.padding != padding:
             self.kv_start.copy_(torch.tensor(padding, dtype=torch.int32))
+        self.padding = padding
+
+    def advance(self) -> None:
+        """Sets the lengths of the following token, on the device."""
+        self.position += 1
+        self.kv_len += 1
+
+    def count_advance(self) -> None:
+        """Notes that :meth:`advance` has run on the device."""
+        self._length += 1
 
     def capture(self, run: Callable[[], Any]) -> None:
         """Captures ``run`` as the step's graph, without running it."""
@@ -135,22 +151,12 @@ class DecodingSteps(NotCopied):
             return self._ordinary_pass(arguments)
         try:
             self._check(arguments)
-            padding = self._padding(arguments.get("attention_mask"), cache)
-            step = self._step(cache, inputs, padding)
+            output = self._next_token(cache, inputs, arguments)
         except NoGraph as reason:
             self._warn(str(reason))
-            return self._ordinary_pass(arguments)
-        if step is None:  # the bucket index is due
-            return self._ordinary_pass(arguments)
-        length = cache.get_seq_length()
-        step.write(inputs, length, self.sparse.window(cache, length + 1), padding)
-        output = self._run(step, arguments)
-        for layer in cache.layers:
-            layer.add_token()
-        step.tokens_left, step.expected_length = step.tokens_left - 1, length + 1
-        visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
-        self.sparse.count_step(visible, routed=step.routed, graph=step.graph is not None)
-        return type(output)(last_hidden_state=output.last_hidden_state.clone(), past_key_values=cache)
+            self.sparse.statistics.count("eager_steps")
+            output = None
+        return self._ordinary_pass(arguments) if output is None else output
 
     def _ordinary_pass(self, arguments: dict[str, Any]) -> Any:
         cache: Any = arguments.get("past_key_values")
@@ -159,14 +165,29 @@ class DecodingSteps(NotCopied):
             step.tokens_left = 0  # buffers and hooks are looked at again before the next step
         return self.original(**arguments)
 
-    def _padding(self, attention_mask: Tensor | None, cache: "Cache") -> list[int]:
-        num_keys = cache.get_seq_length() + 1
-        if attention_mask is None:
-            return []
-        if attention_mask.ndim != 2 or attention_mask.shape[1] != num_keys:
-            raise NoGraph("")  # the ordinary pass refuses it
-        padding = left_padding(attention_mask)
-        return padding if any(padding) else []
+    def _next_token(self, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any]) -> Any:
+        """Returns the output of a step; None if the bucket index is to be rebuilt first.
+
+        While the padding mask is as for the last token, it is read back only after the step was launched, beside it.
+        """
+        length, mask, step = cache.get_seq_length(), arguments.get("attention_mask"), self._steps.get(cache)
+        if mask is not None and (mask.ndim != 2 or mask.shape[1] != length + 1):
+            return None  # the ordinary pass refuses it
+        now, output = _now(mask), None
+        if step is not None and step.serves(length, inputs):
+            output = self._run(step, cache, inputs, arguments, step.padding)
+        padding = _padding(mask, now)
+        if output is None or step is None or padding != step.padding:
+            step = self._step(cache, inputs, padding)
+            if step is None:
+                return None
+            output = self._run(step, cache, inputs, arguments, padding)
+        for layer in cache.layers:
+            layer.add_token()
+        step.tokens_left -= 1
+        visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
+        self.sparse.count_step(visible, routed=step.routed, graph=step.graph is not None)
+        return type(output)(last_hidden_state=output.last_hidden_state.clone(), past_key_values=cache)
 
     def _check(self, arguments: dict[str, Any]) -> None:
         """Raises NoGraph if the pass cannot be a step."""
@@ -175,12 +196,14 @@ class DecodingSteps(NotCopied):
             raise NoGraph(f"the argument {given[0]} is given")
         if torch.is_grad_enabled():
             raise NoGraph("gradients are recorded")
+        if torch.is_autocast_enabled(self.device_type):
+            raise NoGraph("autocast is on")
+        if self.sparse.rotation is None:
+            raise NoGraph("the angles of dynamic RoPE depend on the length")
 
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
         """Returns the step for the next token of ``cache``; None if its bucket index is to be rebuilt first."""
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        if step is not None and step.serves(length, inputs, padding):
-            return step
         layers = cache.layers
         if any(isinstance(layer, BucketLayer) and layer.rebuild_due(1) for layer in layers):
             return None
@@ -208,19 +231,21 @@ class DecodingSteps(NotCopied):
         ]
         return next(self.decoder.parameters()).data_ptr(), tuple(adapters)
 
-    def _run(self, step: Step, arguments: dict[str, Any]) -> Any:
+    def _run(self, step: Step, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any], padding: list[int]) -> Any:
         """Runs a step: as a graph if it was captured, and captures it if it has run before."""
+        length = cache.get_seq_length()
+        step.write(inputs, length, self.sparse.window(cache, length + 1), padding)
         if step.graph is None and step.has_run and self.cuda_graphs and not self._captured(step, arguments):
             self.cuda_graphs = False
         if step.graph is not None:
             step.graph.replay()
-            return step.output
-        if not self.cuda_graphs:
-            return self._launch(step, arguments)
-        stream = self._enter_side_stream()
-        with torch.cuda.stream(stream):
+            output = step.output
+        elif self.cuda_graphs:
+            with _on_capture_stream(step.position.device):  # so that its workspaces exist before the capture
+                output = self._launch(step, arguments)
+        else:
             output = self._launch(step, arguments)
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        step.count_advance()
         step.has_run = True
         return output
 
@@ -228,16 +253,11 @@ class DecodingSteps(NotCopied):
         """Launches the kernels of a step."""
         self.current.step = step
         try:
-            return self.original(**{**arguments, **step.inputs, "attention_mask": None})
+            output = self.original(**{**arguments, **step.inputs, "attention_mask": None})
+            step.advance()
+            return output
         finally:
             self.current.step = None
-
-    def _enter_side_stream(self) -> torch.cuda.Stream:
-        """Returns the stream of captures, after it waits for the current one."""
-        device = next(self.decoder.parameters()).device
-        stream = _side_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
 
     def _captured(self, step: Step, arguments: dict[str, Any]) -> bool:
         """Captures the graph of a step and returns True; False, with a warning, if that is not possible."""
@@ -245,14 +265,12 @@ class DecodingSteps(NotCopied):
         if reason is None:
             began = time.monotonic()
             try:
-                with _capturing, torch.cuda.stream(self._enter_side_stream()):
+                with _capturing, _on_capture_stream(step.position.device):
                     step.capture(lambda: self._launch(step, arguments))
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:200]
             else:
-                torch.cuda.current_stream(step.position.device).wait_stream(_side_stream(step.position.device))
-                capacity = arguments["past_key_values"].layers[0].key_buffer.capacity
-                took = time.monotonic() - began
+                capacity, took = arguments["past_key_values"].layers[0].key_buffer.capacity, time.monotonic() - began
                 logger.info(f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} positions)")
                 return True
         self._warn(reason)
@@ -260,9 +278,7 @@ class DecodingSteps(NotCopied):
 
     def _warn(self, reason: str) -> None:
         """Warns once for each reason."""
-        if not reason or not self.cuda_graphs:
-            return
-        if reason not in self._warned:
+        if reason not in self._warned and self.cuda_graphs:
             self._warned.add(reason)
             warnings.warn(f"decoding runs without CUDA graphs, more slowly: {reason}", ModelWarning, stacklevel=2)
 
@@ -279,14 +295,43 @@ def _step_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
     return inputs
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+def _now(mask: Tensor | None) -> torch.cuda.Event | None:
+    """Returns an event at the present end of the stream on which ``mask`` was computed; None on a CPU."""
+    if mask is None or not mask.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(mask.device))
+    return event
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of all captures of a device; each further stream would get workspaces of its own."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int]:
+    """Returns the left padding of each row, [] if there is none; waits only for what precedes the event ``computed``."""
+    if mask is None:
+        return []
+    if computed is None:
+        padding = left_padding(mask)
+    else:
+        stream = _stream(mask.device, "masks")
+        stream.wait_event(computed)
+        with torch.cuda.stream(stream):
+            padding = left_padding(mask)
+    return padding if any(padding) else []
+
+
+@contextmanager
+def _on_capture_stream(device: torch.device) -> Iterator[None]:
+    """Runs the block on the stream of captures, between the work before and after it on the current one."""
+    stream, current = _stream(device, "captures"), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@cache
+def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """Returns the stream for ``purpose``, one for all models: each further stream would get workspaces of its own."""
+    return torch.cuda.Stream(device)
 
 
 def uncapturable(decoder: nn.Module) -> str | None:
@@ -324,7 +369,7 @@ class StepAttention(NotCopied):
             self.layer, q, keys, values, q_nope, k_nope, cos, sin, self.module.scaling, step.kv_start, cache_layer,
             kv_len=step.kv_len,
         )  # fmt: skip
-        out = self.steps.sparse.attend_step(x, step.recent, routed=step.routed)
+        out = self.steps.sparse.attend_step(x, step.window, routed=step.routed)
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 
 
