@@ -3,7 +3,6 @@
 import copy
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import FAMILIES
 from msattn.trainer.serving import buffer
-from msattn.trainer.serving.cache import GrowingLayer
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import left_padded, random_tokens, tiny_model
 from tests.test_attach import BUCKETS, gate_for, random_partition
@@ -90,3 +88,227 @@ def test_steps_equal_ordinary_passes(family: str, where: str, monkeypatch: pytes
     assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
     assert read["graph_steps"] + read["eager_steps"] == 149 - 2, "the index was rebuilt twice"
     assert expected["graph_steps"] + expected["eager_steps"] == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3, "num_return_sequences": 2, "output_logits": False}, {"num_return_sequences": 3, "do_sample": True}],
+)
+def test_rows_that_are_repeated_and_reordered(options: dict[str, Any], where: str, small_buffers: None) -> None:
+    model = tiny_model().to(where)
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (40, 33)])
+    arguments = {"max_new_tokens": 30, "do_sample": False, **options}
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        return model.generate(ids.to(where), attention_mask=mask.to(where), **arguments).cpu()
+
+    dense = run()
+    with attach(model, **ALL_BUCKETS) as sparse:
+        assert torch.equal(run(), dense)
+        check_steps(sparse, where, 29)
+        assert sparse.stats()["selectivity"] == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": True}], ids=["prompt lookup", "assistant"]
+)
+def test_drafts_are_verified_with_routed_queries(options: dict[str, Any], where: str) -> None:
+    model = tiny_model(max_position_embeddings=1024).to(where)
+    if "assistant_model" in options:
+        options = {"assistant_model": tiny_model(seed=1, max_position_embeddings=1024).to(where)}
+    ids = random_tokens(1, 150).to(where)
+    plain = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    dense = model.generate(ids, **plain)
+    for sparsity, router in ((0.0, ALL_BUCKETS), (0.5, ROUTED)):
+        with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=sparsity), **router) as sparse:
+            drafted, stats = model.generate(ids, **plain, **options), sparse.stats()
+        assert stats["dense_fallbacks"] == 0
+        assert torch.equal(drafted, dense) == (sparsity == 0)
+        assert stats["selectivity"] == 1 if sparsity == 0 else 0.1 < stats["selectivity"] < 0.8
+
+
+@torch.no_grad()
+def test_static_caches(where: str) -> None:
+    model = tiny_model().to(where)
+    ids = random_tokens(2, 60)
+    dense = generate(model, ids)
+    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS) as sparse:
+        close(generate(model, ids, cache_implementation="static"), dense)
+        own = StaticCache(config=model.config, max_cache_len=90)
+        close(generate(model, ids, past_key_values=own), dense)
+        layer: Any = own.layers[1]
+        assert layer.key_buffer.length == 79
+        assert sparse.stats()["dense_fallbacks"] == 0
+        assert sparse.stats()["selectivity"] == 1
+    filled = StaticCache(config=model.config, max_cache_len=100)
+    model(ids[:, :59].to(where), past_key_values=filled)
+    address = filled.layers[1].keys.data_ptr()
+    with attach(model, **ALL_BUCKETS):
+        close(generate(model, ids, past_key_values=filled), dense)
+        layer = filled.layers[1]
+        assert layer.keys.data_ptr() == address, "the memory that the user allocated is used"
+
+
+@torch.no_grad()
+def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
+    """Chunked prompt, tokens, crop, another turn, another batch: the steps are those of the cache as it is then."""
+    model = tiny_model(max_position_embeddings=1024).to(where)
+    text = random_tokens(1, 300).to(where)
+    dense = model(text).logits
+    cache = DynamicCache(config=model.config)
+    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS) as sparse:
+        pieces = [model(part, past_key_values=cache).logits for part in text[:, :96].split(48, dim=1)]
+        pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(96, 120)]
+        cache.crop(-10)
+        pieces = [torch.cat(pieces, dim=1)[:, :110]]
+        pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(110, 130)]
+        pieces.append(model(text[:, 130:230], past_key_values=cache).logits)
+        shared = copy.deepcopy(cache)
+        pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(230, 260)]
+        close(torch.cat(pieces, dim=1), dense[:, :260])
+        shared.batch_repeat_interleave(2)
+        both = [model(text[:, i : i + 1].expand(2, -1), past_key_values=shared).logits for i in range(230, 250)]
+        close(torch.cat(both, dim=1), dense[:, 230:250].expand(2, -1, -1))
+        assert sparse.stats()["dense_fallbacks"] == 0
+        assert sparse.stats()["selectivity"] == 1
+
+
+@torch.no_grad()
+def test_a_mask_that_changes(where: str) -> None:
+    """A step that was launched for the padding of the last token is run again for another padding."""
+    model = tiny_model().to(where)
+    ids, mask = random_tokens(1, 70).to(where), torch.ones(1, 70, dtype=torch.long, device=where)
+    with attach(model, **ALL_BUCKETS):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :60], past_key_values=cache)
+        for i in range(60, 69):
+            model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache)
+        held = copy.deepcopy(cache)
+        mask[:, :20] = 0
+        masked = model(ids[:, 69:], attention_mask=mask, past_key_values=cache).logits
+        with pytest.raises(ValueError, match="left padding only"):
+            model(ids[:, 69:], attention_mask=mask.flip(1), past_key_values=held)
+        alone = DynamicCache(config=model.config)
+        for layer in held.layers:
+            layer.crop(-1)
+    keys = [layer.keys[:, :, 20:69] for layer in cache.layers]
+    values = [layer.values[:, :, 20:69] for layer in cache.layers]
+    for number, (k, v) in enumerate(zip(keys, values, strict=True)):
+        alone.update(k, v, number)
+    positions = torch.tensor([[69]], device=where)
+    close(masked, model(ids[:, 69:], past_key_values=alone, position_ids=positions).logits)
+
+
+@torch.no_grad()
+def test_10_000_tokens_read_each_key_once(where: str) -> None:
+    tokens = 10_000 if where == "cuda" else 700
+    model = tiny_model(max_position_embeddings=16384).to(where)
+    ids = random_tokens(1, 50)
+    with attach(model, **{**ALL_BUCKETS, "dense_layers": ()}) as sparse:
+        sequence = model.generate(ids.to(where), attention_mask=torch.ones_like(ids).to(where), max_new_tokens=tokens)
+        assert sparse.stats()["selectivity"] == 1, "a key lost or read twice changes the share of keys"
+        assert sparse.stats()["dense_fallbacks"] == 0
+    cache = DynamicCache(config=model.config)
+    with attach(model, **{**ALL_BUCKETS, "dense_layers": ()}):
+        for i in sorted(torch.randint(60, sequence.shape[1], (8,)).tolist()):
+            model(sequence[:, cache.get_seq_length() : i], past_key_values=cache)
+            step = model(sequence[:, i : i + 1], past_key_values=cache).logits
+            close(step[:, -1], model.__class__.forward(model, sequence[:, : i + 1]).logits[:, -1], 2e-3)
+
+
+@torch.no_grad()
+def test_what_cannot_be_captured_is_named(where: str) -> None:
+    model = tiny_model().to(where)
+    ids = random_tokens(1, 60).to(where)
+    seen: list[int] = []
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    with attach(model, **ROUTED) as sparse:
+        if where == "cuda":
+            with pytest.warns(ModelWarning, match="layers.0.mlp has a forward hook"):
+                model.generate(ids, max_new_tokens=10)
+        else:
+            model.generate(ids, max_new_tokens=10)
+        stats = sparse.stats()
+    handle.remove()
+    assert len(seen) == 10
+    assert (stats["graph_steps"], stats["eager_steps"]) == (0, 9)
+
+
+@torch.no_grad()
+def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
+    model = tiny_model().to(where)
+    ids = random_tokens(1, 60)
+    dense = generate(model, ids)
+    forwards = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    memory = torch.cuda.memory_allocated() if where == "cuda" else 0
+
+    class Stop(Exception):
+        pass
+
+    def stop(input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        if input_ids.shape[1] > 70:
+            raise Stop
+        return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+
+    with pytest.raises(Stop), attach(model, **ROUTED):
+        generate(model, ids, stopping_criteria=[stop])
+    close(generate(model, ids), dense, 0)
+    assert {name for name, module in model.named_modules() if "forward" in vars(module)} == forwards
+    if where == "cuda":
+        assert torch.cuda.memory_allocated() <= memory + 2**20
+
+
+@torch.no_grad()
+def test_threads_with_models_of_their_own(where: str) -> None:
+    models = [tiny_model(seed=seed).to(where) for seed in range(3)]
+    ids = random_tokens(1, 80)
+
+    def run(number: int) -> Tensor:
+        with torch.no_grad(), attach(models[number], **ROUTED):
+            return generate(models[number], ids, max_new_tokens=60)
+
+    expected = [run(number) for number in range(3)]
+    found: dict[int, Tensor] = {}
+    threads = [threading.Thread(target=lambda n=n: found.update({n: run(n)})) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, logits in enumerate(expected):
+        close(found[number], logits, 1e-5)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = tiny_model(head_dim=64).to("cuda", dtype)
+    ids = random_tokens(2, 200)
+    with attach(model, select="quest", sparsity=0.0, dense_below=0) as sparse:
+        graphs = generate(model, ids)
+        assert sparse.stats()["graph_steps"] == 18
+    with attach(model, select="quest", sparsity=0.0, dense_below=0, cuda_graphs=False) as sparse:
+        eager = generate(model, ids)
+        assert sparse.stats()["graph_steps"] == 0
+    assert torch.equal(graphs, eager), "a replayed graph gives the bits of launched kernels"
+    close(graphs[:3].float(), generate(model, ids)[:3].float(), 0.1)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_autocast_and_compiled_models() -> None:
+    model = tiny_model().to("cuda")
+    ids = random_tokens(1, 60)
+    dense = generate(model, ids)
+    with attach(model, **ALL_BUCKETS) as sparse, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.autocast("cuda", torch.bfloat16):
+            generate(model, ids)
+        assert any("autocast is on" in str(each.message) for each in caught)
+        assert sparse.stats()["dense_fallbacks"] == 0
+        compiled: Any = torch.compile(model)
+        close(generate(compiled, ids), dense)
+        assert sparse.stats()["graph_steps"] == 18
