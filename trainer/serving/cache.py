@@ -96,8 +96,8 @@ class GrowingLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens; a positive number is the number of tokens to keep (before 5.18)."""
-        kept = tokens_to_remove if tokens_to_remove > 0 else self.get_seq_length() + tokens_to_remove
-        self._set_length(max(0, min(kept, self.get_seq_length())))
+        change, length = int(tokens_to_remove), self.get_seq_length()  # assisted decoding gives a tensor
+        self._set_length(max(0, min(change if change > 0 else length + change, length)))
 
     def _set_length(self, length: int) -> None:
         """Keeps the first ``length`` tokens."""
