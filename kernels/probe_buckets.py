@@ -35,6 +35,7 @@ from msattn.kernels.common.primitives import (
 from msattn.kernels.types import Backend
 
 LOG2_E_ = tl.constexpr(LOG2_E)
+MAX_ROWS = 64  # queries of a classifier that share one read of its weights
 BYTES_IN_FLIGHT = 96 * 1024  # shared memory for partial logits that are loaded at the same time
 
 
@@ -116,10 +117,11 @@ def launch(
     heads_each, rows = q_heads // classifiers, batch * q_heads // classifiers
     slices, blocks = triton.cdiv(hidden, units), triton.cdiv(num_buckets, columns)
     part_logits = q.new_empty((slices, batch, q_heads, num_buckets), dtype=torch.float32)
-    _partial_logits_kernel[(slices * blocks, classifiers, triton.cdiv(rows, 16))](
+    tile_rows = max(16, min(MAX_ROWS, triton.next_power_of_2(rows)))
+    _partial_logits_kernel[(slices * blocks, classifiers, triton.cdiv(rows, tile_rows))](
         q, *weights[:3], part_logits, q.stride(0), q.stride(1), q.stride(3),
         heads_each, rows, hidden, num_buckets, blocks,
-        HEAD=head, STEPS=2, BM=16, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
+        HEAD=head, STEPS=2, BM=tile_rows, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
         num_warps=8, num_stages=3, **pdl_args(q.device),
     )  # fmt: skip
     selected = q.new_empty((batch, kv_heads, probes), dtype=torch.int32)

@@ -124,6 +124,8 @@ def attach(
     pass over several tokens.
     """
     _check_types(model, gate, select, sparsity, qmodel)
+    if not isinstance(cuda_graphs, bool):
+        raise UserError(f"cuda_graphs={cuda_graphs!r}: accepted are True and False")
     check_supported(model.config)
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel

@@ -1,18 +1,19 @@
 """Decoding steps with lengths on the device: the same results as ordinary passes, with and without CUDA graphs."""
 
 import copy
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from msattn.trainer.attach import Sparse, attach
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.errors import ModelWarning
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.families import FAMILIES
 from msattn.trainer.serving import buffer
 from msattn.trainer.serving.steps import DecodingSteps
@@ -271,14 +272,49 @@ def test_threads_with_models_of_their_own(where: str) -> None:
             return generate(models[number], ids, max_new_tokens=60)
 
     expected = [run(number) for number in range(3)]
-    found: dict[int, Tensor] = {}
-    threads = [threading.Thread(target=lambda n=n: found.update({n: run(n)})) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, logits in enumerate(expected):
-        close(found[number], logits, 1e-5)
+    with ThreadPoolExecutor(3) as pool:
+        for found, logits in zip(pool.map(run, range(3)), expected, strict=True):
+            close(found, logits, 1e-5)
+
+
+@torch.no_grad()
+def test_caches_that_cannot_be_taken_over_are_named() -> None:
+    model, ids = tiny_model(), random_tokens(1, 40)
+    config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=8)
+    caches = {
+        "an offloaded cache": DynamicCache(config=model.config, offloading=True),
+        "DynamicCache with layers of type DynamicSlidingWindowLayer": DynamicCache(config=config),
+        "EncoderDecoderCache": EncoderDecoderCache(DynamicCache(), DynamicCache()),
+    }
+    with attach(model, select="quest"):
+        for name, cache in caches.items():
+            with pytest.raises(UserError, match=f"past_key_values: {name}.*accepted are DynamicCache and StaticCache"):
+                model(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_prompt_beyond_the_positions_is_refused() -> None:
+    model = tiny_model()
+    with attach(model, select="quest"):
+        with pytest.raises(UserError, match="prompt of 257 tokens: the model has positions for 256"):
+            model(random_tokens(1, 257))
+        cache = DynamicCache(config=model.config)
+        model(random_tokens(1, 200), past_key_values=cache)
+        with pytest.raises(UserError, match="prompt of 57 tokens after 200 cached ones"):
+            model(random_tokens(1, 57), past_key_values=cache)
+        assert cache.get_seq_length() == 200
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_capacity_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model().to("cuda")
+    with attach(model, select="quest"):
+        model(random_tokens(1, 10).to("cuda"))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
+        with pytest.raises(UserError, match=r"a cache of 1,280 positions for 3 sequences needs [\d,]+ bytes more, and 0"):
+            model(random_tokens(3, 100).to("cuda"))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch import Tensor
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import num_layers
+from msattn.trainer.models.families import check_length, num_layers
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
@@ -199,8 +199,16 @@ class Sparse(NotCopied):
                 self._check_partition(cache)
                 self._prepared.add(cache)
             tokens: Tensor = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+            self._check_prompt(config, cache.get_seq_length(), tokens.shape[1])
             check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
         return args, {**kwargs, "past_key_values": cache}
+
+    def _check_prompt(self, config: Any, cached: int, tokens: int) -> None:
+        """Raises UserError for a prompt that exceeds the model's positions; decoded tokens may, as in transformers."""
+        if tokens > 1:
+            check_length(
+                config, cached + tokens, f"prompt of {tokens} tokens" + (f" after {cached} cached ones" if cached else "")
+            )
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
         """Raises UserError where the model would silently run without this attention, or without attention weights."""

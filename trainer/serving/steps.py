@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # tensors of a step that change from token to token
 OTHER_ARGUMENTS = ("attention_mask", "past_key_values", "use_cache", "cache_position", "return_dict")
-_capturing = threading.Lock()  # streams and memory pools of a capture are shared by all threads
+_capturing = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
@@ -139,6 +139,8 @@ class DecodingSteps(NotCopied):
         self.decoder, self.sparse = decoder, sparse
         self.cuda_graphs = cuda_graphs and next(decoder.parameters()).is_cuda
         self.original = decoder.forward
+        devices = sorted({str(parameter.device) for parameter in decoder.parameters()})
+        self.split = None if len(devices) == 1 else f"the model is split over {', '.join(devices)}"
         self.current = _Current()
         self._steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -198,6 +200,8 @@ class DecodingSteps(NotCopied):
             raise NoGraph("gradients are recorded")
         if torch.is_autocast_enabled(self.device_type):
             raise NoGraph("autocast is on")
+        if self.split is not None:
+            raise NoGraph(self.split)
         if self.sparse.rotation is None:
             raise NoGraph("the angles of dynamic RoPE depend on the length")
 
@@ -265,7 +269,7 @@ class DecodingSteps(NotCopied):
         if reason is None:
             began = time.monotonic()
             try:
-                with _capturing, _on_capture_stream(step.position.device):
+                with _on_capture_stream(step.position.device):
                     step.capture(lambda: self._launch(step, arguments))
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:200]
@@ -320,12 +324,16 @@ def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int
 
 @contextmanager
 def _on_capture_stream(device: torch.device) -> Iterator[None]:
-    """Runs the block on the stream of captures, between the work before and after it on the current one."""
+    """Runs the block on the stream of captures, between the work before and after it on the current one.
+
+    One thread at a time: what another one launched there would become part of a capture.
+    """
     stream, current = _stream(device, "captures"), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
+    with _capturing:
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
 
 
 @cache
@@ -364,6 +372,8 @@ class StepAttention(NotCopied):
         assert values is not None
         cos, sin = kwargs["position_embeddings"]
         q_nope, k_nope, v = project_heads(self.module, hidden)
+        if not q_nope.dtype == cos.dtype == keys.dtype:
+            raise NoGraph(f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}")
         q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, step.position)
         x = LayerInputs(
             self.layer, q, keys, values, q_nope, k_nope, cos, sin, self.module.scaling, step.kv_start, cache_layer,
