@@ -147,7 +147,7 @@ def attach(
     statistics = Statistics(PhaseTimer(device) if measure_time else None)
     sparse = Sparse(
         selection,
-        router and _routed_decoding(model, router, numbers, dense_below, device, measure_recall, statistics),
+        None if router is None else _routed_decoding(model, router, numbers, dense_below, device, measure_recall, statistics),
         statistics,
         dense_below=_dense_below(given, device) if dense_below is None else dense_below,
         rotation=Rotation.of(model.config, device),

@@ -149,7 +149,7 @@ def test_static_caches(where: str) -> None:
     address = filled.layers[1].keys.data_ptr()
     with attach(model, **ALL_BUCKETS):
         close(generate(model, ids, past_key_values=filled), dense)
-        layer = filled.layers[1]
+        layer: Any = filled.layers[1]
         assert layer.keys.data_ptr() == address, "the memory that the user allocated is used"
 
 
@@ -193,12 +193,9 @@ def test_a_mask_that_changes(where: str) -> None:
         with pytest.raises(ValueError, match="left padding only"):
             model(ids[:, 69:], attention_mask=mask.flip(1), past_key_values=held)
         alone = DynamicCache(config=model.config)
-        for layer in held.layers:
-            layer.crop(-1)
-    keys = [layer.keys[:, :, 20:69] for layer in cache.layers]
-    values = [layer.values[:, :, 20:69] for layer in cache.layers]
-    for number, (k, v) in enumerate(zip(keys, values, strict=True)):
-        alone.update(k, v, number)
+    layers: list[Any] = cache.layers
+    for number, layer in enumerate(layers):
+        alone.update(layer.keys[:, :, 20:69], layer.values[:, :, 20:69], number)
     positions = torch.tensor([[69]], device=where)
     close(masked, model(ids[:, 69:], past_key_values=alone, position_ids=positions).logits)
 

@@ -179,7 +179,7 @@ class Sparse(NotCopied):
             if not routed:
                 self.statistics.count("dense_by_choice", len(self.routed_layers))
 
-    def prepare_cache(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder, which installs its layers in the cache."""
         from transformers import DynamicCache
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Statistics:
         self.timer = timer
         self._counts: Counter[str] = Counter()
         self._sums: dict[str, Tensor | float] = {}
-        self._key_counts: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._key_counts: dict[tuple[Any, ...], Tensor] = {}
         self._visible: Tensor | int = 0
         self._read_densely: Tensor | int = 0
         self._lock = Lock()
@@ -79,4 +80,4 @@ class Statistics:
 
     def seconds(self, phase: str) -> float | None:
         """Returns the total seconds of ``phase``; None without a timer, or if there was no such phase."""
-        return self.timer and self.timer.seconds(phase)
+        return None if self.timer is None else self.timer.seconds(phase)

@@ -228,11 +228,8 @@ class DecodingSteps(NotCopied):
 
     def _model_state(self) -> tuple:
         """Returns what a captured graph has fixed of the model: where its weights lie, and its active adapters."""
-        adapters = [
-            (each.disable_adapters, tuple(each.active_adapters), tuple(each.merged_adapters))
-            for each in self.decoder.modules()
-            if hasattr(each, "merged_adapters")
-        ]
+        tuners: list[Any] = [each for each in self.decoder.modules() if hasattr(each, "merged_adapters")]
+        adapters = [(each.disable_adapters, tuple(each.active_adapters), tuple(each.merged_adapters)) for each in tuners]
         return next(self.decoder.parameters()).data_ptr(), tuple(adapters)
 
     def _run(self, step: Step, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any], padding: list[int]) -> Any:
