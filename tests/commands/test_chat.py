@@ -107,8 +107,8 @@ def test_a_prompt_is_the_first_message(chat: Callable[..., tuple]) -> None:
 
 
 def test_dense_passes_are_named(chat: Callable[..., tuple]) -> None:
-    _, _, (line,), _ = chat(FIRST, *DENSE, "select.dense_below=1000")
-    assert "prompt dense, shorter than select.dense_below" in line
+    _, _, (line,), _ = chat(FIRST, *DENSE, "dense_below=1000")
+    assert "dense where that is faster (dense_below=0: sparse everywhere)" in line
 
 
 def test_a_turn_that_does_not_fit_is_refused(chat: Callable[..., tuple]) -> None:

@@ -146,7 +146,8 @@ def test_static_caches(where: str) -> None:
         assert sparse.stats()["selectivity"] == 1
     filled = StaticCache(config=model.config, max_cache_len=100)
     model(ids[:, :59].to(where), past_key_values=filled)
-    address = filled.layers[1].keys.data_ptr()
+    static: Any = filled.layers[1]
+    address = static.keys.data_ptr()
     with attach(model, **ALL_BUCKETS):
         close(generate(model, ids, past_key_values=filled), dense)
         layer: Any = filled.layers[1]

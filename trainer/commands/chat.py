@@ -66,7 +66,7 @@ class Turn:
         read = {name: self.stats[name] for name in ("sparsity", "selectivity")}
         parts += [f"{name} {format_number(value)}" for name, value in read.items() if value is not None]
         if self.stats["dense_by_choice"]:
-            parts.append("prompt dense, shorter than select.dense_below")
+            parts.append("dense where that is faster (dense_below=0: sparse everywhere)")
         if self.stats["dense_fallbacks"]:
             parts.append(f"{self.stats['dense_fallbacks']} dense layer passes, not supported")
         return ", ".join(parts + ["interrupted"] * self.interrupted)

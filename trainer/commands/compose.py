@@ -112,7 +112,7 @@ COMMANDS = {
         "generate",
         schemas.GenerateConfig,
         "commands.generate:generate",
-        ("model", "select", "select.sparsity", "select.dense_below", "max_new_tokens", "artifacts.gate", "probes", "device"),
+        ("model", "select", "select.sparsity", "dense_below", "max_new_tokens", "artifacts.gate", "probes", "device"),
     ),
     "bench": Command(
         "bench",

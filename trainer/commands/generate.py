@@ -114,4 +114,4 @@ def _print_results(results: dict[str, Generation], prompt_tokens: int) -> None:
     dense, sparse = results["dense"].tokens, results["sparse"].tokens
     console.print(f"The first {common_prefix(dense, sparse)} of {len(dense)} tokens are equal.")
     if results["sparse"].stats["dense_by_choice"]:
-        console.print("The prompt used dense attention, which is faster at this length; select.dense_below=0 makes it sparse.")
+        console.print("Dense attention served where it is faster at this length; dense_below=0 reads sparsely everywhere.")

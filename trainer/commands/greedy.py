@@ -40,6 +40,7 @@ def load_served(cfg: GenerateConfig) -> Served:
         "gate": gate and Gate.load(gate),
         "select": cfg.select if gate or cfg.select.scores != "gate" else None,
         "qmodel": router and load_router(router),
+        "dense_below": cfg.dense_below,
         **cfg.routing,
     }
     return Served(loaded, chosen, options)

@@ -215,6 +215,7 @@ class ServingConfig(RunConfig):
     probes : buckets that each decoded query reads.
     recent, sink : numbers of last and first keys that are always read.
     dense_layers : layers in which decoding reads every key. None for these four stands for what the artifact records.
+    dense_below : number of keys below which prompts and new tokens are dense; None stands for measured break-even lengths.
     """
 
     select: SelectConfig
@@ -224,9 +225,11 @@ class ServingConfig(RunConfig):
     recent: int | None = None
     sink: int | None = None
     dense_layers: list[int] | None = None
+    dense_below: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.dense_below is None or self.dense_below >= 0, "dense_below", self.dense_below, "0 or more keys")
         require(self.probes is None or self.probes >= 0, "probes", self.probes, "0 or more buckets")
         require(self.recent is None or self.recent >= 1, "recent", self.recent, "1 or more tokens")
         require(self.sink is None or self.sink >= 0, "sink", self.sink, "0 or more tokens")
