@@ -100,7 +100,7 @@ def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Compariso
 
 
 def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
-    """Returns ``{"task/method/setting": score}`` for a tracker, with the length (and the batch) after the task where it has several."""
+    """Returns ``{"task/method/setting": score}`` for a tracker, with the length, and the batch, after tasks with several."""
     return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
 
 

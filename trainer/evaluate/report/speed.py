@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from msattn.trainer.evaluate.report.style import INK, is_of_one_prompt, row_title, subplots
+from msattn.trainer.evaluate.report.style import INK, METHOD_STYLES, is_of_one_prompt, method_style, row_title, subplots
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
 
 if TYPE_CHECKING:
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LINES = 6  # of sparse attention in a panel; with more, each method has the setting that reads the fewest keys
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's, of sparse attention
-DENSE_COLORS = (INK, "#808080", "#999999")
-MARKERS, DENSE_MARKERS = "osD^vP", "x+1"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
+MARKERS = "osD^vP"
+DENSE_STYLES = ({"color": INK, "linestyle": "--"}, {"color": "#808080", "linestyle": "-."}, {"color": INK, "linestyle": ":"})
 FASTEST = "dense, fastest kernel"
 
 Line = list[tuple[int, float]]  # lengths and values
@@ -27,7 +27,7 @@ def speed(rows: list[EvalRow]) -> "Figure | None":
         return None
     figure, panels = subplots(1, len(drawn), (5.75 * len(drawn), 5.2))
     for axes, (of_task, label) in zip(panels, drawn, strict=True):
-        _plot(axes, _dense_lines(of_task), _sparse_lines(of_task))
+        _plot(axes, _dense_lines(of_task), _sparse_rows(of_task))
         lengths = sorted({row.extra["length"] for row in of_task})
         axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
         prefill = of_task is prompts
@@ -55,34 +55,41 @@ def _dense_lines(rows: list[EvalRow]) -> dict[str, Line]:
     return lines
 
 
-def _sparse_lines(rows: list[EvalRow]) -> dict[str, Line]:
-    """Returns the lines of sparse attention; with many, of each method in its setting that reads the fewest keys."""
+def _sparse_rows(rows: list[EvalRow]) -> list[EvalRow]:
+    """Returns the rows of sparse attention; with many lines, of each method in its setting that reads the fewest keys."""
     sparse = [row for row in rows if not row.method.startswith(DENSE_PREFIX)]
     reads = {(row.method, row.setting): row.selectivity or 0.0 for row in sparse}
-    if len(reads) > MAX_LINES:
-        fewest = {
-            method: min((keys, setting) for (each, setting), keys in reads.items() if each == method) for method, _ in reads
-        }
-        sparse = [row for row in sparse if row.setting == fewest[row.method][1]]
-    lines: dict[str, Line] = {}
-    for row in sparse:
-        lines.setdefault(row_title(row), []).append((row.extra["length"], row.score))
-    return lines
+    if len(reads) <= MAX_LINES:
+        return sparse
+    ordered = sorted(reads, key=lambda line: reads[line], reverse=True)
+    fewest = dict(ordered)  # the last setting of a method
+    return [row for row in sparse if row.setting == fewest[row.method]]
 
 
-def _plot(axes: "Axes", dense: dict[str, Line], sparse: dict[str, Line]) -> None:
-    """Plots lines on logarithmic axes with a legend below them; dense attention is dashed."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
+def _plot(axes: "Axes", dense: dict[str, Line], sparse: list[EvalRow]) -> None:
+    """Plots lines on logarithmic axes with a legend below them."""
     for number, (name, points) in enumerate(dense.items()):
-        style = {"color": DENSE_COLORS[number % 3], "marker": DENSE_MARKERS[number % 3], "linestyle": "--", "linewidth": 1.3}
-        axes.plot(*zip(*sorted(points), strict=True), label=name, **style)
-    for number, (name, points) in enumerate(sparse.items()):
-        style = {"color": COLORS[number % 6], "marker": MARKERS[number // 6 % 6], "linewidth": 1.8, "markersize": 5}
-        axes.plot(*zip(*sorted(points), strict=True), label=name, **style)
+        axes.plot(*zip(*sorted(points), strict=True), label=name, marker=".", linewidth=1.4, **DENSE_STYLES[number % 3])
+    lines: dict[tuple[str, str], list[EvalRow]] = {}
+    for row in sparse:
+        lines.setdefault((row.method, row.setting), []).append(row)
+    one_of_each = len({method for method, _ in lines}) == len(lines)
+    for number, ((method, _), points) in enumerate(lines.items()):
+        style = {"color": COLORS[number % 6], "marker": MARKERS[number % 6], "linewidth": 1.8, "markersize": 5}
+        if one_of_each and method in METHOD_STYLES:
+            style = method_style(method)
+        values = sorted((row.extra["length"], row.score) for row in points)
+        axes.plot(*zip(*values, strict=True), label=row_title(points[0]), **style)
     axes.set(xscale="log", yscale="log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.minorticks_off()
+    _value_ticks(axes)
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+
+
+def _value_ticks(axes: "Axes") -> None:
+    """Labels the y axis with plain numbers, more of them if it spans less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high > 10 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.minorticks_off()

@@ -22,8 +22,9 @@ SPEEDUP = "x "  # start of the columns of speed-ups
 SAMPLE_UNITS = dict.fromkeys(("needle", "prompts", "latency"), "prompts per row") | {"decoding": "tokens per row"}
 # A terminal that is too narrow drops these columns, in this order, and then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
-    "peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection", "launched by", "break-even"
-)  # fmt: skip
+    *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
+    *("launched by", "break-even"),
+)
 
 
 def caption(rows: list[EvalRow]) -> str:
