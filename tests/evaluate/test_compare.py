@@ -58,6 +58,19 @@ def test_scores_and_differing_settings(earlier: str) -> None:
     assert "Other methods (1 rows)" in text
 
 
+def test_batches_are_compared_apart(earlier: str) -> None:
+    def decoded(batch: int, score: float) -> EvalRow:
+        extra = {"length": 4096, "batch": batch, "launched_by": "generate"}
+        return EvalRow("decoding", "classifier", "2 probes", score, "tokens a second", extra=extra)
+
+    here = [decoded(1, 10.0), decoded(6, 50.0)]
+    there = compare.read_results(earlier) | {"rows": [asdict(decoded(6, 40.0)), asdict(decoded(1, 8.0))]}
+    found = compare.compare(earlier, here, asdict(about(2)), there)
+    assert [(each.cells()["task"], each.cells()["difference"]) for each in found.rows] == [
+        ("decoding, 4,096", "+25.0 %"), ("decoding, 4,096, batch 6", "+25.0 %")
+    ]  # fmt: skip
+
+
 def test_differences_have_the_units_of_their_task() -> None:
     def difference(task: str) -> str:
         return compare.ComparedRow(EvalRow(task, "gate", "", 3.0, "score"), 4.0).cells()["difference"]

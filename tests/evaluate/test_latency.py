@@ -2,11 +2,15 @@
 
 import csv
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import StaticCache
 
 from msattn.trainer import models
 from msattn.trainer.config import (
@@ -22,10 +26,12 @@ from msattn.trainer.config import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import decoding, latency
+from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, with_growing_layers
 from msattn.trainer.evaluate.latency import LatencyRun, break_even
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.cache import BucketLayer
 from tests.factory import tiny_architecture
@@ -47,8 +53,8 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
         eval=EvalConfig(
             tasks=["latency", "decoding"],
             baselines=[],
-            latency=LatencyConfig(lengths=[96, 240], sparsities=[0.5, 0.9], seconds=0.01),
-            decoding=DecodingConfig(lengths=[128, 1000], tokens=4),
+            latency=LatencyConfig(lengths=[96, 240], sparsities=[0.5, 0.9], seconds=0.01, chunk=100, turn=64),
+            decoding=DecodingConfig(lengths=[128, 1000], batches=[1, 2], max_keys=1000, tokens=4),
         ),
         probes=2,
         recent=16,
@@ -59,9 +65,11 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
 def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = evaluate(config(tmp_path))
     written = {path.name for path in folder.iterdir()}
-    assert written == {"latency.png", "latency.svg", "results.json", "results.csv", "report.html", "metrics.jsonl"}
+    figures = {"latency.png", "latency.svg", "speed.png", "speed.svg"}
+    assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
     results = json.loads((folder / "results.json").read_text())
-    rows = {(row["task"], row["method"], row["setting"], row["extra"]["length"]): row for row in results["rows"]}
+    every = {(row["task"], row["method"], row["setting"], row["extra"]["length"]): row for row in results["rows"]}
+    rows = {key: row for key, row in every.items() if not row["extra"].get("situation")}
     for length in (96, 240):
         dense = rows["latency", "dense, SDPA", "", length]
         assert dense["ratio_to_dense"] == 1
@@ -74,18 +82,48 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
             assert row["sparsity"] == pytest.approx(sparsity, abs=0.3), "short rows round their shares"
             assert row["sparsity"] > 0, "the sparse path must be measured"
             assert 0 < row["extra"]["selection_s"] + row["extra"]["attention_s"] < row["score"] * 2
-    for length in (128, 1000):
-        dense = rows["decoding", "dense, SDPA", "", length]
-        routed = rows["decoding", "classifier, untrained", "2 probes", length]
-        assert routed["ratio_to_dense"] == pytest.approx(routed["score"] / dense["score"])
-        assert 0 < routed["selectivity"] < 1
-        assert routed["extra"]["device_tokens_per_s"] is None
-    assert len(rows) == 2 * 3 + 2 * 2
+    assert len(rows) == 2 * 3 + 2 * 4
+    others = every.keys() - rows.keys()
+    assert {(setting, length) for _, method, setting, length in others if method == "dense, SDPA"} == {
+        ("chunks of 100", 240), ("64 new after 176", 240)
+    }  # fmt: skip
+    assert len(others) == 2 * 2, "one setting of each method"
+    for name in ("chunks of 100", "64 new after 176"):
+        dense, sparse = (
+            every["latency", "dense, SDPA", name, 240],
+            every["latency", "gate, untrained", f"sparsity 0.9, {name}", 240],
+        )
+        assert sparse["ratio_to_dense"] == pytest.approx(sparse["score"] / dense["score"])
+        assert sparse["sparsity"] > 0
+        assert (sparse["extra"]["situation"], sparse["extra"]["break_even"]) == (name, None)
+    check_decoding(results["rows"])
     with (folder / "results.csv").open(newline="") as file:
         assert "times_SDPA" in next(csv.reader(file))
     shown = capsys.readouterr().out
     assert shown.count("CPU times say nothing about GPUs") == 1
     assert shown.count("faster than the fastest dense attention") == 2
+    assert "decoding after 1,000 keys, batch 2: left out by eval.decoding.max_keys=1,000" in shown
+
+
+def check_decoding(rows: list[dict]) -> None:
+    """Asserts the methods, speed-ups and counts of the rows of decoding."""
+    rows = [row for row in rows if row["task"] == "decoding"]
+    assert {(row["extra"]["length"], row["extra"]["batch"]) for row in rows} == {(128, 1), (128, 2), (1000, 1)}
+    for length, batch in ((128, 1), (128, 2), (1000, 1)):
+        own = {row["method"]: row for row in rows if (row["extra"]["length"], row["extra"]["batch"]) == (length, batch)}
+        routed = own.pop("classifier, untrained")
+        assert list(own) == ["dense, transformers"] * (batch == 1) + ["dense, SDPA", "dense, same cache and graphs"]
+        fastest = max(row["score"] for row in own.values())
+        assert routed["setting"] == "2 probes"
+        assert routed["ratio_to_dense"] == pytest.approx(routed["score"] / fastest)
+        assert routed["latency_s"] == pytest.approx(batch / routed["score"])
+        for method, row in own.items():
+            name = method.removeprefix("dense, ")
+            assert routed["extra"][f"times_{name}"] == pytest.approx(routed["score"] / row["score"])
+            assert row["selectivity"] is None, "dense attention reads every key"
+            assert row["extra"]["launched_by"] == ("host" if name == "SDPA" else "generate")
+        assert 0 < routed["selectivity"] < 1, "short caches are routed, too"
+        assert (routed["samples"], routed["extra"]["device_tokens_per_s"]) == (4, None)
 
 
 def test_break_even() -> None:
@@ -103,27 +141,38 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     assert (row.score, row.ratio_to_dense, row.samples) == (2.0, 2 / 3, 3)
     assert (row.extra["times_cuDNN"], row.extra["times_flash"]) == (1.5, 4.0)
     assert (row.extra["selection_share"], row.extra["attention_share"]) == (0.1, 0.25)
-    decoded = decoding.as_row(
-        "x", "2 probes", 9, decoding.DecodingRun(20, 60, 5.0, 0.1), {"flash": decoding.DecodingRun(10, 20, 5.0, None)}, 64
-    )
-    assert (decoded.score, decoded.ratio_to_dense, decoded.latency_s) == (20, 2, 0.05)
-    assert (decoded.extra["times_flash"], decoded.extra["device_times_flash"]) == (2, 3)
+    case = decoding.DecodingCase("x", "2 probes", "generate", lambda batch, length: decoding.DecodingRun(20, 5.0, 0.1, 64))
+    dense = {"flash": decoding.DecodingRun(10, 5.0, None, 1), "transformers": decoding.DecodingRun(4, 5.0, None, 8)}
+    decoded = decoding.as_row(case, 2, 9, case.measure(2, 9), dense)
+    assert (decoded.score, decoded.ratio_to_dense, decoded.latency_s, decoded.samples) == (20, 2, 0.1, 64)
+    assert (decoded.extra["times_flash"], decoded.extra["times_transformers"], decoded.extra["batch"]) == (2, 5, 2)
+    graph = decoding.as_row(case._replace(launched_by="CUDA graph"), 1, 9, case.measure(1, 9), {})
+    assert (graph.ratio_to_dense, graph.extra["device_tokens_per_s"]) == (None, 20)
 
 
 def test_failing_methods_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measure = latency.measure
 
-    def fails(model, ids, attached, seconds) -> LatencyRun:
+    def fails(model, ids, *others) -> LatencyRun:
         if ids.shape[1] == 240:
             raise torch.OutOfMemoryError
-        return measure(model, ids, attached, seconds)
+        return measure(model, ids, *others)
+
+    def fails_to_fill(*arguments, **options) -> None:
+        raise torch.OutOfMemoryError
 
     monkeypatch.setattr(latency, "measure", fails)
-    cfg = config(tmp_path)
-    folder = evaluate(replace(cfg, eval=replace(cfg.eval, tasks=["latency"])))
+    monkeypatch.setattr(decoding, "random_dynamic_cache", fails_to_fill)
+    folder = evaluate(config(tmp_path))
     rows = json.loads((folder / "results.json").read_text())["rows"]
-    assert {row["extra"]["length"] for row in rows} == {96}
-    assert "dense, SDPA at 240 tokens: not timed: out of memory" in capsys.readouterr().out
+    assert {row["extra"]["length"] for row in rows if row["task"] == "latency"} == {96}
+    assert {row["method"] for row in rows if row["task"] == "decoding"} == {
+        "dense, SDPA", "dense, same cache and graphs", "classifier, untrained"
+    }  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "dense, SDPA at 240 tokens: not timed: out of memory" in shown
+    assert "dense, SDPA at 240 tokens, chunks of 100: not timed: out of memory" in shown
+    assert "dense, transformers after 128 keys: not timed: out of memory" in shown
 
 
 def test_unavailable_backends_give_the_reason() -> None:
@@ -135,23 +184,61 @@ def test_unavailable_backends_give_the_reason() -> None:
         raise RuntimeError("something else")
 
 
-def test_a_filled_cache_decodes_like_a_grown_one(tmp_path: Path) -> None:
+def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
     routing = decoding._untrained_router(cfg, model)
-    cache = decoding.filled_cache(model, routing.router, (0,), 100, seed=0)
-    assert [isinstance(layer, BucketLayer) for layer in cache.layers] == [False, True]
-    assert cache.get_seq_length() == 100
-    with routing.attach(model, BUCKETS) as sparse:  # every bucket: every key
-        tokens = [decoding.next_token(model, cache, torch.zeros(1, 1, dtype=torch.long))]
-        stats = sparse.stats()
-    assert (stats["selectivity"], stats["dense_fallbacks"], cache.get_seq_length()) == (1, 0, 101)
-    with routing.attach(model, BUCKETS):
-        again = [decoding.step(model, cache, tokens[0]) for _ in range(2)]
+    first = torch.zeros(2, 1, dtype=torch.long)
+
+    def filled() -> StaticCache:
+        return random_cache(model, 2, 100, new_tokens=8, seed=0)
+
+    dense = with_growing_layers(model, filled())
+    keys, values = dense.layers[1].keys.clone(), dense.layers[1].values.clone()
+    tokens = decoding.next_token(model, dense, first)
+    again = [decoding.step(model, dense, tokens) for _ in range(2)]
     assert torch.equal(*again)
-    assert cache.get_seq_length() == 101
-    other = decoding.filled_cache(model, routing.router, (), 100, seed=0)
-    assert torch.equal(tokens[0], decoding.next_token(model, other, torch.zeros(1, 1, dtype=torch.long)))
+    assert dense.get_seq_length() == 101
+    with routing.attach(model, BUCKETS) as sparse:  # every bucket: every key
+        routed = filled()
+        assert torch.equal(decoding.next_token(model, routed, first), tokens)
+        stats = sparse.stats()
+    assert [isinstance(layer, BucketLayer) for layer in routed.layers] == [False, True]
+    assert (stats["selectivity"], stats["dense_fallbacks"], routed.get_seq_length()) == (1, 0, 101)
+    grown = random_dynamic_cache(model, 2, 100, seed=0)
+    assert grown.layers[1].keys.shape == keys.shape == (2, *grown.layers[0].keys.shape[1:])
+    assert not torch.equal(keys, values)
+
+
+def test_generate_is_measured_without_its_first_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    model = models.load(cfg.model, device="cpu").model
+    seconds = iter([0.0, *(100.0 + i for i in range(decoding.WARMUP_TOKENS)), *(104.0 + 0.5 * i for i in range(4))])
+    monkeypatch.setattr(decoding.TokenClock, "put", lambda clock, value: clock.times.append(next(seconds)))
+    cache = random_dynamic_cache(model, 3, 50, seed=0)
+    done = decoding.measure_generate(model, cache, 3, 50, 4, nullcontext)
+    assert next(seconds, None) is None, "every token is recorded"
+    assert (done.rate, done.tokens, done.selectivity) == (3 * 4 / 2.5, 4, None)
+
+
+@pytest.mark.parametrize("situation", [latency.Situation("turn", cached=60), latency.Situation("chunks", chunk=40)])
+def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation, tmp_path: Path) -> None:
+    model = models.load(config(tmp_path).model, device="cpu").model
+    ids, lengths = torch.zeros(1, 100, dtype=torch.long), []
+
+    def read(x: LayerInputs) -> Tensor:
+        lengths.append((x.num_queries, x.num_keys))
+        return dense_attention(x)
+
+    @contextmanager
+    def attached() -> Iterator:
+        with tap(model, read):
+            yield lambda: {"sparsity": None, "selection_s": None, "attention_s": None}
+
+    done = latency.measure(model, ids, attached, 1e-6, situation)
+    passes = [(40, 100)] if situation.cached else [(40, 40), (40, 80), (20, 100)]
+    assert len(done.seconds) == 1
+    assert lengths == [each for each in 2 * passes for _ in range(2)], "a warm-up and a prompt, in two layers"
 
 
 def test_phase_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,12 +263,17 @@ def test_user_errors(tmp_path: Path) -> None:
             LatencyConfig(lengths=lengths)
     with pytest.raises(UserError, match=r"eval\.latency\.sparsities"):
         LatencyConfig(sparsities=[1.0])
-    with pytest.raises(UserError, match=r"eval\.decoding\.tokens=0"):
-        DecodingConfig(tokens=0)
+    with pytest.raises(UserError, match=r"eval\.latency\.turn=0"):
+        LatencyConfig(turn=0)
+    assert LatencyConfig(chunk=None).chunk is None
+    for key, value in {"tokens": 0, "max_keys": 0, "transformers_batch": -1, "batches": []}.items():
+        with pytest.raises(UserError, match=rf"eval\.decoding\.{key}="):
+            DecodingConfig(**{key: value})
 
 
-def test_summary_keys_contain_the_length() -> None:
+def test_summary_keys_contain_length_and_batch() -> None:
     from msattn.trainer.evaluate.run import summary
 
     row = EvalRow("latency", "gate", "sparsity 0.9", 2.0, "seconds to the first token", extra={"length": 1024})
-    assert summary([row]) == {"latency/1024/gate/sparsity 0.9": 2.0}
+    decoded = [EvalRow("decoding", "x", "", float(b), "tokens a second", extra={"length": 9, "batch": b}) for b in (1, 6)]
+    assert summary([row, *decoded]) == {"latency/1024/gate/sparsity 0.9": 2.0, "decoding/9/x": 1.0, "decoding/9x6/x": 6.0}

@@ -15,7 +15,7 @@ from rich.console import Console
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval, student_t, wilson
 from msattn.trainer.evaluate.report import files as report
-from msattn.trainer.evaluate.report import plots, style, tables
+from msattn.trainer.evaluate.report import plots, speed, style, tables
 from msattn.trainer.evaluate.report.context import context
 from msattn.trainer.evaluate.report.examples import examples
 from msattn.trainer.evaluate.report.page import page
@@ -198,6 +198,79 @@ def test_figures_of_what_is_read(tmp_path: Path) -> None:
     figures = plots.draw(rows, tmp_path)
     assert "layer 3, head 1" in figures["recall_maps"].with_suffix(".svg").read_text()
     assert "50% of keys, 90% of mass" in figures["recall_decoded"].with_suffix(".svg").read_text()
+
+
+def speed_rows() -> list[EvalRow]:
+    """Times to the first token and rates of decoding at two lengths, also in chunks and with two batches."""
+    rows = []
+    for length in (1024, 4096):
+        for method, setting, seconds in (("dense, cuDNN", "", 2.0), ("dense, flash", "", 1.0), ("gate", "sparsity 0.9", 0.5)):
+            for situation in ("", "chunks of 512"):
+                shares = {"selection_share": 0.1, "attention_share": 0.2, "selection_s": 0.1, "attention_s": 0.2}
+                extra = {"length": length, "situation": situation, "break_even": None, "times_flash": 1 / seconds, **shares}
+                label = ", ".join(filter(None, (setting, situation)))
+                timed = {"ratio_to_dense": seconds, "selectivity": 0.1, "samples": 1, "latency_s": seconds}
+                rows.append(EvalRow("latency", method, label, seconds, "seconds", extra=extra, **timed))
+        for batch in (1, 16):
+            for method, by, rate in (
+                ("dense, transformers", "generate", 20.0),
+                ("dense, cuDNN", "CUDA graph", 70.0),
+                ("dense, flash", "CUDA graph", 80.0),
+                ("dense, same cache and graphs", "generate", 75.0),
+                ("classifier", "generate", 110.0),
+            ):
+                speedups = {"times_transformers": rate / 20, "times_same cache and graphs": rate / 75}
+                extra = {"length": length, "batch": batch, "launched_by": by, **speedups}
+                setting = "2 probes" if method == "classifier" else ""
+                rows.append(EvalRow("decoding", method, setting, batch * rate, "tokens a second", samples=4, extra=extra))
+    return rows
+
+
+def test_speed_by_length_is_of_one_prompt() -> None:
+    figure = speed.speed(speed_rows())
+    assert figure is not None
+    prompts, decoded = figure.axes
+    assert {line.get_label(): list(line.get_ydata()) for line in prompts.lines} == {
+        "dense, fastest kernel": [1.0, 1.0], "gate, sparsity 0.9": [0.5, 0.5]
+    }  # fmt: skip
+    assert {line.get_label(): list(line.get_ydata()) for line in decoded.lines} == {
+        "dense, transformers": [20.0, 20.0],
+        "dense, same cache and graphs": [75.0, 75.0],
+        "dense, fastest kernel (CUDA graph)": [80.0, 80.0],
+        "classifier, 2 probes": [110.0, 110.0],
+    }
+    assert [text.get_text() for text in decoded.get_xticklabels()] == ["1k", "4k"]
+    alone = speed.speed([row for row in speed_rows() if row.task == "decoding"])
+    assert alone is not None
+    assert len(alone.axes) == 1
+    assert speed.speed([]) is None
+
+
+def test_many_sparse_lines_become_one_of_each_method() -> None:
+    own = [(0.5, "sparsity 0.5"), (0.1, "sparsity 0.9"), (0.05, "sparsity 0.95"), (0.2, "sparsity 0.8")]
+    rows = [
+        EvalRow("latency", method, setting, 1.0, "seconds", selectivity=reads, extra={"length": 64})
+        for method in ("gate", "quest")
+        for reads, setting in own
+    ]
+    assert [(row.method, row.setting) for row in speed._sparse_rows(rows)] == [
+        ("gate", "sparsity 0.95"), ("quest", "sparsity 0.95")
+    ]  # fmt: skip
+    assert len(speed._sparse_rows(rows[:4])) == 4
+
+
+def test_tables_show_the_batch_and_drop_speedups_first(about: report.Context) -> None:
+    columns = tables.table([row for row in speed_rows() if row.task == "decoding"])
+    assert columns["batch"][:6] == ["1"] * 5 + ["16"]
+    assert columns["launched by"][:2] == ["generate", "CUDA graph"]
+    for width, has_speedups in ((80, False), (160, True)):
+        console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        tables.show(speed_rows(), [], console)
+        text = console.export_text()
+        assert "…" not in text
+        assert ("x same cache and graphs" in text) == has_speedups
+    text = page(speed_rows(), asdict(about), {})
+    assert "<h2>Time to the first token" in text
 
 
 @pytest.mark.parametrize("rises", [[0.1, 3.0, 3900.0], [-1.0, -0.5], [5.0, 80.0]])

@@ -128,6 +128,32 @@ def test_speed_of_decoding_comes_from_its_task() -> None:
     ]
 
 
+def test_speed_is_that_of_one_prompt() -> None:
+    latencies = {"latency_s": 2.0, "ratio_to_dense": 1.0}
+    rows = [
+        row("latency", "dense, SDPA", "", 2.0, 1.0, **latencies),
+        row("latency", "gate", "sparsity 0.9", 1.0, 0.1, **latencies | {"latency_s": 1.0}),
+        row("latency", "dense, SDPA", "64 new after 4032", 0.1, 1.0, latency_s=0.1, extra={"situation": "64 new after 4032"}),
+        row("latency", "gate", "sparsity 0.9, 64 new", 0.2, 0.05, latency_s=0.2, extra={"situation": "64 new after 4032"}),
+        row("decoding", "classifier", "2 probes", 90.0, 0.1, ratio_to_dense=0.5, latency_s=0.01, extra={"batch": 1}),
+        row(
+            "decoding",
+            "classifier",
+            "2 probes",
+            400.0,
+            0.1,
+            ratio_to_dense=4.0,
+            latency_s=0.02,
+            extra={"batch": 8, "length": 8192},
+        ),
+    ]
+    assert verdict(rows) == [
+        "A prefill of 4,096 tokens with the gate (sparsity 0.9) is 2 times as fast as with dense attention; a decoded token "
+        "after 4,096 keys with the classifier (2 probes) takes 2 times as long as with dense attention."
+    ]
+    assert verdict(rows[-1:]) == []
+
+
 def test_dense_attention_alone_has_no_verdict() -> None:
     assert verdict([needle("dense", "", 1.0, 1.0), perplexity("dense", "", 1.0, 1.0)]) == []
     assert verdict([]) == []

@@ -1,6 +1,5 @@
 """Parts that ``msattn generate`` and its chat share: loading, greedy generation with a clock, and what is printed of it."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from msattn.trainer.attach import load_router
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.loading import config_and_tokenizer
+from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.seer.gate import Gate
 
 
@@ -67,7 +67,7 @@ def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -
     models.check_length(model.config, prompt_tokens + max_new_tokens, given)
 
 
-class Clock(BaseStreamer):
+class Clock(TokenClock):
     """Records tokens and their times, and passes them on to another streamer.
 
     Attributes
@@ -76,15 +76,15 @@ class Clock(BaseStreamer):
     """
 
     def __init__(self, streamer: BaseStreamer | None = None) -> None:
+        super().__init__()
         self.tokens: list[int] = []
-        self._times: list[float] = []
         self._streamer = streamer
 
     def put(self, value: Tensor) -> None:
         """Records a new token; the first call is for the prompt."""
-        if self._times:
+        if self.times:
             self.tokens += value.flatten().tolist()
-        self._times.append(time.perf_counter())
+        super().put(value)
         if self._streamer is not None:
             self._streamer.put(value)
 
@@ -95,13 +95,13 @@ class Clock(BaseStreamer):
     @property
     def first_token_s(self) -> float:
         """Seconds to the first new token."""
-        start, first, *_ = self._times
+        start, first, *_ = self.times
         return first - start
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second after the first one; NaN if there are none."""
-        first, *rest = self._times[1:]
+        first, *rest = self.times[1:]
         return len(rest) / (rest[-1] - first) if rest else float("nan")
 
 

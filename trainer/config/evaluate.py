@@ -104,12 +104,16 @@ class PromptsConfig:
 class LatencyConfig:
     """Time to the first token of prompts of ``lengths`` random tokens, dense and at each of ``sparsities``.
 
-    After a warm-up prompt, prompts are measured for ``seconds``, at least one.
+    After a warm-up prompt, prompts are measured for ``seconds``, at least one. One setting of each method is also measured on
+    prompts of at least ``2 * chunk`` tokens in passes of ``chunk`` tokens, and on the last ``turn`` tokens of prompts of at
+    least ``2 * turn`` tokens, after cached ones. None leaves these out.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
     sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9, 0.95])
     seconds: float = 1.0
+    chunk: int | None = 8192
+    turn: int | None = 8192
 
     def __post_init__(self) -> None:
         require(bool(self.lengths), "eval.latency.lengths", self.lengths, "one or more")
@@ -118,23 +122,38 @@ class LatencyConfig:
         for sparsity in self.sparsities:
             require(0 <= sparsity < 1, "eval.latency.sparsities", self.sparsities, "each in [0, 1)")
         require(self.seconds > 0, "eval.latency.seconds", self.seconds, "a positive number")
+        for key in ("chunk", "turn"):
+            tokens = getattr(self, key)
+            require(tokens is None or tokens > 0, f"eval.latency.{key}", tokens, "a positive number of tokens, or null")
 
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """Tokens per second after caches of ``lengths`` random keys, with dense attention and with bucket routing.
+    """Tokens per second of ``generate`` after caches of random keys, with dense attention and with bucket routing.
 
-    ``tokens`` tokens are measured; the bucket lists are rebuilt every 64 tokens.
+    Each of ``batches`` is measured after each of ``lengths`` cached keys, unless all sequences together have more than
+    ``max_keys`` of them (None: no limit). ``tokens`` tokens of each sequence are measured. Up to a batch of
+    ``transformers_batch``, transformers alone is measured too.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096])
+    batches: list[int] = field(default_factory=lambda: [1])
+    max_keys: int | None = None
     tokens: int = 64
+    transformers_batch: int = 1
 
     def __post_init__(self) -> None:
-        require(bool(self.lengths), "eval.decoding.lengths", self.lengths, "one or more")
-        for length in self.lengths:
-            require(length > 0, "eval.decoding.lengths", self.lengths, "each a positive number of keys")
+        for key, unit in {"lengths": "keys", "batches": "sequences"}.items():
+            values = getattr(self, key)
+            require(bool(values), f"eval.decoding.{key}", values, "one or more")
+            for value in values:
+                require(value > 0, f"eval.decoding.{key}", values, f"each a positive number of {unit}")
         require(self.tokens > 0, "eval.decoding.tokens", self.tokens, "a positive number")
+        require(
+            self.max_keys is None or self.max_keys > 0, "eval.decoding.max_keys", self.max_keys, "a positive number, or null"
+        )
+        batch = self.transformers_batch
+        require(batch >= 0, "eval.decoding.transformers_batch", batch, "0 or more sequences")
 
 
 @dataclass(frozen=True)

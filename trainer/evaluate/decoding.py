@@ -1,14 +1,17 @@
-"""Tokens per second in decoding, with dense attention and with bucket routing, after caches of random keys instead of a prompt.
+"""Tokens per second of ``generate``, with dense attention and with bucket routing, after caches of random keys.
 
 Decoding time depends on the number of keys that are read, so no prompt is needed and the cache may be longer than the model's
-positions. All layers, also dense ones, use a cache with free positions, because transformers' cache copies all keys for each
-token.
+positions. ``generate`` runs as users call it: what it does besides the model counts. PyTorch's SDPA kernels, which transformers
+uses only with a copy of the cache for each token, are measured without this copy and, on a GPU, as a CUDA graph of one token,
+which leaves out all work of the host.
 """
 
+import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,15 +21,15 @@ from torch import Tensor
 from msattn.kernels.bench.timing import graphed, time_ms
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
-from msattn.trainer.evaluate.latency import DENSE_PREFIX
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, Router
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.tap import dense_attention, tap
+from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.serving.cache import BucketLayer, install_layers
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -35,69 +38,99 @@ if TYPE_CHECKING:
     from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
 
-WARMUP_TOKENS = 3  # not measured: kernels compile and memory is allocated
-
-
-class DecodingCase(NamedTuple):
-    """A method in a setting, the SDPA ``kernel`` that it uses, and a context manager that attaches it to the model.
-
-    The cache keeps the buckets of ``router``, except in ``dense_layers``.
-    """
-
-    method: str
-    setting: str
-    kernel: str | None
-    router: Router
-    dense_layers: tuple[int, ...]
-    attached: Callable[[], AbstractContextManager["Sparse | None"]]
+WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
+TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow
+ALWAYS_DENSE = 10**9  # keys; no cache is as long
+TRANSFORMERS, SAME_MACHINERY = f"{DENSE_PREFIX}transformers", f"{DENSE_PREFIX}same cache and graphs"
 
 
 @dataclass(frozen=True)
 class DecodingRun:
-    """Measurements of one method after one cache length.
+    """Measurements of one method with one batch after one cache length.
 
     Attributes
     ----------
-    rate : tokens per second, each launched by the host.
-    device_rate : tokens per second of a CUDA graph; None on a CPU, or for the reason in ``note``.
+    rate : tokens per second, of all sequences together.
     peak_mb : peak memory in MiB.
-    selectivity : share of the keys that is read.
+    selectivity : share of the keys that is read; None for dense attention.
+    tokens : number of measured tokens of each sequence.
+    note : remark for the reader.
     """
 
     rate: float
-    device_rate: float | None
     peak_mb: float
     selectivity: float | None
+    tokens: int
     note: str = ""
 
 
+class DecodingCase(NamedTuple):
+    """A method in a setting, what launches its tokens, and a function that measures it with a batch after a length.
+
+    ``largest_batch`` limits the batches with which it is measured.
+    """
+
+    method: str
+    setting: str
+    launched_by: str
+    measure: Callable[[int, int], DecodingRun]
+    largest_batch: int | None = None
+
+
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
-    """Returns, for each length, a row for each dense kernel and one for each routing with ``probes`` buckets."""
-    model, settings = loaded.model, cfg.eval.decoding
+    """Returns, for each length and batch, a row for each kind of dense attention and one for each routing."""
+    settings = cfg.eval.decoding
+    cases = _cases(loaded.model, cfg, methods)
+    sizes = [(batch, length) for length, batch in product(settings.lengths, settings.batches)]
+    bar = progress.add_task("decoding", total=len(cases) * len(sizes))
+    rows: list[EvalRow] = []
+    for batch, length in sizes:
+        where = f"after {length:,} keys" + f", batch {batch}" * (batch > 1)
+        if settings.max_keys is not None and batch * length > settings.max_keys:
+            methods.notes.append(f"decoding {where}: left out by eval.decoding.max_keys={settings.max_keys:,}")
+            progress.advance(bar, len(cases))
+            continue
+        done: list[tuple[DecodingCase, DecodingRun]] = []
+        for case in cases:
+            progress.advance(bar)
+            if case.largest_batch is not None and batch > case.largest_batch:
+                continue
+            _free_memory()
+            try:
+                done.append((case, case.measure(batch, length)))
+            except BackendUnavailable as reason:
+                methods.notes.append(f"{case.method} {where}: not timed: {reason}")
+        methods.notes.extend(f"{case.method} {where}: {each.note}" for case, each in done if each.note)
+        dense = {case.method.removeprefix(DENSE_PREFIX): each for case, each in done if case.method.startswith(DENSE_PREFIX)}
+        rows += [as_row(case, batch, length, each, dense) for case, each in done]
+    return rows
+
+
+def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethods) -> list[DecodingCase]:
+    """Returns the methods to measure, dense attention first."""
     routings = methods.bucket_routings or [_untrained_router(cfg, model)]
-    cases = [
-        DecodingCase(f"{DENSE_PREFIX}{name}", "", kernel, routings[0].router, (), partial(tap, model, dense_attention))
-        for name, kernel in SDPA_BACKENDS[model.device.type].items()
-    ]
+    tokens, seed = cfg.eval.decoding.tokens, cfg.seed
+    by_transformers = partial(measure_transformers, model, tokens=min(tokens, TRANSFORMERS_TOKENS), seed=seed)
+    cases = [DecodingCase(TRANSFORMERS, "", "generate", by_transformers, cfg.eval.decoding.transformers_batch)]
+    launched_by = "CUDA graph" if model.device.type == "cuda" else "host"
+    for name, kernel in SDPA_BACKENDS[model.device.type].items():
+        measure = partial(measure_kernel, model, kernel, tokens=tokens, seed=seed)
+        cases.append(DecodingCase(f"{DENSE_PREFIX}{name}", "", launched_by, measure))
+    always_dense = partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE)
+    cases.append(DecodingCase(SAME_MACHINERY, "", "generate", partial(_measure_attached, model, always_dense, tokens, seed)))
     for routing in routings:
         ((label, probes),) = routing.settings([routing.probes])
         attached = partial(routing.attach, model, probes)
-        cases.append(DecodingCase(routing.name, label, None, routing.router, routing.dense_layers, attached))
-    bar = progress.add_task("decoding", total=len(cases) * len(settings.lengths))
-    rows: list[EvalRow] = []
-    for length in settings.lengths:
-        done: list[tuple[DecodingCase, DecodingRun]] = []
-        for case in cases:
-            try:
-                with use_backend(case.kernel):
-                    done.append((case, measure(model, case, length, cfg)))
-            except BackendUnavailable as reason:
-                methods.notes.append(f"{case.method} after {length:,} keys: not timed: {reason}")
-            progress.advance(bar)
-        methods.notes.extend(f"{case.method} after {length:,} keys: {each.note}" for case, each in done if each.note)
-        dense = {case.method.removeprefix(DENSE_PREFIX): each for case, each in done if case.method.startswith(DENSE_PREFIX)}
-        rows += [as_row(case.method, case.setting, length, each, dense, settings.tokens) for case, each in done]
-    return rows
+        measure = partial(_measure_attached, model, attached, tokens, seed)
+        cases.append(DecodingCase(routing.name, label, "generate", measure))
+    return cases
+
+
+def _free_memory() -> None:
+    """Collects the cache and the graphs of the last measurement, so that the next one has all memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
@@ -112,52 +145,100 @@ def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRou
     return BucketRoutingMethod.configured("classifier, untrained", router, cfg)
 
 
-@torch.inference_mode()
-def filled_cache(model: "PreTrainedModel", router: Router, dense_layers: tuple[int, ...], length: int, seed: int) -> "Cache":
-    """Returns a cache of ``length`` random keys and values, with buckets of ``router`` except in ``dense_layers``."""
-    from transformers import DynamicCache
-
-    config = model.config
-    cache: Any = DynamicCache(config=config)
-    install_layers(cache, router, num_layers=models.num_layers(config), dense_layers=dense_layers)
-    generator = torch.Generator(model.device).manual_seed(seed)
-    size = 2, 1, models.num_kv_heads(config), length, models.head_dim(config)
-    for number, layer in enumerate(cache.layers):
-        k, v = layer.update(*torch.randn(size, generator=generator, dtype=model.dtype, device=model.device))
-        if isinstance(layer, BucketLayer):
-            x = LayerInputs(number, k, k, v, k, k, cos=k, sin=k, scale=1.0, kv_start=None, cache=layer)
-            layer.assign(router, x)  # reads only the keys of x
-    return cache
+def measure_transformers(model: "PreTrainedModel", batch: int, length: int, *, tokens: int, seed: int) -> DecodingRun:
+    """Measures ``generate`` of transformers alone, with its default cache."""
+    with use_backend(None):
+        cache = random_dynamic_cache(model, batch, length, seed=seed)
+        return measure_generate(model, cache, batch, length, tokens, nullcontext)
 
 
-@torch.inference_mode()
-def next_token(model: "PreTrainedModel", cache: "Cache", token: Tensor) -> Tensor:
-    """Returns the greedy token after ``token [1, 1]``, and appends ``token`` to the cache."""
-    generate: Any = model
-    return generate(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+def _measure_attached(
+    model: "PreTrainedModel",
+    attached: Callable[[], AbstractContextManager["Sparse"]],
+    tokens: int,
+    seed: int,
+    batch: int,
+    length: int,
+) -> DecodingRun:
+    """Measures ``generate`` of an attached model."""
+    with use_backend(None):
+        cache = random_cache(model, batch, length, new_tokens=WARMUP_TOKENS + tokens, seed=seed)
+        return measure_generate(model, cache, batch, length, tokens, attached)
 
 
-def measure(model: "PreTrainedModel", case: DecodingCase, length: int, cfg: EvalRunConfig) -> DecodingRun:
-    """Measures tokens launched by the host and, on a GPU, one token replayed as a CUDA graph."""
-    device, tokens = model.device, cfg.eval.decoding.tokens
-    cache = filled_cache(model, case.router, case.dense_layers, length, cfg.seed)
-    token = torch.zeros(1, 1, dtype=torch.long, device=device)
-    with case.attached() as sparse:
+def measure_generate(
+    model: "PreTrainedModel",
+    cache: "Cache",
+    batch: int,
+    length: int,
+    tokens: int,
+    attached: Callable[[], AbstractContextManager["Sparse | None"]],
+) -> DecodingRun:
+    """Measures the last ``tokens`` tokens of greedy generation after a cache of ``length`` keys of each sequence."""
+    ids = torch.zeros(batch, length + 1, dtype=torch.long, device=model.device)
+    clock, new_tokens = TokenClock(), WARMUP_TOKENS + tokens
+    generating: Any = model
+    with attached() as sparse, cost(model.device) as spent:
+        generating.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=clock,
+            disable_compile=True,  # the cache that is passed is a StaticCache only until it is taken over
+        )
+    # The first time is that of the prompt.
+    seconds = clock.times[new_tokens] - clock.times[WARMUP_TOKENS]
+    stats = sparse.stats() if sparse else {}
+    selectivity = None if stats.get("dense_by_choice") else stats.get("selectivity")
+    fallbacks = stats.get("dense_fallbacks")
+    note = f"{fallbacks:,} passes of a layer were dense, because its keys have no buckets" if fallbacks else ""
+    return DecodingRun(batch * tokens / seconds, spent.peak_mb, selectivity, tokens, note)
+
+
+def measure_kernel(
+    model: "PreTrainedModel", kernel: str | None, batch: int, length: int, *, tokens: int, seed: int
+) -> DecodingRun:
+    """Measures dense attention with an SDPA kernel: one token as a CUDA graph or, on a CPU, ``tokens`` tokens.
+
+    Raises
+    ------
+    BackendUnavailable : the kernel cannot run, or cannot be captured.
+    """
+    device, begin = model.device, torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    with use_backend(kernel), tap(model, dense_attention):
+        cache = with_growing_layers(model, random_cache(model, batch, length, new_tokens=WARMUP_TOKENS + tokens, seed=seed))
+        if device.type == "cuda":
+            with cost(device) as spent:
+                step_ms = _graph_ms(partial(step, model, cache, begin), device)
+            return DecodingRun(1e3 * batch / step_ms, spent.peak_mb, None, 1)
+        token = begin
         for _ in range(WARMUP_TOKENS):
             token = next_token(model, cache, token)
         with cost(device) as spent:
             for _ in range(tokens):
                 token = next_token(model, cache, token)
-        selectivity = sparse.stats()["selectivity"] if sparse else None
-    host_run = DecodingRun(tokens / spent.seconds, None, spent.peak_mb, selectivity)
-    if device.type != "cuda":
-        return host_run
+    return DecodingRun(batch * tokens / spent.seconds, spent.peak_mb, None, tokens)
+
+
+def _graph_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the milliseconds of a call as a CUDA graph; BackendUnavailable if it cannot be captured."""
     try:
-        with case.attached():
-            graph_ms = time_ms(graphed(partial(step, model, cache, token), device.type), device.type)
+        return time_ms(graphed(call, device.type), device.type).median
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        return replace(host_run, note=f"not timed as a CUDA graph: {' '.join(str(error).split())}")
-    return replace(host_run, device_rate=1e3 / graph_ms.median)
+        raise BackendUnavailable(f"no CUDA graph: {' '.join(str(error).split())}") from error
+
+
+@torch.inference_mode()
+def next_token(model: "PreTrainedModel", cache: "Cache", token: Tensor) -> Tensor:
+    """Returns the greedy tokens after ``token [B, 1]``, and appends ``token`` to the cache."""
+    generate: Any = model
+    return generate(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
 
 
 @torch.inference_mode()
@@ -168,22 +249,24 @@ def step(model: "PreTrainedModel", cache: Any, token: Tensor) -> Tensor:
     return following_token
 
 
-def as_row(method: str, setting: str, length: int, done: DecodingRun, dense: dict[str, DecodingRun], tokens: int) -> EvalRow:
-    """Returns the row of a run; ``dense`` holds the runs of the dense kernels at the same length."""
-    times = {f"times_{name}": done.rate / each.rate for name, each in dense.items()}
-    if done.device_rate:
-        on_device = {name: each.device_rate for name, each in dense.items() if each.device_rate}
-        times |= {f"device_times_{name}": done.device_rate / rate for name, rate in on_device.items()}
+def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense: dict[str, DecodingRun]) -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the runs of dense attention with the same batch and length."""
     return EvalRow(
         task="decoding",
-        method=method,
-        setting=setting,
+        method=case.method,
+        setting=case.setting,
         score=done.rate,
         score_name="tokens a second",
         ratio_to_dense=done.rate / max(each.rate for each in dense.values()) if dense else None,
         selectivity=done.selectivity,
-        latency_s=1 / done.rate,
+        latency_s=batch / done.rate,
         peak_memory_mb=done.peak_mb,
-        samples=tokens,
-        extra={"length": length, "device_tokens_per_s": done.device_rate, **times},
+        samples=done.tokens,
+        extra={
+            "length": length,
+            "batch": batch,
+            "launched_by": case.launched_by,
+            "device_tokens_per_s": done.rate if case.launched_by == "CUDA graph" else None,
+            **{f"times_{name}": done.rate / each.rate for name, each in dense.items()},
+        },
     )

@@ -2,7 +2,8 @@
 
 Prompts are random tokens, because time depends on shapes and on the number of blocks that are read. Each prompt fills a cache,
 as in ``generate``. Dense attention is called through the same hooks, with each of PyTorch's fused SDPA kernels, so that the
-rest of the model is the same.
+rest of the model is the same. Prompts that are prefilled in several passes, and new tokens after cached ones, are measured with
+one setting of each method beside the fastest dense kernel.
 """
 
 import math
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.trainer.config import EvalRunConfig, GateConfig, SelectConfig
+from msattn.trainer.config import EvalRunConfig, GateConfig, LatencyConfig, SelectConfig
+from msattn.trainer.evaluate.caches import random_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
@@ -27,13 +29,29 @@ from msattn.trainer.seer.gate import Gate
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
     from msattn.trainer.models.loading import Loaded
 
 ReadStats = Callable[[], dict[str, Any]]  # returns the sparsity and the seconds of each part, since the context began
 
-DENSE_PREFIX = "dense, "  # start of a method's name, followed by the name of the SDPA kernel
+
+class Situation(NamedTuple):
+    """How a prompt meets the cache.
+
+    Attributes
+    ----------
+    name : end of the setting of its rows; empty for a whole prompt in one pass.
+    cached : first tokens of the prompt whose keys, random ones, are in the cache already.
+    chunk : largest number of tokens of a pass; None: no limit.
+    """
+
+    name: str = ""
+    cached: int = 0
+    chunk: int | None = None
+
+
+WHOLE_PROMPT = Situation()
 
 
 class LatencyCase(NamedTuple):
@@ -43,6 +61,11 @@ class LatencyCase(NamedTuple):
     setting: str
     kernel: str | None
     attached: Callable[[], AbstractContextManager[ReadStats]]
+
+    @property
+    def kernel_name(self) -> str | None:
+        """Name of the SDPA kernel of dense attention; None for sparse attention."""
+        return self.method.removeprefix(DENSE_PREFIX) if self.method.startswith(DENSE_PREFIX) else None
 
 
 @dataclass(frozen=True)
@@ -61,35 +84,65 @@ class LatencyRun:
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
-    """Returns, for each length, a row for each dense kernel and one for each block selection at each sparsity."""
+    """Returns, for each length, a row for each dense kernel and one for each block selection at each sparsity.
+
+    Rows of the other situations follow.
+    """
     settings, model = cfg.eval.latency, loaded.model
     kernels = SDPA_BACKENDS[model.device.type]
     trained = any(block.gate for block in methods.block_selections)
     blocks = methods.block_selections if trained else [_untrained_gate(cfg, model), *methods.block_selections]
-    plan = [(block, label, select) for block in blocks for label, select in block.settings(settings.sparsities)]
-    cases = [
+    dense = [
         LatencyCase(f"{DENSE_PREFIX}{name}", "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()
     ]
-    cases += [
-        LatencyCase(block.name, label, None, partial(_attach_sparse, model, block, select)) for block, label, select in plan
-    ]
-    bar = progress.add_task("latency", total=len(cases) * len(settings.lengths))
+    cases = dense + [case for block in blocks for case in _sparse_cases(model, block, settings.sparsities)]
+    # Of each method, the setting with the configured sparsity.
+    of_situations = dense + [_sparse_cases(model, block, [getattr(block.select, "sparsity", 0.0)])[0] for block in blocks]
+    plan = [(length, WHOLE_PROMPT, cases) for length in settings.lengths]
+    plan += [(length, each, of_situations) for length in settings.lengths for each in situations(length, settings)]
+    bar = progress.add_task("latency", total=sum(len(of_case) for _, _, of_case in plan))
     rows: list[EvalRow] = []
-    for length in settings.lengths:
+    for length, situation, measured in plan:
         ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(cfg.seed))
         done: list[tuple[LatencyCase, LatencyRun]] = []
-        for case in cases:
+        for case in measured:
             try:
                 with use_backend(case.kernel):
-                    done.append((case, measure(model, ids.to(model.device), case.attached, settings.seconds)))
+                    run_of_case = measure(model, ids.to(model.device), case.attached, settings.seconds, situation)
+                done.append((case, run_of_case))
             except BackendUnavailable as reason:
-                methods.notes.append(f"{case.method} at {length:,} tokens: not timed: {reason}")
+                where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
+                methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
             progress.advance(bar)
-        dense = {
-            case.method.removeprefix(DENSE_PREFIX): each.median_s for case, each in done if case.method.startswith(DENSE_PREFIX)
-        }
-        rows += [as_row(case.method, case.setting, length, each, dense) for case, each in done]
+        rows += _rows_of(done, length, situation)
     return _with_break_even(rows, methods.notes)
+
+
+def _sparse_cases(model: "PreTrainedModel", block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
+    return [
+        LatencyCase(block.name, label, None, partial(_attach_sparse, model, block, select))
+        for label, select in block.settings(sparsities)
+    ]
+
+
+def situations(length: int, settings: LatencyConfig) -> list[Situation]:
+    """Returns the situations, besides a whole prompt, in which ``length`` tokens are measured."""
+    found = []
+    if settings.chunk is not None and length >= 2 * settings.chunk:
+        found.append(Situation(f"chunks of {settings.chunk}", chunk=settings.chunk))
+    if settings.turn is not None and length >= 2 * settings.turn:
+        found.append(Situation(f"{settings.turn} new after {length - settings.turn}", cached=length - settings.turn))
+    return found
+
+
+def _rows_of(done: "list[tuple[LatencyCase, LatencyRun]]", length: int, situation: Situation) -> list[EvalRow]:
+    """Returns the rows of the runs of one length and situation; of dense kernels, all only for whole prompts."""
+    dense = {case.kernel_name: each.median_s for case, each in done if case.kernel_name}
+    if situation is not WHOLE_PROMPT and dense:
+        fastest = min(dense, key=lambda name: dense[name])
+        dense = {fastest: dense[fastest]}
+        done = [(case, each) for case, each in done if case.kernel_name in (None, fastest)]
+    return [as_row(case.method, case.setting, length, each, dense, situation.name) for case, each in done]
 
 
 def _untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
@@ -120,24 +173,35 @@ def _attach_sparse(model: "PreTrainedModel", block: BlockSelectionMethod, select
 
 
 @torch.inference_mode()
-def first_token(model: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """Returns the greedy token after the prompt ``ids [1, N]``; keys and values go to a cache."""
+def first_token(model: "PreTrainedModel", ids: Tensor, cache: "Cache | None" = None, chunk: int | None = None) -> Tensor:
+    """Returns the greedy token after ``ids [1, N]``, in passes of ``chunk`` tokens; keys and values go to a cache."""
     generate: Any = model
-    return generate(input_ids=ids, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+    for tokens in ids.split(chunk or ids.shape[1], dim=1):
+        output = generate(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output.logits.argmax(-1)
 
 
 def measure(
-    model: "PreTrainedModel", ids: Tensor, attached: Callable[[], AbstractContextManager[ReadStats]], seconds: float
+    model: "PreTrainedModel",
+    ids: Tensor,
+    attached: Callable[[], AbstractContextManager[ReadStats]],
+    seconds: float,
+    situation: Situation = WHOLE_PROMPT,
 ) -> LatencyRun:
-    """Runs a warm-up prompt, then measures prompts until they took ``seconds``."""
+    """Runs a warm-up prompt, then measures prompts until they took ``seconds``.
+
+    Cached tokens are those of the warm-up again, so that what an attached model keeps of them is known, as in a conversation.
+    """
+    new, cache = ids[:, situation.cached :], _cache(model, ids, situation)
     with attached():
-        first_token(model, ids)
+        first_token(model, new, cache, situation.chunk)
     taken: list[float] = []
     peaks: list[float] = []
     with attached() as read_stats:
         while sum(taken) < seconds:
+            cache = _cache(model, ids, situation, cache)
             with cost(model.device) as spent:
-                first_token(model, ids)
+                first_token(model, new, cache, situation.chunk)
             taken.append(spent.seconds)
             peaks.append(spent.peak_mb)
         stats = read_stats()
@@ -145,12 +209,25 @@ def measure(
     return LatencyRun(taken, max(peaks), stats["sparsity"], **parts)
 
 
-def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict[str, float]) -> EvalRow:
-    """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length."""
+def _cache(model: "PreTrainedModel", ids: Tensor, situation: Situation, used: "Cache | None" = None) -> "Cache | None":
+    """Returns the cache before a prompt, ``used`` without its tokens if possible; None: the model creates one."""
+    from transformers import DynamicCache
+
+    new_tokens = ids.shape[1] - situation.cached
+    if situation.cached and used is not None:
+        used.crop(-new_tokens)
+        return used
+    if situation.cached:
+        return with_growing_layers(model, random_cache(model, 1, situation.cached, new_tokens=new_tokens, seed=0))
+    return with_growing_layers(model, DynamicCache(config=model.config)) if situation.chunk else None
+
+
+def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict[str, float], situation: str = "") -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length and in its situation."""
     return EvalRow(
         task="latency",
         method=method,
-        setting=setting,
+        setting=", ".join(filter(None, (setting, situation))),
         score=done.median_s,
         score_name="seconds to the first token",
         ratio_to_dense=done.median_s / min(dense.values()) if dense else None,
@@ -161,6 +238,7 @@ def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict
         samples=len(done.seconds),
         extra={
             "length": length,
+            "situation": situation,
             "selection_s": done.selection_s,
             "attention_s": done.attention_s,
             "selection_share": done.selection_s / done.median_s,
@@ -173,13 +251,17 @@ def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     """Returns the rows with the break-even length of their setting, and appends a note on each setting to ``notes``."""
     found: dict[tuple[str, str], int | None] = {}
-    for method, setting in dict.fromkeys((each.method, each.setting) for each in rows if each.setting):
+    for method, setting in dict.fromkeys((each.method, each.setting) for each in rows if _has_break_even(each)):
         own = (each for each in rows if (each.method, each.setting) == (method, setting))
         ratios = {each.extra["length"]: each.ratio_to_dense for each in own if each.ratio_to_dense}
         found[method, setting] = tokens = break_even(ratios)
         where = "at no measured length" if tokens is None else f"from {tokens:,} tokens on"
         notes.append(f"{method}, {setting}: faster than the fastest dense attention {where}.")
     return [replace(each, extra=each.extra | {"break_even": found.get((each.method, each.setting))}) for each in rows]
+
+
+def _has_break_even(row: EvalRow) -> bool:
+    return not row.method.startswith(DENSE_PREFIX) and not row.extra["situation"]
 
 
 def break_even(ratios: dict[int, float]) -> int | None:

@@ -86,9 +86,10 @@ class BucketRoutingMethod:
                 raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets for each key/value head")
         return [(f"{count} probe" + "s" * (count != 1), count) for count in probes]
 
-    def attach(self, model: "PreTrainedModel", probes: int) -> AbstractContextManager["Sparse"]:
+    def attach(self, model: "PreTrainedModel", probes: int, *, dense_below: int = 0) -> AbstractContextManager["Sparse"]:
+        """Attaches the routing to ``model``, by default so that it decodes sparsely after prompts of every length."""
         window: dict[str, Any] = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
-        return attach(model, qmodel=self.router, probes=probes, **window)
+        return attach(model, qmodel=self.router, probes=probes, dense_below=dense_below, **window)
 
 
 @dataclass(frozen=True)

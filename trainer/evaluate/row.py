@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WINDOW = "window only"  # method name of routing with 0 probes: sink and recent keys alone
+DENSE_PREFIX = "dense, "  # start of the names of dense methods, where several are measured
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class EvalRow:
     sparsity : share of the causally visible blocks that was not read; None for routing.
     selectivity : share of the visible keys that was read.
     recall : share of the attention mass in what was read; None if not measured.
-    latency_s, peak_memory_mb : seconds and peak MiB of one sample; None if the task runs more than serving would.
+    latency_s, peak_memory_mb : seconds and peak MiB of one sample (``decoding``: a token of each sequence); None if the task
+        runs more than serving would.
     samples : number of samples that the score averages over.
     extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task: ``length`` of the prompts, if it
         has one, and ``device``, the type of device. Tasks with answers: ``examples``, see
         :func:`~msattn.trainer.evaluate.report.examples.examples`. One row each: ``maps`` and ``decoded``, see
-        :mod:`~msattn.trainer.evaluate.reads`.
+        :mod:`~msattn.trainer.evaluate.reads`. ``latency``: ``situation``, the name of a
+        :class:`~msattn.trainer.evaluate.latency.Situation`. ``decoding``: ``batch``, and what each token is ``launched_by``.
     """
 
     task: str

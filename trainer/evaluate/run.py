@@ -100,12 +100,15 @@ def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Compariso
 
 
 def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
-    """Returns ``{"task/method/setting": score}`` for a tracker, with the length after the task where it has several."""
+    """Returns ``{"task/method/setting": score}`` for a tracker, with the length, and the batch, after tasks with several."""
     return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
 
 
 def _length(row: EvalRow) -> str:
-    return str(row.extra["length"]) if row.task in ("needle", "latency", "decoding") else ""
+    if row.task not in ("needle", "latency", "decoding"):
+        return ""
+    batch = row.extra.get("batch", 1)
+    return f"{row.extra['length']}" + f"x{batch}" * (batch > 1)
 
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:

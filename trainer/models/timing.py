@@ -1,4 +1,4 @@
-"""Timing of the phases of a run without device synchronization."""
+"""Timing of the phases of a run without device synchronization, and of the tokens of ``generate``."""
 
 import time
 from collections.abc import Iterator
@@ -6,6 +6,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+
+class TokenClock(BaseStreamer):
+    """Records when ``generate`` hands over the prompt and each new token, for batches too.
+
+    Attributes
+    ----------
+    times : seconds of the host's clock, of the prompt first.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Records the time; the first call is for the prompt."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Does nothing."""
 
 
 class PhaseTimer:

@@ -22,6 +22,14 @@ CAPTIONS = {
         "routing (if the task <code>decoding</code> ran). Best is the upper left corner for needles and the lower left corner "
         "for perplexity. The dotted line is dense attention."
     ),
+    "speed": (
+        "Left: time to the first token of one prompt. Right: tokens per second of <code>model.generate</code> for one sequence "
+        "after a cache of random keys. <i>Dense, transformers</i> is the model with nothing attached. <i>Dense, same cache and "
+        "graphs</i> reads every key through the cache and the CUDA graphs of <code>msattn.attach</code>, so its distance to "
+        "the sparse lines is due to the keys that these do not read. The fastest kernel is the fastest of PyTorch's SDPA "
+        "backends at each length; in decoding it runs without <code>generate</code>, on a GPU as a CUDA graph of one token. "
+        "With many methods, each is shown in its setting that reads the fewest keys."
+    ),
     "perplexity": (
         "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "
         "true attention map. It is the target of a gate's training, but saves no time, because the map needs dense attention. "

@@ -29,7 +29,7 @@ class ComparedRow(NamedTuple):
         task, score = self.row.task, self.row.score
         length = self.row.extra.get("length")
         return {
-            "task": f"{task}, {length:,}" if length else task,
+            "task": ", ".join(filter(None, (task, f"{length:,}" if length else "", batch_text(self.row)))),
             "method": method_title(self.row.method),
             "setting": self.row.setting,
             "this": score_text(task, score),
@@ -126,14 +126,20 @@ def score_text(task: str, score: float) -> str:
     return f"{score:.1%}"
 
 
+def batch_text(row: EvalRow) -> str:
+    """Returns the batch as text; an empty string for one sequence."""
+    batch = row.extra.get("batch", 1)
+    return f"batch {batch}" if batch > 1 else ""
+
+
 def _difference(task: str, here: float, there: float) -> str:
     if task in RELATIVE:
         return f"{100 * (here / there - 1):+.1f} %" if there else ""
     return f"{here - there:+.3f}" if task == "perplexity" else f"{100 * (here - there):+.1f} points"
 
 
-def _key(row: EvalRow) -> tuple[str, Any, str, str]:
-    return row.task, row.extra.get("length"), row.method, row.setting
+def _key(row: EvalRow) -> tuple[str, Any, Any, str, str]:
+    return row.task, row.extra.get("length"), row.extra.get("batch", 1), row.method, row.setting
 
 
 def _settings(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

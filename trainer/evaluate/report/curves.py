@@ -6,6 +6,7 @@ from msattn.trainer.evaluate.report.style import (
     BLUE,
     INK,
     by_method,
+    is_of_one_prompt,
     key_share_axis,
     legend_outside,
     method_style,
@@ -90,9 +91,9 @@ def latency(rows: list[EvalRow]) -> "Figure | None":
 
     With many methods, each is plotted in its setting that reads the fewest keys.
     """
+    rows = _few_lines([row for row in rows if is_of_one_prompt(row)])
     if not rows:
         return None
-    rows = _few_lines(rows)
     figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
     lengths = sorted({row.extra["length"] for row in rows})
     _plot_speedups(speedup, rows, lengths)

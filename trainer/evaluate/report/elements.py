@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msattn.trainer.evaluate.report.style import BLUE, GRID, INK
 
-TEXT_COLUMNS = ("task", "method", "setting", "answer", "key", "here", "there")
+TEXT_COLUMNS = ("task", "method", "setting", "launched by", "answer", "key", "here", "there")
 THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}  # colours of figures that follow the page's theme
 
 

@@ -18,7 +18,7 @@ from msattn.trainer.evaluate.report.verdict import verdict
 from msattn.trainer.evaluate.row import EvalRow
 
 _FOLDER = files("msattn.trainer.evaluate.report")
-OWN_SECTIONS = ("tradeoff", "recall_maps", "recall_decoded")  # figures that stand before the tables of the tasks
+OWN_SECTIONS = ("tradeoff", "speed", "recall_maps", "recall_decoded")  # figures that stand before the tables of the tasks
 MANY_NOTES = 4  # more notes are folded
 
 
@@ -35,7 +35,8 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
     drawn = {name: figure(path, CAPTIONS[name]) for name, path in figures.items()}
     sections = {
         "Verdict": "".join(f"<p>{escape(_unbroken(sentence))}</p>" for sentence in verdict(rows)) + _notes(about["notes"]),
-        "Speed beside quality": _tradeoff(drawn, about),
+        "Speed beside quality": _timed("tradeoff", drawn, about),
+        "Speed by length": _timed("speed", drawn, about),
         "Example answers": examples(rows),
         "What attention reads": _reads(drawn),
         **({f"Compared with {comparison.title}": _comparison(comparison)} if comparison else {}),
@@ -78,13 +79,15 @@ def _notes(notes: list[str]) -> str:
     return folded(f"Notes ({len(notes)})", body, is_open=len(notes) <= MANY_NOTES) if notes else ""
 
 
-def _tradeoff(drawn: dict[str, str], about: dict[str, Any]) -> str:
-    note = f'<p class="note">{escape(CPU_NOTE)}</p>' if about["machine"]["device"] == "cpu" else ""
-    return note + drawn["tradeoff"] if "tradeoff" in drawn else ""
+def _timed(name: str, drawn: dict[str, str], about: dict[str, Any]) -> str:
+    """Returns a figure of times; on a CPU with a note on them, before the first such figure."""
+    first = next((each for each in OWN_SECTIONS if each in drawn), "") == name
+    note = f'<p class="note">{escape(CPU_NOTE)}</p>' if first and about["machine"]["device"] == "cpu" else ""
+    return note + drawn[name] if name in drawn else ""
 
 
 def _reads(drawn: dict[str, str]) -> str:
-    found = [drawn[name] for name in OWN_SECTIONS[1:] if name in drawn]
+    found = [drawn[name] for name in ("recall_maps", "recall_decoded") if name in drawn]
     return "\n".join(found)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msattn.trainer.evaluate.report import curves, heatmaps, tradeoff
+from msattn.trainer.evaluate.report import curves, heatmaps, speed, tradeoff
 from msattn.trainer.evaluate.report.style import drawing
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
+SEVERAL_TASKS = ("tradeoff", "speed")  # figures that are drawn from the rows of more than one task
 FIGURES: dict[str, Callable[[list[EvalRow]], "Figure | None"]] = {
     "tradeoff": tradeoff.tradeoff,
+    "speed": speed.speed,
     "perplexity": curves.perplexity,
     "recall": curves.recall,
     "recall_heads": heatmaps.recall_heads,
@@ -37,7 +39,7 @@ def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
     for name, figure_of in FIGURES.items():
         task = name.split("_")[0]
         with drawing():
-            figure = figure_of(rows if task == "tradeoff" else [row for row in rows if row.task == task])
+            figure = figure_of(rows if name in SEVERAL_TASKS else [row for row in rows if row.task == task])
             if figure is not None:
                 drawn[name] = folder / f"{name}.png"
                 figure.savefig(drawn[name], dpi=DPI)

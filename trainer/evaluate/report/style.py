@@ -47,6 +47,11 @@ def is_trained(method: str) -> bool:
     return method.startswith(("gate", "classifier")) and not method.endswith((", untrained", ", top-k", ", independent"))
 
 
+def is_of_one_prompt(row: EvalRow) -> bool:
+    """Returns False for rows of several sequences, of chunked prefill and of tokens after cached ones."""
+    return row.extra.get("batch", 1) == 1 and not row.extra.get("situation")
+
+
 def row_title(row: EvalRow) -> str:
     """Returns the name of a method with its setting."""
     return f"{method_title(row.method)}, {row.setting}" if row.setting else method_title(row.method)

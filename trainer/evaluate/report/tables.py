@@ -18,9 +18,13 @@ HEADINGS = {
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
 }
+SPEEDUP = "x "  # start of the columns of speed-ups
 SAMPLE_UNITS = dict.fromkeys(("needle", "prompts", "latency"), "prompts per row") | {"decoding": "tokens per row"}
-# A terminal that is too narrow drops these columns, in this order.
-OPTIONAL_COLUMNS = ("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection")
+# A terminal that is too narrow drops these columns, in this order, and then speed-ups, the widest first.
+OPTIONAL_COLUMNS = (
+    *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
+    *("launched by", "break-even"),
+)
 
 
 def caption(rows: list[EvalRow]) -> str:
@@ -82,7 +86,7 @@ def _prompts(rows: list[EvalRow]) -> dict[str, list[str]]:
 def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "tokens": [f"{row.extra['length']:,}" for row in rows],
-        **_speedups(rows, "times_"),
+        **_speedups(rows),
         "selection": [_percent(row.extra["selection_share"]) for row in rows],
         "attention": [_percent(row.extra["attention_share"]) for row in rows],
         "break-even": [f"{row.extra['break_even']:,}" if row.extra["break_even"] else "" for row in rows],
@@ -90,22 +94,20 @@ def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
 
 
 def _decoding(rows: list[EvalRow]) -> dict[str, list[str]]:
-    device = [row.extra["device_tokens_per_s"] for row in rows]
     return {
+        "launched by": [row.extra["launched_by"] for row in rows],
+        "batch": [f"{row.extra['batch']}" for row in rows],
         "keys": [f"{row.extra['length']:,}" for row in rows],
         "tokens/s": [f"{row.score:.4g}" for row in rows],
-        **_speedups(rows, "times_"),
-        "device alone": [f"{rate:.4g}" if rate else "" for rate in device],
-        **_speedups(rows, "device_times_"),
+        **_speedups(rows),
     }
 
 
-def _speedups(rows: list[EvalRow], prefix: str) -> dict[str, list[str]]:
-    """Returns a column of speed-ups over each dense kernel."""
-    keys = dict.fromkeys(key for row in rows for key in row.extra if key.startswith(prefix))
-    suffix = ", device" if prefix.startswith("device") else ""
+def _speedups(rows: list[EvalRow]) -> dict[str, list[str]]:
+    """Returns a column of speed-ups over each dense method."""
+    keys = dict.fromkeys(key for row in rows for key in row.extra if key.startswith("times_"))
     return {
-        f"x {key.removeprefix(prefix)}{suffix}": [f"{row.extra[key]:.2f}" if key in row.extra else "" for row in rows]
+        f"{SPEEDUP}{key.removeprefix('times_')}": [f"{row.extra[key]:.2f}" if key in row.extra else "" for row in rows]
         for key in keys
     }
 
@@ -149,7 +151,8 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
     from rich.table import Table
 
     columns = table(rows)
-    for name in OPTIONAL_COLUMNS:
+    speedups = sorted((name for name in columns if name.startswith(SPEEDUP)), key=len, reverse=True)
+    for name in (*OPTIONAL_COLUMNS, *speedups):
         if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
             columns.pop(name, None)
     shown = Table(title=caption(rows), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -157,7 +160,7 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
         shown.add_column(name, justify="left" if name in ("method", "setting") else "right", no_wrap=True)
     before = None
     for row, (method, *cells) in zip(rows, zip(*columns.values(), strict=True), strict=True):
-        group = (row.method, row.extra.get("length"))
+        group = (row.method, row.extra.get("length"), row.extra.get("batch"))
         shown.add_row("" if group == before else method, *cells, style="bold" if is_trained(row.method) else None)
         before = group
     return shown

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msattn.trainer.evaluate.report.style import (
     INK,
     by_method,
+    is_of_one_prompt,
     key_share_axis,
     legend_below,
     method_style,
@@ -70,7 +71,8 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
     the task ``decoding`` among all ``rows``.
     """
     if row.sparsity is None:
-        same = [each for each in rows if each.task == "decoding" and (each.method, each.setting) == (row.method, row.setting)]
+        decoded = [each for each in rows if each.task == "decoding" and is_of_one_prompt(each)]
+        same = [each for each in decoded if (each.method, each.setting) == (row.method, row.setting)]
         ratio = max(same, key=lambda each: each.extra["length"]).ratio_to_dense if same else None
         return 1 / ratio if ratio else None
     dense = [each.latency_s for each in own if each.method == "dense" and each.latency_s]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from msattn.trainer.evaluate.report.style import is_trained, method_title
+from msattn.trainer.evaluate.report.style import is_of_one_prompt, is_trained, method_title
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
 NAMES = {
@@ -161,6 +161,7 @@ def _rank(found: dict[str, EvalRow], measures: list[Measure]) -> tuple[float, ..
 
 def _speed(rows: Sequence[EvalRow]) -> str:
     """Returns the sentence on the measured times of prefill and decoding, relative to dense attention."""
+    rows = [row for row in rows if is_of_one_prompt(row)]
     prefill = _timed(rows, ("latency", "perplexity", "needle"), "gate")
     decoding = _timed(rows, ("decoding",), "classifier")
     parts = []
