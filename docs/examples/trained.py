@@ -21,7 +21,8 @@ def answer(**artifacts: object) -> str:
         output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
         read = "every key"
     else:
-        with msattn.attach(model, **artifacts) as sparse:
+        # dense_below=0: sparse at this length, too, at which dense attention is faster.
+        with msattn.attach(model, **artifacts, dense_below=0) as sparse:
             output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
         stats = sparse.stats()
         read = f"{1 - stats['sparsity']:.0%} of the blocks"
