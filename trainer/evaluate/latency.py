@@ -37,7 +37,7 @@ ReadStats = Callable[[], dict[str, Any]]  # returns the sparsity and the seconds
 
 
 class Situation(NamedTuple):
-    """How a prompt meets the cache.
+    """The way in which a prompt meets the cache.
 
     Attributes
     ----------

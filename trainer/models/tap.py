@@ -127,6 +127,9 @@ class _LayerTap(NotCopied):
     @torch.compiler.disable
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, scale: float) -> Tensor:
         now = self.current
+        cache = None if now.past_key_values is None else now.past_key_values.layers[layer]
+        if getattr(cache, "is_compileable", False):  # its keys would include free positions
+            raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static one")
         assert now.q_nope is not None
         assert now.k_nope is not None
         assert now.position_embeddings is not None
@@ -142,7 +145,7 @@ class _LayerTap(NotCopied):
             sin=now.position_embeddings[1],
             scale=scale,
             kv_start=kv_start,
-            cache=now.past_key_values.layers[layer] if now.past_key_values is not None else None,
+            cache=cache,
             positions=now.position_ids,
         )
         now.clear()  # so that a layer's tensors are freed after its attention
