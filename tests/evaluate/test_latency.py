@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,7 +195,8 @@ def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
         return random_cache(model, 2, 100, new_tokens=8, seed=0)
 
     dense = with_growing_layers(model, filled())
-    keys, values = dense.layers[1].keys.clone(), dense.layers[1].values.clone()
+    layer: Any = dense.layers[1]
+    keys, values = layer.keys.clone(), layer.values.clone()
     tokens = decoding.next_token(model, dense, first)
     again = [decoding.step(model, dense, tokens) for _ in range(2)]
     assert torch.equal(*again)
@@ -205,8 +207,9 @@ def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
         stats = sparse.stats()
     assert [isinstance(layer, BucketLayer) for layer in routed.layers] == [False, True]
     assert (stats["selectivity"], stats["dense_fallbacks"], routed.get_seq_length()) == (1, 0, 101)
-    grown = random_dynamic_cache(model, 2, 100, seed=0)
-    assert grown.layers[1].keys.shape == keys.shape == (2, *grown.layers[0].keys.shape[1:])
+    grown: Any = random_dynamic_cache(model, 2, 100, seed=0).layers[1]
+    assert grown.keys.shape == keys.shape
+    assert len(keys) == 2
     assert not torch.equal(keys, values)
 
 

@@ -162,8 +162,13 @@ def _measure_attached(
 ) -> DecodingRun:
     """Measures ``generate`` of an attached model."""
     with use_backend(None):
-        cache = random_cache(model, batch, length, new_tokens=WARMUP_TOKENS + tokens, seed=seed)
+        cache = random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed)
         return measure_generate(model, cache, batch, length, tokens, attached)
+
+
+def _room(tokens: int) -> int:
+    """Returns the number of tokens that a cache needs room for; ``generate`` may run one more pass before it stops."""
+    return WARMUP_TOKENS + tokens + 1
 
 
 def measure_generate(
@@ -210,7 +215,7 @@ def measure_kernel(
     """
     device, begin = model.device, torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     with use_backend(kernel), tap(model, dense_attention):
-        cache = with_growing_layers(model, random_cache(model, batch, length, new_tokens=WARMUP_TOKENS + tokens, seed=seed))
+        cache = with_growing_layers(model, random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed))
         if device.type == "cuda":
             with cost(device) as spent:
                 step_ms = _graph_ms(partial(step, model, cache, begin), device)

@@ -37,7 +37,7 @@ ReadStats = Callable[[], dict[str, Any]]  # returns the sparsity and the seconds
 
 
 class Situation(NamedTuple):
-    """The way in which a prompt meets the cache.
+    """The state of the cache before a prompt, and the passes in which the prompt runs.
 
     Attributes
     ----------
@@ -175,10 +175,11 @@ def _attach_sparse(model: "PreTrainedModel", block: BlockSelectionMethod, select
 @torch.inference_mode()
 def first_token(model: "PreTrainedModel", ids: Tensor, cache: "Cache | None" = None, chunk: int | None = None) -> Tensor:
     """Returns the greedy token after ``ids [1, N]``, in passes of ``chunk`` tokens; keys and values go to a cache."""
-    generate: Any = model
-    for tokens in ids.split(chunk or ids.shape[1], dim=1):
-        output = generate(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return output.logits.argmax(-1)
+    run_pass: Any = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    *first_passes, last = ids.split(chunk or ids.shape[1], dim=1)
+    for tokens in first_passes:
+        run_pass(input_ids=tokens)
+    return run_pass(input_ids=last).logits.argmax(-1)
 
 
 def measure(

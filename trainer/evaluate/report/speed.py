@@ -1,6 +1,6 @@
 """The figure of speed: time to the first token and tokens per second of ``generate``, against the length."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.evaluate.report.style import INK, METHOD_STYLES, is_of_one_prompt, method_style, row_title, subplots
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 MAX_LINES = 6  # of sparse attention in a panel; with more, each method has the setting that reads the fewest keys
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 MARKERS = "osD^vP"
-DENSE_STYLES = ({"color": INK, "linestyle": "--"}, {"color": "#808080", "linestyle": "-."}, {"color": INK, "linestyle": ":"})
+DENSE_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": INK, "linestyle": "--"},
+    {"color": "#808080", "linestyle": "-."},
+    {"color": INK, "linestyle": ":"},
+)
 FASTEST = "dense, fastest kernel"
 
 Line = list[tuple[int, float]]  # lengths and values
@@ -75,7 +79,7 @@ def _plot(axes: "Axes", dense: dict[str, Line], sparse: list[EvalRow]) -> None:
         lines.setdefault((row.method, row.setting), []).append(row)
     one_of_each = len({method for method, _ in lines}) == len(lines)
     for number, ((method, _), points) in enumerate(lines.items()):
-        style = {"color": COLORS[number % 6], "marker": MARKERS[number % 6], "linewidth": 1.8, "markersize": 5}
+        style: dict[str, Any] = {"color": COLORS[number % 6], "marker": MARKERS[number % 6], "linewidth": 1.8, "markersize": 5}
         if one_of_each and method in METHOD_STYLES:
             style = method_style(method)
         values = sorted((row.extra["length"], row.score) for row in points)
