@@ -1,6 +1,7 @@
 """Draws the figures of README and docs/results.md from the CSV files in this folder, for light and dark pages.
 
-``speed.csv`` and ``quality.csv`` are the ``results.csv`` of two evaluations; docs/results.md names the commands. Run::
+``speed.csv``, ``decode.csv`` and ``quality.csv`` are from the ``results.csv`` of evaluations; docs/results.md names the
+commands. Run::
 
     python docs/figures/draw.py
 """
@@ -69,18 +70,21 @@ def draw_prefill(axes: Axes, theme: Theme) -> None:
 
 
 def draw_decode(axes: Axes, theme: Theme) -> None:
-    """Tokens per second against cache length, dense and routed, each step replayed as a CUDA graph."""
-    rows = read("speed.csv", "decoding")
-    for kernel, style, shift in (("flash", "--", -5), ("cuDNN", ":", 5)):
-        x, y = series(rows, "length", "device_tokens_per_s", method=f"dense, {kernel}")
+    """Tokens per second of ``generate`` against cache length, dense and routed; of SDPA's kernels, a step as a CUDA graph."""
+    rows = [row for row in read("decode.csv", "decoding") if row["batch"] == "1"]
+    for kernel, style, shift in (("flash", "--", -7), ("cuDNN", ":", 0)):
+        x, y = series(rows, "length", "score", method=f"dense, {kernel}")
         axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
-        label_end(axes, x, y, f"dense, {kernel}", theme.peer, shift)
-    x, y = series(rows, "length", "device_tokens_per_s", setting="32 probes")
+        label_end(axes, x, y, f"dense, {kernel}, as a graph", theme.peer, shift)
+    x, y = series(rows, "length", "score", method="dense, same cache and graphs")
+    axes.plot(x, y, color=theme.ours, linewidth=1.2, marker="o", markersize=3)
+    label_end(axes, x, y, "msattn, dense", theme.ours, 8)
+    x, y = series(rows, "length", "score", setting="32 probes")
     axes.plot(x, y, color=theme.ours, linewidth=2.2, marker="o", markersize=3)
     label_end(axes, x, y, "msattn,\n32 of 1024 buckets", theme.ours)
-    axes.set(title="Decoding, one step as a CUDA graph", xlabel="keys in the cache", ylabel="tokens per second", xscale="log")
-    length_ticks(axes, x)
-    axes.set_xlim(x[0] / 1.2, x[-1] * 4.5)
+    axes.set(title="Decoding with generate", xlabel="keys in the cache", ylabel="tokens per second", xscale="log")
+    length_ticks(axes, [length for length in x if length != 24576])
+    axes.set_xlim(x[0] / 1.2, x[-1] * 5)
     axes.set_ylim(0, None)
 
 
