@@ -87,11 +87,12 @@ class Sparse(NotCopied):
             x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # RoPE returns fp32 under autocast
             with torch.autocast(x.q.device.type, enabled=False):
                 return self.dispatch(x)
-        layer = self._bucket_layer(x)
+        pays = x.num_keys >= self.routed_from(len(x.q))
+        layer = self._bucket_layer(x) if pays or self.rotation is None else None
         out = None
         if x.num_queries < x.num_keys and x.num_queries <= (1 if self.routed is None else FEW_TOKENS):
             if self.routed is not None and x.layer in self.routed_layers:
-                out = self._routed_attention(x, layer, self.routed)
+                out = self._routed_attention(x, layer, self.routed) if pays else self._count_dense_tokens(x, "dense_by_choice")
         elif self.selection is not None:
             out = self._selected_attention(x, self.selection)
         return self._dense_attention(x) if out is None else out
@@ -103,12 +104,13 @@ class Sparse(NotCopied):
             return dense_attention(x)
 
     def _routed_attention(self, x: LayerInputs, layer: BucketLayer | None, routed: RoutedDecoding) -> Tensor | None:
-        """Returns the attention of a few new tokens over buckets; None, and counts it, if dense attention serves them."""
-        if layer is not None and x.num_keys >= routed.routed_from(len(x.q)):
-            return routed.attend(x, layer)
-        self.statistics.count("dense_fallbacks" if layer is None else "dense_by_choice")
+        """Returns the attention of a few new tokens over buckets; None, and counts it, if their cache has none."""
+        return self._count_dense_tokens(x, "dense_fallbacks") if layer is None else routed.attend(x, layer)
+
+    def _count_dense_tokens(self, x: LayerInputs, reason: str) -> None:
+        """Counts new tokens of a routed layer that dense attention serves."""
+        self.statistics.count(reason)
         self.statistics.add_visible(visible_keys(x), all_read=True)
-        return None
 
     def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor | None:
         """Returns the attention of a prompt over selected blocks; None, and counts it, if dense attention serves it."""

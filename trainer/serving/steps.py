@@ -208,19 +208,18 @@ class DecodingSteps(NotCopied):
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
         """Returns the step for the next token of ``cache``; None if its bucket index is to be rebuilt first."""
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        layers = cache.layers
-        if any(isinstance(layer, BucketLayer) and layer.rebuild_due(1) for layer in layers):
+        layers, routed_from = cache.layers, self.sparse.routed_from(len(next(iter(inputs.values()))))
+        routed = length + 1 >= routed_from
+        indexed = [layer for layer in layers if routed and isinstance(layer, BucketLayer)]
+        if any(layer.rebuild_due(1) for layer in indexed):
             return None
         for layer in layers:
             layer.reserve_token()
-        batch = len(next(iter(inputs.values())))
-        routed_from = self.sparse.routed_from(batch)
-        routed = length + 1 >= routed_from
         shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
         key = (shapes, routed, bool(padding), self._model_state(), tuple(layer.addresses() for layer in layers))
         if step is None or step.key != key:
             step = self._steps[cache] = Step(key, inputs, routed=routed, padded=bool(padding))
-        until_rebuild = [each.rebuild_every - length + each.indexed for each in layers if isinstance(each, BucketLayer)]
+        until_rebuild = [layer.rebuild_every - length + layer.indexed for layer in indexed]
         room = min(layer.key_buffer.capacity for layer in layers) - length
         until_routed = room if routed else routed_from - 1 - length
         step.tokens_left = min(room, until_routed, *(each - 1 for each in until_rebuild))
