@@ -17,6 +17,7 @@ from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models import break_even
 from msattn.trainer.models.families import FAMILIES
 from msattn.trainer.serving import buffer
+from msattn.trainer.serving.cache import BucketLayer
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import left_padded, random_tokens, tiny_model
 from tests.test_attach import BUCKETS, gate_for, random_partition
@@ -170,6 +171,11 @@ def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
         pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(110, 130)]
         pieces.append(model(text[:, 130:230], past_key_values=cache).logits)
         shared = copy.deepcopy(cache)
+        own, twin = cache.layers[1], shared.layers[1]
+        assert isinstance(own, BucketLayer)
+        assert isinstance(twin, BucketLayer)
+        assert own.partition is twin.partition
+        assert own.bucket_buffer is not twin.bucket_buffer
         pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(230, 260)]
         close(torch.cat(pieces, dim=1), dense[:, :260])
         shared.batch_repeat_interleave(2)

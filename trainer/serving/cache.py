@@ -12,6 +12,7 @@ The bucket of a key never changes. The bucket index that the kernel reads is reb
 newer keys belong to the dense window, so that no key is lost and none is counted twice.
 """
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -184,6 +185,13 @@ class BucketLayer(GrowingLayer):
         self.bucket_buffer = Buffer()
         self._order = Buffer()
         self._offsets: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BucketLayer":
+        """Copies everything but the partition, as for a prefix that several conversations share."""
+        memo[id(self.partition)] = self.partition
+        twin = copy.copy(self)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     @property
     def indexed(self) -> int:
