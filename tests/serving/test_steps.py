@@ -1,7 +1,9 @@
 """Decoding steps with lengths on the device: the same results as ordinary passes, with and without CUDA graphs."""
 
 import copy
+import gc
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +20,7 @@ from msattn.trainer.models import break_even
 from msattn.trainer.models.families import FAMILIES
 from msattn.trainer.serving import buffer
 from msattn.trainer.serving.cache import BucketLayer
-from msattn.trainer.serving.steps import DecodingSteps
+from msattn.trainer.serving.steps import DecodingSteps, Step
 from tests.factory import left_padded, random_tokens, tiny_model
 from tests.test_attach import BUCKETS, gate_for, random_partition
 
@@ -134,8 +136,9 @@ def test_drafts_are_verified_with_routed_queries(options: dict[str, Any], where:
 
 
 @torch.no_grad()
-def test_static_caches(where: str) -> None:
-    model = tiny_model().to(where)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_static_caches(family: str, where: str) -> None:
+    model = tiny_model(family).to(where)
     ids = random_tokens(2, 60)
     dense = generate(model, ids)
     with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS) as sparse:
@@ -395,3 +398,107 @@ def test_break_even_length_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys(1, window=8192) > keys(1)
     monkeypatch.setattr(break_even, "_measured_device", lambda device, measured: -1)
     assert break_even.decoding_break_even(device, key_bytes, 1, 0.1, 7) == 0, "not measured on such a GPU"
+
+
+@torch.no_grad()
+def test_a_cache_is_freed_inside_the_context(where: str) -> None:
+    model = tiny_model().to(where)
+    with attach(model, **ROUTED):
+        cache = DynamicCache(config=model.config)
+        generate(model, random_tokens(1, 60), past_key_values=cache)
+        held = weakref.ref(cache)
+        del cache
+        gc.collect()
+        assert held() is None
+
+
+@torch.no_grad()
+def test_a_cache_goes_from_one_attached_model_to_another(where: str) -> None:
+    """Layers that are routed later, or no longer, have an index of another length."""
+    model = tiny_model(max_position_embeddings=1024).to(where)
+    text = random_tokens(1, 250).to(where)
+    dense, cache, pieces = model(text).logits, DynamicCache(config=model.config), []
+    plans: list[dict[str, Any]] = [{"dense_layers": (1,)}, {"dense_layers": ()}, {"dense_layers": (0,)}]
+    for number, plan in enumerate(plans):
+        with attach(model, **{**ALL_BUCKETS, **plan}) as sparse:
+            if number == 0:
+                pieces.append(model(text[:, :50], past_key_values=cache).logits)
+            for i in range(cache.get_seq_length(), 110 + 60 * number):
+                pieces.append(model(text[:, i : i + 1], past_key_values=cache).logits)
+            stats = sparse.stats()
+        assert stats["selectivity"] == 1
+        assert stats["graph_steps"] + stats["eager_steps"] >= 55
+    with attach(model, select="quest", sparsity=0.0):  # a cache with buckets, and no router
+        pieces.append(model(text[:, 230:], past_key_values=cache).logits)
+    close(torch.cat(pieces, dim=1), dense)
+
+
+@torch.no_grad()
+def test_a_step_that_was_interrupted_is_run_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model().to(where)
+    text, cache = random_tokens(1, 80).to(where), DynamicCache(config=model.config)
+    dense = model(text).logits
+    advance = Step.advance
+
+    def interrupted(step: Step) -> None:
+        advance(step)
+        raise KeyboardInterrupt
+
+    with attach(model, **ALL_BUCKETS, cuda_graphs=False):
+        model(text[:, :60], past_key_values=cache)
+        for i in range(60, 70):
+            model(text[:, i : i + 1], past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "advance", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(text[:, 70:71], past_key_values=cache)
+        found = [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(70, 80)]
+    close(torch.cat(found, dim=1), dense[:, 70:])
+
+
+def test_inference_mode_then_no_grad(where: str) -> None:
+    model = tiny_model().to(where)
+    ids = random_tokens(1, 60).to(where)
+    cache = DynamicCache(config=model.config)
+    with attach(model, **ALL_BUCKETS):
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+        with torch.no_grad():
+            cache.reorder_cache(torch.LongTensor([1, 0]))
+            for _ in range(70):
+                model(ids[:, :1].expand(2, -1), past_key_values=cache)
+    assert cache.get_seq_length() == 130
+
+
+def test_few_tokens_with_gradients_are_dense(where: str) -> None:
+    model = tiny_model().to(where).requires_grad_(True)
+    ids = random_tokens(1, 70).to(where)
+    cache = DynamicCache(config=model.config)
+    with attach(model, **ROUTED) as sparse:
+        with torch.no_grad():
+            model(ids[:, :60], past_key_values=cache)
+        model(ids[:, 60:], past_key_values=cache).logits.sum().backward()
+        assert sparse.stats()["dense_fallbacks"] == 1
+    assert model.model.embed_tokens.weight.grad is not None
+
+
+@torch.no_grad()
+def test_other_outputs_and_other_calls(where: str) -> None:
+    model = tiny_model().to(where)
+    ids, cache = random_tokens(1, 60).to(where), DynamicCache(config=model.config)
+    with attach(model, **ROUTED), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(ids[:, :50], past_key_values=cache)
+        assert model.model(ids[:, 50:51], past_key_values=cache, return_dict=False)[0].shape == (1, 1, 64)
+        model.config.output_hidden_states = True
+        assert len(model(ids[:, 51:52], past_key_values=cache).hidden_states) == 3
+        model.config.output_hidden_states = False
+        assert model(ids[:, 52:53], past_key_values=cache, output_hidden_states=False).logits.shape == (1, 1, 128)
+        with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+            model()
+        with pytest.raises(UserError, match=r"crop\(20\): accepted are negative numbers"):
+            cache.crop(20)
+        long = DynamicCache(config=model.config)
+        model(random_tokens(1, 250).to(where), past_key_values=long)
+        model(ids[:, :10], past_key_values=long)  # a draft may exceed the positions

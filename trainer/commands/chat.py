@@ -145,6 +145,9 @@ class Conversation:
                 raise
             clock.end()
             self._forget_cache()  # a pass that was cut short leaves layers of different lengths
+        except BaseException:
+            self._forget_cache()
+            raise
         else:
             self.cached = tokens[: self.cache.get_seq_length()].tolist()  # the last token was not fed to the model
 

@@ -55,8 +55,9 @@ class Buffer:
         if self.memory is None:
             return
         filled = self.memory[:, :, : self.length]
-        selected = filled.index_select(0, rows.to(filled.device))
-        if len(selected) == len(filled):
+        with torch.inference_mode(False):
+            selected = filled.index_select(0, rows.to(filled.device))
+        if len(selected) == len(filled) and (torch.is_inference_mode_enabled() or not self.memory.is_inference()):
             filled.copy_(selected)
         else:
             self.memory = selected

@@ -96,9 +96,11 @@ class GrowingLayer(DynamicLayer):
         return self.pooled.update(x, rotation)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens; a positive number is the number of tokens to keep (before 5.18)."""
-        change, length = int(tokens_to_remove), self.get_seq_length()  # assisted decoding gives a tensor
-        self._set_length(max(0, min(change if change > 0 else length + change, length)))
+        """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had another meaning once."""
+        change = int(tokens_to_remove)  # assisted decoding gives a tensor
+        if change > 0:
+            raise UserError(f"crop({change}): accepted are negative numbers, of the tokens to remove")
+        self._set_length(max(0, self.get_seq_length() + change))
 
     def _set_length(self, length: int) -> None:
         """Keeps the first ``length`` tokens."""
@@ -146,8 +148,9 @@ class GrowingLayer(DynamicLayer):
         self.value_buffer.length += 1
 
     def addresses(self) -> tuple[int, ...]:
-        """Returns the addresses that a captured step reads and writes."""
-        return tuple(0 if each.memory is None else each.memory.data_ptr() for each in (self.key_buffer, self.value_buffer))
+        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
+        buffers = (self.key_buffer, self.value_buffer)
+        return tuple(x for each in buffers if each.memory is not None for x in (each.memory.data_ptr(), each.capacity))
 
 
 class BucketLayer(GrowingLayer):
@@ -213,7 +216,7 @@ class BucketLayer(GrowingLayer):
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
         ``rotation``, keys of earlier passes are recovered from the cache, so that they get their buckets only when the index
-        needs them; without it every pass must assign its own keys.
+        needs them; this takes the positions of a sequence to be consecutive. Without it every pass must assign its own keys.
 
         Raises
         ------
@@ -248,7 +251,8 @@ class BucketLayer(GrowingLayer):
         self._order.length = 0
         self._order.append(order)
         if self._offsets is None or self._offsets.shape != offsets.shape:
-            self._offsets = offsets
+            with torch.inference_mode(False):
+                self._offsets = offsets.clone()  # a tensor of inference mode could not be written outside of it
         else:
             self._offsets.copy_(offsets)
 
@@ -267,12 +271,13 @@ class BucketLayer(GrowingLayer):
         self.bucket_buffer.select_rows(rows)
         self._order.select_rows(rows)
         if self._offsets is not None:
-            selected = self._offsets.index_select(0, rows.to(self._offsets.device))
+            with torch.inference_mode(False):
+                selected = self._offsets.index_select(0, rows.to(self._offsets.device))
             self._offsets = self._offsets.copy_(selected) if selected.shape == self._offsets.shape else selected
 
     def addresses(self) -> tuple[int, ...]:
-        """Returns the addresses that a captured step reads and writes."""
-        return (*super().addresses(), *(part.data_ptr() for part in self.index))
+        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
+        return (*super().addresses(), *(x for part in self.index for x in (part.data_ptr(), part.shape[2])))
 
 
 def install_layers(

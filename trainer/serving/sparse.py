@@ -61,7 +61,8 @@ class Sparse(NotCopied):
             ``recall``: their mean, or the one that was measured.
             ``dense_fallbacks``: layer passes that were dense because sparse attention does not support them.
             ``dense_by_choice``: layer passes that were dense because that is faster at their length.
-            ``graph_steps``, ``eager_steps``: tokens that were decoded by replaying a CUDA graph, and by launching kernels.
+            ``graph_steps``, ``eager_steps``: on a GPU, passes over one token of each sequence that replayed a CUDA graph, and
+            that launched kernels one by one.
             ``selection_s``, ``attention_s``: total seconds of selecting what to read, and of attention (with
             ``measure_time``).
         """
@@ -105,7 +106,9 @@ class Sparse(NotCopied):
 
     def _routed_attention(self, x: LayerInputs, layer: BucketLayer | None, routed: RoutedDecoding) -> Tensor | None:
         """Returns the attention of a few new tokens over buckets; None, and counts it, if their cache has none."""
-        return self._count_dense_tokens(x, "dense_fallbacks") if layer is None else routed.attend(x, layer)
+        if layer is None or x.q.requires_grad:  # attention over buckets has no gradient
+            return self._count_dense_tokens(x, "dense_fallbacks")
+        return routed.attend(x, layer)
 
     def _count_dense_tokens(self, x: LayerInputs, reason: str) -> None:
         """Counts new tokens of a routed layer that dense attention serves."""
@@ -162,10 +165,19 @@ class Sparse(NotCopied):
         """Returns the number of keys from which steps read buckets."""
         return self.routed.routed_from(batch) if self.routed is not None and self.routed_layers else sys.maxsize
 
+    def bucket_layers(self, cache: Any) -> list[BucketLayer]:
+        """Returns the routed layers of a cache."""
+        return [cache.layers[number] for number in sorted(self.routed_layers)]
+
     def window(self, cache: Any, num_keys: int) -> int:
-        """Returns the length of the dense window of a step over ``num_keys``."""
-        indexed = (layer.indexed for layer in cache.layers if isinstance(layer, BucketLayer))
-        return max(0 if self.routed is None else self.routed.recent, num_keys - next(indexed, num_keys))
+        """Returns the length of the dense window of a step over ``num_keys``: it holds all keys that are not indexed."""
+        indexed = min((layer.indexed for layer in self.bucket_layers(cache)), default=num_keys)
+        return max(0 if self.routed is None else self.routed.recent, num_keys - indexed)
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Returns the modules whose weights a step reads besides the model's."""
+        router = None if self.routed is None else self.routed.router
+        return [router] if isinstance(router, torch.nn.Module) else []
 
     def attend_step(self, x: LayerInputs, window: Tensor, *, routed: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
@@ -173,13 +185,16 @@ class Sparse(NotCopied):
             return self.routed.attend_step(x, window)
         return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start, kv_len=x.kv_len).out
 
-    def count_step(self, visible: int, *, routed: bool, graph: bool) -> None:
-        """Counts a step; ``visible`` keys of one layer, in all rows and key/value heads."""
-        self.statistics.count("graph_steps" if graph else "eager_steps")
+    def add_visible(self, keys: int, *, routed: bool) -> None:
+        """Counts the keys of one layer that a step sees, in all rows and key/value heads."""
         if self.routed_layers:
-            self.statistics.add_visible(visible * len(self.routed_layers), all_read=not routed)
-            if not routed:
-                self.statistics.count("dense_by_choice", len(self.routed_layers))
+            self.statistics.add_visible(keys * len(self.routed_layers), all_read=not routed)
+
+    def count_step(self, *, routed: bool, graph: bool) -> None:
+        """Counts a step."""
+        self.statistics.count("graph_steps" if graph else "eager_steps")
+        if self.routed_layers and not routed:
+            self.statistics.count("dense_by_choice", len(self.routed_layers))
 
     def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder, which installs its layers in the cache."""
@@ -200,14 +215,15 @@ class Sparse(NotCopied):
                 install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
                 self._check_partition(cache)
                 self._prepared.add(cache)
-            tokens: Tensor = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-            self._check_prompt(config, cache.get_seq_length(), tokens.shape[1])
-            check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
+            tokens = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
+            if tokens is not None:  # else the model has a message of its own
+                self._check_prompt(config, cache.get_seq_length(), tokens.shape[1])
+                check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
         return args, {**kwargs, "past_key_values": cache}
 
     def _check_prompt(self, config: Any, cached: int, tokens: int) -> None:
-        """Raises UserError for a prompt that exceeds the model's positions; decoded tokens may, as in transformers."""
-        if tokens > 1:
+        """Raises UserError for a prompt that exceeds the model's positions; decoded tokens and drafts may."""
+        if tokens > (FEW_TOKENS if cached else 1):
             check_length(
                 config, cached + tokens, f"prompt of {tokens} tokens" + (f" after {cached} cached ones" if cached else "")
             )
@@ -238,7 +254,9 @@ class Sparse(NotCopied):
 
     def _check_partition(self, cache: Any) -> None:
         """Raises UserError if the buckets of ``cache`` belong to another partition; records the partition in new layers."""
-        router = self.routed and self.routed.router
+        if self.routed is None:
+            return
+        router = self.routed.router
         partition: Any = getattr(router, "partition", router)  # a QModel has a KMeans, a KMeans routes itself
         for layer in cache.layers:
             if not isinstance(layer, BucketLayer):

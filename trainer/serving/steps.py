@@ -8,24 +8,27 @@ the bucket index that is rebuilt now and then, are the business of ordinary pass
 The first step of a graph runs without capture: kernels are compiled and workspaces allocated. The second is captured.
 """
 
+import gc
 import logging
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import project_heads
-from msattn.trainer.models.tap import LayerInputs, NotCopied, left_padding
-from msattn.trainer.serving.cache import BucketLayer, GrowingLayer
+from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, left_padding
+from msattn.trainer.serving.buffer import Buffer
+from msattn.trainer.serving.cache import GrowingLayer
 from msattn.trainer.serving.fused import fused_modules, replaced
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # tensors of a step that change from token to token
 OTHER_ARGUMENTS = ("attention_mask", "past_key_values", "use_cache", "cache_position", "return_dict")
+UNKNOWN = -1
 _capturing = threading.Lock()
 logger = logging.getLogger(__name__)
 
@@ -67,15 +71,18 @@ class Step:
             self.kv_start = torch.zeros(batch, dtype=torch.int32, device=device) if padded else None
         self.tokens_left = 0
         self.padding: list[int] = []
-        self.has_run = False
+        self.has_run = self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.output: Any = None
-        self._length, self._window = 0, 0  # as on the device
+        self.hidden: Tensor | None = None  # what the graph writes
+        self.buffers: list[Buffer] = []
+        self._length, self._window = UNKNOWN, UNKNOWN  # as on the device
 
-    def serves(self, length: int, inputs: dict[str, Tensor]) -> bool:
-        """Returns whether the next token follows the last one, so that buffers need no look."""
+    def serves(self, cache: Any, inputs: dict[str, Tensor]) -> bool:
+        """Returns whether the next token follows the last one, so that nothing else has to be looked at."""
         same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
-        return same and self.tokens_left > 0 and self._length == length
+        if not same or self.tokens_left < 1 or self._length != cache.get_seq_length():
+            return False
+        return all(mine is now for mine, now in zip(self.buffers, _buffers(cache), strict=True))
 
     def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
         """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""
@@ -97,16 +104,24 @@ class Step:
         self.position += 1
         self.kv_len += 1
 
-    def count_advance(self) -> None:
-        """Notes that :meth:`advance` has run on the device."""
-        self._length += 1
+    def run(self, launch: Callable[[], Tensor]) -> Tensor:
+        """Replays the graph, or launches the step; returns the last hidden states."""
+        length, self._length = self._length, UNKNOWN  # an exception may come before or after the device has advanced
+        if self.graph is None:
+            hidden = launch()
+        else:
+            self.graph.replay()
+            hidden = self.hidden
+        assert hidden is not None
+        self._length, self.has_run = length + 1, True
+        return hidden
 
-    def capture(self, run: Callable[[], Any]) -> None:
-        """Captures ``run`` as the step's graph, without running it."""
+    def capture(self, launch: Callable[[], Tensor]) -> None:
+        """Captures ``launch`` as the step's graph, without running it."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            self.output = run()
+            self.hidden = launch()
         except BaseException:
             try:
                 graph.capture_end()
@@ -146,10 +161,12 @@ class DecodingSteps(NotCopied):
         self._warned: set[str] = set()
 
     @torch.compiler.disable
-    def __call__(self, **arguments: Any) -> Any:
-        """Runs the decoder; ``arguments`` are those of its forward pass, by name."""
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        """Runs the decoder; its hooks make ``arguments`` of all arguments."""
+        if args:
+            return self.original(*args, **arguments)
         cache, inputs = arguments.get("past_key_values"), _step_inputs(arguments)
-        if inputs is None or not self.sparse.takes_steps(cache) or next(iter(inputs.values())).device.type != self.device_type:
+        if inputs is None or not self.sparse.takes_steps(cache) or _tokens(inputs).device.type != self.device_type:
             return self._ordinary_pass(arguments)
         try:
             self._check(arguments)
@@ -173,29 +190,30 @@ class DecodingSteps(NotCopied):
         While the padding mask is as for the last token, it is read back only after the step was launched, beside it.
         """
         length, mask, step = cache.get_seq_length(), arguments.get("attention_mask"), self._steps.get(cache)
-        if mask is not None and (mask.ndim != 2 or mask.shape[1] != length + 1):
-            return None  # the ordinary pass refuses it
-        now, output = _now(mask), None
-        if step is not None and step.serves(length, inputs):
-            output = self._run(step, cache, inputs, arguments, step.padding)
+        if mask is not None and not (isinstance(mask, Tensor) and mask.shape == (len(_tokens(inputs)), length + 1)):
+            return None  # the ordinary pass converts or refuses it
+        now, hidden = _now(mask), None
+        if step is not None and step.serves(cache, inputs):
+            hidden = self._run(step, cache, inputs, arguments, step.padding)
         padding = _padding(mask, now)
-        if output is None or step is None or padding != step.padding:
+        if hidden is None or step is None or padding != step.padding:
             step = self._step(cache, inputs, padding)
             if step is None:
                 return None
-            output = self._run(step, cache, inputs, arguments, padding)
+            hidden = self._run(step, cache, inputs, arguments, padding)
         for layer in cache.layers:
             layer.add_token()
         step.tokens_left -= 1
-        visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
-        self.sparse.count_step(visible, routed=step.routed, graph=step.graph is not None)
-        return type(output)(last_hidden_state=output.last_hidden_state.clone(), past_key_values=cache)
+        self.sparse.count_step(routed=step.routed, graph=step.graph is not None)
+        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), past_key_values=cache)
 
     def _check(self, arguments: dict[str, Any]) -> None:
         """Raises NoGraph if the pass cannot be a step."""
-        given = [name for name in arguments.keys() - {*INPUTS, *OTHER_ARGUMENTS} if arguments[name] is not None]
+        given = [name for name in arguments.keys() - {*INPUTS, *OTHER_ARGUMENTS} if arguments[name] not in (None, False)]
         if given:
             raise NoGraph(f"the argument {given[0]} is given")
+        if arguments.get("return_dict") is False or getattr(self.decoder.config, "output_hidden_states", False):
+            raise NoGraph("other outputs than the last hidden states are asked for")
         if torch.is_grad_enabled():
             raise NoGraph("gradients are recorded")
         if torch.is_autocast_enabled(self.device_type):
@@ -208,9 +226,9 @@ class DecodingSteps(NotCopied):
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
         """Returns the step for the next token of ``cache``; None if its bucket index is to be rebuilt first."""
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        layers, routed_from = cache.layers, self.sparse.routed_from(len(next(iter(inputs.values()))))
+        layers, routed_from = cache.layers, self.sparse.routed_from(len(_tokens(inputs)))
         routed = length + 1 >= routed_from
-        indexed = [layer for layer in layers if routed and isinstance(layer, BucketLayer)]
+        indexed = self.sparse.bucket_layers(cache) if routed else []
         if any(layer.rebuild_due(1) for layer in indexed):
             return None
         for layer in layers:
@@ -219,62 +237,61 @@ class DecodingSteps(NotCopied):
         key = (shapes, routed, bool(padding), self._model_state(), tuple(layer.addresses() for layer in layers))
         if step is None or step.key != key:
             step = self._steps[cache] = Step(key, inputs, routed=routed, padded=bool(padding))
-        until_rebuild = [layer.rebuild_every - length + layer.indexed for layer in indexed]
         room = min(layer.key_buffer.capacity for layer in layers) - length
         until_routed = room if routed else routed_from - 1 - length
-        step.tokens_left = min(room, until_routed, *(each - 1 for each in until_rebuild))
+        until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
+        step.tokens_left, step.buffers = min(room, until_routed, *until_rebuild), _buffers(cache)
         return step
 
     def _model_state(self) -> tuple:
-        """Returns what a captured graph has fixed of the model: where its weights lie, and its active adapters."""
+        """Returns what a captured graph has fixed of the model: where its weights lie, its mode, adapters and hooks."""
+        modules: list[Any] = [self.decoder, *self.sparse.modules()]
+        addresses = tuple(x.data_ptr() for module in modules for x in (*module.parameters(), *module.buffers()))
         tuners: list[Any] = [each for each in self.decoder.modules() if hasattr(each, "merged_adapters")]
-        adapters = [(each.disable_adapters, tuple(each.active_adapters), tuple(each.merged_adapters)) for each in tuners]
-        return next(self.decoder.parameters()).data_ptr(), tuple(adapters)
+        adapters = [
+            f"{each.disable_adapters} {each.active_adapters} {each.merged_adapters} {getattr(each, 'scaling', None)}"
+            for each in tuners
+        ]
+        return addresses, self.decoder.training, tuple(adapters), uncapturable(self.decoder)
 
-    def _run(self, step: Step, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any], padding: list[int]) -> Any:
-        """Runs a step: as a graph if it was captured, and captures it if it has run before."""
+    def _run(self, step: Step, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any], padding: list[int]) -> Tensor:
+        """Runs a step: as a graph if it was captured, and captures it if it has run before. Returns the last hidden states."""
         length = cache.get_seq_length()
         step.write(inputs, length, self.sparse.window(cache, length + 1), padding)
-        if step.graph is None and step.has_run and self.cuda_graphs and not self._captured(step, arguments):
-            self.cuda_graphs = False
-        if step.graph is not None:
-            step.graph.replay()
-            output = step.output
-        elif self.cuda_graphs:
-            with _on_capture_stream(step.position.device):  # so that its workspaces exist before the capture
-                output = self._launch(step, arguments)
-        else:
-            output = self._launch(step, arguments)
-        step.count_advance()
-        step.has_run = True
-        return output
+        if step.has_run and step.graph is None and self.cuda_graphs and not step.refused:
+            self._capture(step, arguments)
+        first = not step.has_run and self.cuda_graphs  # launched where it will be captured, so that its workspaces exist
+        with _on_capture_stream(step.position.device) if first else nullcontext():
+            hidden = step.run(partial(self._launch, step, arguments))
+        visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
+        self.sparse.add_visible(visible, routed=step.routed)
+        return hidden
 
-    def _launch(self, step: Step, arguments: dict[str, Any]) -> Any:
-        """Launches the kernels of a step."""
+    def _launch(self, step: Step, arguments: dict[str, Any]) -> Tensor:
+        """Launches the kernels of a step; returns the last hidden states."""
         self.current.step = step
         try:
             output = self.original(**{**arguments, **step.inputs, "attention_mask": None})
             step.advance()
-            return output
+            return output.last_hidden_state
         finally:
             self.current.step = None
 
-    def _captured(self, step: Step, arguments: dict[str, Any]) -> bool:
-        """Captures the graph of a step and returns True; False, with a warning, if that is not possible."""
-        reason = uncapturable(self.decoder)
+    def _capture(self, step: Step, arguments: dict[str, Any]) -> None:
+        """Captures the graph of a step; where that is not possible, it goes on being launched, with a warning."""
+        reason, began = uncapturable(self.decoder), time.monotonic()
         if reason is None:
-            began = time.monotonic()
             try:
-                with _on_capture_stream(step.position.device):
-                    step.capture(lambda: self._launch(step, arguments))
+                with _on_capture_stream(step.position.device), _no_collection():
+                    step.capture(partial(self._launch, step, arguments))
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:200]
-            else:
-                capacity, took = arguments["past_key_values"].layers[0].key_buffer.capacity, time.monotonic() - began
-                logger.info(f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} positions)")
-                return True
-        self._warn(reason)
-        return False
+        if reason is not None:
+            step.refused = True
+            self._warn(reason)
+            return
+        capacity, took = arguments["past_key_values"].layers[0].key_buffer.capacity, time.monotonic() - began
+        logger.info(f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} positions)")
 
     def _warn(self, reason: str) -> None:
         """Warns once for each reason."""
@@ -293,6 +310,15 @@ def _step_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
         length = arguments["past_key_values"].get_seq_length()
         inputs["position_ids"] = torch.full((len(tokens), 1), length, device=tokens.device)
     return inputs
+
+
+def _tokens(inputs: dict[str, Tensor]) -> Tensor:
+    """Returns the ids or embeddings among the inputs of a step."""
+    return next(iter(inputs.values()))
+
+
+def _buffers(cache: Any) -> list[Buffer]:
+    return [each for layer in cache.layers for each in (layer.key_buffer, layer.value_buffer)]
 
 
 def _now(mask: Tensor | None) -> torch.cuda.Event | None:
@@ -327,9 +353,23 @@ def _on_capture_stream(device: torch.device) -> Iterator[None]:
     stream, current = _stream(device, "captures"), torch.cuda.current_stream(device)
     with _capturing:
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            yield
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps the collector from freeing older graphs in the block: that would break a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache
@@ -375,6 +415,7 @@ class StepAttention(NotCopied):
             self.layer, q, keys, values, q_nope, k_nope, cos, sin, self.module.scaling, step.kv_start, cache_layer,
             kv_len=step.kv_len,
         )  # fmt: skip
+        kwargs[IMPLEMENTATION].current.clear()  # the hooks have kept tensors for an ordinary pass
         out = self.steps.sparse.attend_step(x, step.window, routed=step.routed)
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 
