@@ -495,6 +495,8 @@ def test_other_outputs_and_other_calls(where: str) -> None:
         assert len(model(ids[:, 51:52], past_key_values=cache).hidden_states) == 3
         model.config.output_hidden_states = False
         assert model(ids[:, 52:53], past_key_values=cache, output_hidden_states=False).logits.shape == (1, 1, 128)
+        types = torch.zeros(1, 2, device=where)
+        assert model(ids[:, 53:54], past_key_values=cache, token_types=types).logits.shape == (1, 1, 128)
         with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
             model()
         with pytest.raises(UserError, match=r"crop\(20\): accepted are negative numbers"):

@@ -209,7 +209,8 @@ class DecodingSteps(NotCopied):
 
     def _check(self, arguments: dict[str, Any]) -> None:
         """Raises NoGraph if the pass cannot be a step."""
-        given = [name for name in arguments.keys() - {*INPUTS, *OTHER_ARGUMENTS} if arguments[name] not in (None, False)]
+        others = {name: arguments[name] for name in arguments.keys() - {*INPUTS, *OTHER_ARGUMENTS}}
+        given = [name for name, value in others.items() if value is not None and value is not False]
         if given:
             raise NoGraph(f"the argument {given[0]} is given")
         if arguments.get("return_dict") is False or getattr(self.decoder.config, "output_hidden_states", False):
@@ -246,7 +247,7 @@ class DecodingSteps(NotCopied):
     def _model_state(self) -> tuple:
         """Returns what a captured graph has fixed of the model: where its weights lie, its mode, adapters and hooks."""
         modules: list[Any] = [self.decoder, *self.sparse.modules()]
-        addresses = tuple(x.data_ptr() for module in modules for x in (*module.parameters(), *module.buffers()))
+        addresses = tuple(_address(x) for module in modules for x in (*module.parameters(), *module.buffers()))
         tuners: list[Any] = [each for each in self.decoder.modules() if hasattr(each, "merged_adapters")]
         adapters = [
             f"{each.disable_adapters} {each.active_adapters} {each.merged_adapters} {getattr(each, 'scaling', None)}"
@@ -315,6 +316,14 @@ def _step_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
 def _tokens(inputs: dict[str, Tensor]) -> Tensor:
     """Returns the ids or embeddings among the inputs of a step."""
     return next(iter(inputs.values()))
+
+
+def _address(x: Tensor) -> int:
+    """Returns a number that changes when a weight is replaced; some quantized ones have no address of their own."""
+    try:
+        return x.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(x)
 
 
 def _buffers(cache: Any) -> list[Buffer]:
