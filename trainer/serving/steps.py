@@ -430,9 +430,12 @@ class StepAttention(NotCopied):
 
 
 @contextmanager
-def decoding_steps(decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -> Iterator[DecodingSteps]:
-    """Replaces the forward passes of a decoder and of its modules inside the context; see :class:`DecodingSteps`."""
+def decoding_steps(decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -> Iterator[None]:
+    """Replaces the forward passes of a decoder on a GPU and of its modules inside the context; see :class:`DecodingSteps`."""
     layers: Any = decoder.layers
+    if all(parameter.device.type not in (DecodingSteps.device_type, "meta") for parameter in decoder.parameters()):
+        yield
+        return
     with ExitStack() as replacements:
         for module, forward in fused_modules(decoder):
             replacements.enter_context(replaced(module, forward))
@@ -440,4 +443,4 @@ def decoding_steps(decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -
         for number, layer in enumerate(layers):
             replacements.enter_context(replaced(layer.self_attn, StepAttention(layer.self_attn, number, steps)))
         replacements.enter_context(replaced(decoder, steps))
-        yield steps
+        yield
