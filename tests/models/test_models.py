@@ -1,5 +1,6 @@
 """Tests of model loading, refused architectures and their messages, fingerprints, devices and dtypes."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -216,3 +217,20 @@ def test_each_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_device("cuda") == torch.device("cuda", 1)
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_model_folder_is_not_run(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if standard input says yes."""
+    ran, auto_map = (
+        folder / "ran",
+        {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]},
+    )
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n", encoding="utf-8")
+    settings = json.loads((folder / file).read_text(encoding="utf-8"))
+    own = {"model_type": "own"} if file == "config.json" else {"tokenizer_class": "Own"}
+    (folder / file).write_text(json.dumps({**settings, **own, "auto_map": auto_map}), encoding="utf-8")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(UserError, match=r"bring Python code of their own \(auto_map\), which is not run"):
+        load(pretrained(folder), device="cpu")
+    assert not ran.exists()

@@ -63,6 +63,7 @@ class ModelConfig:
     path : Hub id, local folder, or ``embedded`` (the model that ships with the package).
     init : ``pretrained``, or ``random`` (weights drawn from the seed, shape from ``architecture``; no download).
     revision : branch, tag or commit of a Hub model.
+    trust_remote_code : run Python code that the model's folder or repository brings; without it such a model is refused.
     rope_scaling : replaces the model's RoPE parameters, e.g. ``{rope_type: yarn, factor: 4.0}``.
     architecture : the keys of the model's ``config.json``, used by ``init=random``.
     presets : defaults of other groups for this model.
@@ -72,6 +73,7 @@ class ModelConfig:
     path: str
     init: str = field(default="pretrained", metadata=choices(("pretrained", "random")))
     revision: str | None = None
+    trust_remote_code: bool = False
     rope_scaling: dict[str, Any] | None = None
     architecture: dict[str, Any] | None = None
     presets: ModelPresets = field(default_factory=ModelPresets)

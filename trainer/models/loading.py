@@ -172,7 +172,7 @@ def _pretrained_config(cfg: ModelConfig) -> "PreTrainedConfig":
         raise UserError(f"model.path={cfg.path}: the folder has no config.json, so it is not a Hugging Face model")
     try:
         with _no_retry_warnings():
-            return AutoConfig.from_pretrained(source, revision=cfg.revision)
+            return AutoConfig.from_pretrained(source, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
     except (StrictDataclassError, OSError, ValueError, KeyError) as error:
         raise _load_error(cfg.path, source, error) from error
 
@@ -185,7 +185,13 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
     try:
         with no_progress_bar() if isinstance(source, Path) else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, config=config, revision=cfg.revision, dtype=dtype, device_map={"": device}, output_loading_info=True
+                source,
+                config=config,
+                revision=cfg.revision,
+                trust_remote_code=cfg.trust_remote_code,
+                dtype=dtype,
+                device_map={"": device},
+                output_loading_info=True,
             )
     except torch.OutOfMemoryError:
         raise
@@ -211,7 +217,9 @@ def _tokenizer(cfg: ModelConfig) -> "PreTrainedTokenizerBase":
         raise UserError(f"model.path={cfg.path}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     try:
         with _no_retry_warnings():
-            return AutoTokenizer.from_pretrained(source, revision=cfg.revision)  # pyrefly: ignore[bad-return]
+            return AutoTokenizer.from_pretrained(  # pyrefly: ignore[bad-return]
+                source, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+            )
     except (OSError, ValueError, KeyError) as error:
         raise _load_error(cfg.path, source, error) from error
 
@@ -233,6 +241,11 @@ def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
 
 
 def _load_error(path: str, source: str | Path, error: Exception) -> UserError:
+    if "custom code" in str(error):
+        return UserError(
+            f"model.path={path}: its files bring Python code of their own (auto_map), which is not run; "
+            "model.trust_remote_code=true allows it, if you trust them"
+        )
     if isinstance(source, Path):
         return UserError(f"model.path={path}: the files there cannot be loaded ({first_line(error)})")
     return UserError(
