@@ -332,12 +332,8 @@ def _routed_decoding(
         window, share = numbers["recent"] + numbers["sink"], numbers["probes"] / router.num_buckets
         routed_from = partial(decoding_break_even, device, key_bytes, window, share)
     else:
-        routed_from = partial(_same_for_any_batch, dense_below)
+        routed_from = lambda batch: dense_below  # noqa: E731
     return RoutedDecoding(router, **numbers, routed_from=routed_from, measure_recall=measure_recall, statistics=statistics)
-
-
-def _same_for_any_batch(keys: int, batch: int) -> int:
-    return keys
 
 
 def _check_numbers(

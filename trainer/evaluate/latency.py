@@ -22,10 +22,12 @@ from msattn.trainer.evaluate.caches import random_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.models.families import decoder
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.serving.fused import fused
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -162,7 +164,7 @@ def _attach_dense(model: "PreTrainedModel") -> Iterator[ReadStats]:
         with timer.measure("attention"):
             return dense_attention(x)
 
-    with tap(model, timed_dense_attention):
+    with tap(model, timed_dense_attention), fused(decoder(model)):  # as attached models have them
         yield lambda: {"sparsity": None, "selection_s": None, "attention_s": timer.seconds("attention")}
 
 

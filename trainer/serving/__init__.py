@@ -1,4 +1,8 @@
-"""Serving an attached model: the KV cache with key buckets, and the dispatch to sparse or dense attention.
+"""Serving an attached model.
+
+``buffer`` and ``cache`` hold keys, values and buckets, ``pooled_keys`` what gates need of cached keys. ``sparse`` dispatches
+each attention to blocks, to buckets (``routed``) or to dense kernels, and ``statistics`` counts what they read. ``steps``
+decodes single tokens as CUDA graphs, over the ``fused`` modules of the decoder.
 
 Import from the modules. They may import ``seer`` and ``saap``; :mod:`msattn.trainer.attach` imports them.
 """

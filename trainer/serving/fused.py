@@ -4,7 +4,7 @@ They stand in for ``module.forward``, as :func:`replaced` installs them, so that
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +27,15 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del module.forward
         else:
             module.forward = before
+
+
+@contextmanager
+def fused(decoder: nn.Module) -> Iterator[None]:
+    """Runs a decoder with the fused forward passes of its norms and MLPs inside the context."""
+    with ExitStack() as replacements:
+        for module, forward in _fused_modules(decoder):
+            replacements.enter_context(replaced(module, forward))
+        yield
 
 
 class FusedNorm(NotCopied):
@@ -60,15 +69,15 @@ def _is_fusable(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and same and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
 
 
-def fused_modules(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
+def _fused_modules(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """Returns the modules of a decoder that have a fused forward pass, and that pass."""
-    fused: list[tuple[nn.Module, Callable[..., Any]]] = []
+    found: list[tuple[nn.Module, Callable[..., Any]]] = []
     for module in decoder.modules():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            fused.append((module, FusedNorm(module)))
+            found.append((module, FusedNorm(module)))
         elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(module):
-            fused.append((module, FusedMLP(module)))
-    return fused
+            found.append((module, FusedMLP(module)))
+    return found
 
 
 def _is_silu(mlp: Any) -> bool:

@@ -29,7 +29,7 @@ from msattn.trainer.models.families import project_heads
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, left_padding
 from msattn.trainer.serving.buffer import Buffer
 from msattn.trainer.serving.cache import GrowingLayer
-from msattn.trainer.serving.fused import fused_modules, replaced
+from msattn.trainer.serving.fused import fused, replaced
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -436,9 +436,7 @@ def decoding_steps(decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -
     if all(parameter.device.type not in (DecodingSteps.device_type, "meta") for parameter in decoder.parameters()):
         yield
         return
-    with ExitStack() as replacements:
-        for module, forward in fused_modules(decoder):
-            replacements.enter_context(replaced(module, forward))
+    with fused(decoder), ExitStack() as replacements:
         steps = DecodingSteps(decoder, sparse, cuda_graphs=cuda_graphs)
         for number, layer in enumerate(layers):
             replacements.enter_context(replaced(layer.self_attn, StepAttention(layer.self_attn, number, steps)))

@@ -1,0 +1,22 @@
+"""Fixtures of the tests of decoding."""
+
+import pytest
+
+from msattn.trainer.serving import buffer
+from msattn.trainer.serving.steps import DecodingSteps
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device on which single tokens are steps; on the CPU they are launched kernel by kernel."""
+    monkeypatch.setattr(DecodingSteps, "device_type", request.param)
+    return request.param
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that grow every few tokens."""
+    monkeypatch.setattr(buffer, "MIN_FREE", 4)
+    monkeypatch.setattr(buffer, "STEP", 1)

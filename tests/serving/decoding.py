@@ -1,0 +1,32 @@
+"""Settings of a router, greedy generation and comparisons, which the tests of decoding share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.attach import Sparse
+from tests.test_attach import BUCKETS, random_partition
+
+ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": (0,)}
+ALL_BUCKETS = {**ROUTED, "probes": BUCKETS}
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Returns the logits of greedy generation ``[tokens, B, vocabulary]``."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    arguments = {"max_new_tokens": 20, "do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+    return torch.stack(model.generate(**inputs, **arguments).logits).cpu()
+
+
+def check_steps(sparse: Sparse, device: str, tokens: int) -> None:
+    """Asserts that ``tokens`` were decoded in steps, nearly all of them as graphs on a GPU."""
+    stats = sparse.stats()
+    assert stats["graph_steps"] + stats["eager_steps"] == tokens
+    if device == "cuda":
+        assert stats["graph_steps"] > 0.7 * tokens
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 2e-4) -> None:
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,176 @@
+"""Every way to generate over the cache: beams, drafts, static caches, turns, 10,000 tokens, caches from elsewhere."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from msattn.trainer.attach import attach
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.models.families import FAMILIES
+from msattn.trainer.serving.cache import BucketLayer
+from tests.factory import left_padded, random_tokens, tiny_model
+from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
+from tests.test_attach import gate_for
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3, "num_return_sequences": 2, "output_logits": False}, {"num_return_sequences": 3, "do_sample": True}],
+)
+def test_rows_that_are_repeated_and_reordered(options: dict[str, Any], where: str, small_buffers: None) -> None:
+    model = tiny_model().to(where)
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (40, 33)])
+    arguments = {"max_new_tokens": 30, "do_sample": False, **options}
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        return model.generate(ids.to(where), attention_mask=mask.to(where), **arguments).cpu()
+
+    dense = run()
+    with attach(model, **ALL_BUCKETS) as sparse:
+        assert torch.equal(run(), dense)
+        check_steps(sparse, where, 29)
+        assert sparse.stats()["selectivity"] == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{"prompt_lookup_num_tokens": 4}, {"assistant_model": True}], ids=["prompt lookup", "assistant"]
+)
+def test_drafts_are_verified_with_routed_queries(options: dict[str, Any], where: str) -> None:
+    model = tiny_model(max_position_embeddings=1024).to(where)
+    if "assistant_model" in options:
+        options = {"assistant_model": tiny_model(seed=1, max_position_embeddings=1024).to(where)}
+    ids = random_tokens(1, 150).to(where)
+    plain = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    dense = model.generate(ids, **plain)
+    for sparsity, router in ((0.0, ALL_BUCKETS), (0.5, ROUTED)):
+        with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=sparsity), **router) as sparse:
+            drafted, stats = model.generate(ids, **plain, **options), sparse.stats()
+        assert stats["dense_fallbacks"] == 0
+        assert torch.equal(drafted, dense) == (sparsity == 0)
+        assert stats["selectivity"] == 1 if sparsity == 0 else 0.1 < stats["selectivity"] < 0.8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_static_caches(family: str, where: str) -> None:
+    model = tiny_model(family).to(where)
+    ids = random_tokens(2, 60)
+    dense = generate(model, ids)
+    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS) as sparse:
+        close(generate(model, ids, cache_implementation="static"), dense)
+        own = StaticCache(config=model.config, max_cache_len=90)
+        close(generate(model, ids, past_key_values=own), dense)
+        layer: Any = own.layers[1]
+        assert layer.key_buffer.length == 79
+        assert sparse.stats()["dense_fallbacks"] == 0
+        assert sparse.stats()["selectivity"] == 1
+    filled = StaticCache(config=model.config, max_cache_len=100)
+    model(ids[:, :59].to(where), past_key_values=filled)
+    static: Any = filled.layers[1]
+    address = static.keys.data_ptr()
+    with attach(model, **ALL_BUCKETS):
+        close(generate(model, ids, past_key_values=filled), dense)
+        layer: Any = filled.layers[1]
+        assert layer.keys.data_ptr() == address, "the memory that the user allocated is used"
+
+
+@torch.no_grad()
+def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
+    """Chunked prompt, tokens, crop, another turn, another batch: the steps are those of the cache as it is then."""
+    model = tiny_model(max_position_embeddings=1024).to(where)
+    text = random_tokens(1, 300).to(where)
+    dense = model(text).logits
+    cache = DynamicCache(config=model.config)
+    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS) as sparse:
+        pieces = [model(part, past_key_values=cache).logits for part in text[:, :96].split(48, dim=1)]
+        pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(96, 120)]
+        cache.crop(-10)
+        pieces = [torch.cat(pieces, dim=1)[:, :110]]
+        pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(110, 130)]
+        pieces.append(model(text[:, 130:230], past_key_values=cache).logits)
+        shared = copy.deepcopy(cache)
+        own, twin = cache.layers[1], shared.layers[1]
+        assert isinstance(own, BucketLayer)
+        assert isinstance(twin, BucketLayer)
+        assert own.partition is twin.partition
+        assert own.bucket_buffer is not twin.bucket_buffer
+        pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(230, 260)]
+        close(torch.cat(pieces, dim=1), dense[:, :260])
+        shared.batch_repeat_interleave(2)
+        both = [model(text[:, i : i + 1].expand(2, -1), past_key_values=shared).logits for i in range(230, 250)]
+        close(torch.cat(both, dim=1), dense[:, 230:250].expand(2, -1, -1))
+        assert sparse.stats()["dense_fallbacks"] == 0
+        assert sparse.stats()["selectivity"] == 1
+
+
+@torch.no_grad()
+def test_10_000_tokens_read_each_key_once(where: str) -> None:
+    tokens = 10_000 if where == "cuda" else 700
+    model = tiny_model(max_position_embeddings=16384).to(where)
+    ids = random_tokens(1, 50)
+    with attach(model, **{**ALL_BUCKETS, "dense_layers": ()}) as sparse:
+        sequence = model.generate(ids.to(where), attention_mask=torch.ones_like(ids).to(where), max_new_tokens=tokens)
+        assert sparse.stats()["selectivity"] == 1, "a key lost or read twice changes the share of keys"
+        assert sparse.stats()["dense_fallbacks"] == 0
+    cache = DynamicCache(config=model.config)
+    with attach(model, **{**ALL_BUCKETS, "dense_layers": ()}):
+        for i in sorted(torch.randint(60, sequence.shape[1], (8,)).tolist()):
+            model(sequence[:, cache.get_seq_length() : i], past_key_values=cache)
+            step = model(sequence[:, i : i + 1], past_key_values=cache).logits
+            # The cache was filled in other pieces: 10,000 rotations and sums are rounded in another order.
+            close(step[:, -1], model.__class__.forward(model, sequence[:, : i + 1]).logits[:, -1], 2e-3)
+
+
+@torch.no_grad()
+def test_a_cache_goes_from_one_attached_model_to_another(where: str) -> None:
+    """Layers that are routed later, or no longer, have an index of another length."""
+    model = tiny_model(max_position_embeddings=1024).to(where)
+    text = random_tokens(1, 250).to(where)
+    dense, cache, pieces = model(text).logits, DynamicCache(config=model.config), []
+    plans: list[dict[str, Any]] = [{"dense_layers": (1,)}, {"dense_layers": ()}, {"dense_layers": (0,)}]
+    for number, plan in enumerate(plans):
+        with attach(model, **{**ALL_BUCKETS, **plan}) as sparse:
+            if number == 0:
+                pieces.append(model(text[:, :50], past_key_values=cache).logits)
+            for i in range(cache.get_seq_length(), 110 + 60 * number):
+                pieces.append(model(text[:, i : i + 1], past_key_values=cache).logits)
+            stats = sparse.stats()
+        assert stats["selectivity"] == 1
+        assert stats["graph_steps"] + stats["eager_steps"] >= 55
+    with attach(model, select="quest", sparsity=0.0):  # a cache with buckets, and no router
+        pieces.append(model(text[:, 230:], past_key_values=cache).logits)
+    close(torch.cat(pieces, dim=1), dense)
+
+
+def test_inference_mode_then_no_grad(where: str) -> None:
+    model = tiny_model().to(where)
+    ids = random_tokens(1, 60).to(where)
+    cache = DynamicCache(config=model.config)
+    with attach(model, **ALL_BUCKETS):
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+        with torch.no_grad():
+            cache.reorder_cache(torch.LongTensor([1, 0]))
+            for _ in range(70):
+                model(ids[:, :1].expand(2, -1), past_key_values=cache)
+    assert cache.get_seq_length() == 130
+
+
+def test_few_tokens_with_gradients_are_dense(where: str) -> None:
+    model = tiny_model().to(where).requires_grad_(True)
+    ids = random_tokens(1, 70).to(where)
+    cache = DynamicCache(config=model.config)
+    with attach(model, **ROUTED) as sparse:
+        with torch.no_grad():
+            model(ids[:, :60], past_key_values=cache)
+        model(ids[:, 60:], past_key_values=cache).logits.sum().backward()
+        assert sparse.stats()["dense_fallbacks"] == 1
+    assert model.model.embed_tokens.weight.grad is not None
