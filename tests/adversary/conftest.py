@@ -1,0 +1,45 @@
+"""Fixtures of the hostile tests, and the summary of tried and ended well by area."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.adversary.tries import Tries
+
+SHARE_OF_FEW = 0.04  # of the cases, in `make test`
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives tests with the fixture ``tries`` a short run, and one of all cases with the mark ``slow``."""
+    if "tries" in metafunc.fixturenames:
+        parts = [pytest.param(SHARE_OF_FEW, id="few"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
+        metafunc.parametrize("share", parts)
+
+
+@pytest.fixture
+def tries(request: pytest.FixtureRequest, share: float, record_property: Callable[[str, object], None]) -> Iterator[Tries]:
+    """The tries of the area that the test's mark ``area`` names, checked and reported when the test ends."""
+    mark = request.node.get_closest_marker("area")
+    assert mark is not None, "the mark area names the area"
+    found = Tries(str(mark.args[0]), share)
+    yield found
+    record_property("tries", [found.area, found.count, found.count - len(found.bad)])
+    found.check()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints tried and ended well for each area."""
+    tried: Counter[str] = Counter()
+    well: Counter[str] = Counter()
+    reports = [report for each in terminalreporter.stats.values() for report in each if isinstance(report, pytest.TestReport)]
+    for report in reports:
+        for name, value in report.user_properties if report.when == "teardown" else ():
+            if name == "tries":
+                area, count, good = value  # pyrefly: ignore[not-iterable]
+                tried[area] += count
+                well[area] += good
+    if tried:
+        terminalreporter.section("hostile tries: ended well / tried")
+        for area in tried:
+            terminalreporter.line(f"{area:<28} {well[area]:>5} / {tried[area]}")

@@ -1,0 +1,135 @@
+"""Tries: hostile inputs and how each ended.
+
+A try ends well if it is refused in one sentence (a ValueError in Python, exit code 2 on the command line), or if it is served
+and the result is right. Tracebacks, hangs, other results and code that ran are bad ends.
+"""
+
+import io
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, TypeVar
+
+from msattn import cli
+
+TIME_LIMIT = 60.0  # seconds after which a try counts as hanging; tries take less than a second on an idle machine
+Case = TypeVar("Case")
+
+
+class Hung(BaseException):
+    """A try took longer than :data:`TIME_LIMIT`."""
+
+
+@dataclass
+class Tries:
+    """Tries of one area.
+
+    Attributes
+    ----------
+    area : name in the summary.
+    share : share of the cases that is tried; a test's parameter.
+    count : tries so far.
+    bad : a line for each try that did not end well.
+    """
+
+    area: str
+    share: float = 1.0
+    count: int = 0
+    bad: list[str] = field(default_factory=list)
+
+    def chosen(self, cases: Iterable[Case], seed: int = 0) -> Sequence[Case]:
+        """Returns the share of ``cases`` that is tried, at least one, in an order drawn from ``seed``."""
+        shuffled = list(cases)
+        random.Random(seed).shuffle(shuffled)
+        return shuffled[: max(1, round(self.share * len(shuffled)))]
+
+    def record(self, case: object, fault: str | None) -> None:
+        """Counts a try; ``fault`` says how it ended badly, None that it ended well."""
+        self.count += 1
+        if fault is not None:
+            self.bad.append(f"{case}: {fault}")
+
+    def python(self, case: object, call: Callable[[], Any], served: Callable[[Any], bool] = lambda result: False) -> None:
+        """Tries a Python call: it must raise a ValueError of one line, or return what ``served`` accepts."""
+        self.record(case, python_fault(call, served))
+
+    def command(self, case: object, *arguments: str, served: Callable[[str], bool] = lambda output: False) -> None:
+        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and a standard output that ``served`` accepts."""
+        self.record(case, command_fault(arguments, served))
+
+    def check(self) -> None:
+        """Fails if a try did not end well, with the first of them."""
+        shown = "\n".join(line[:600] for line in self.bad[:20])
+        assert not self.bad, f"{self.area}: {len(self.bad)} of {self.count} tries ended badly:\n{shown}"
+
+
+def python_fault(call: Callable[[], Any], served: Callable[[Any], bool]) -> str | None:
+    """Returns how a Python call ended badly, or None."""
+    try:
+        with limited_time():
+            result = call()
+    except ValueError as error:
+        lines = str(error).strip().splitlines()
+        return None if len(lines) == 1 else f"refused in {len(lines)} lines: {error}"
+    except Hung:
+        return f"hung for {TIME_LIMIT:.0f} s"
+    except Exception as error:  # noqa: BLE001: any other exception is the result
+        return f"{type(error).__name__}: {error}"
+    return None if served(result) else f"served: {result!r:.200}"
+
+
+def command_fault(arguments: Sequence[str], served: Callable[[str], bool]) -> str | None:
+    """Returns how a command ended badly, or None. It runs in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    try:
+        with limited_time(), redirect_stdout(out), redirect_stderr(err):
+            cli.main(list(arguments))
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except Hung:
+        return f"hung for {TIME_LIMIT:.0f} s"
+    except BaseException as error:  # noqa: BLE001: a traceback on a terminal
+        return f"{type(error).__name__}: {error}"
+    return output_fault(code, out.getvalue(), err.getvalue(), served)
+
+
+def output_fault(code: int, out: str, err: str, served: Callable[[str], bool]) -> str | None:
+    """Returns how a command with these results ended badly, or None."""
+    lines = [line for line in err.splitlines() if line.startswith("msattn: ") and not line.startswith("msattn: warning")]
+    if "Traceback" in err:
+        return f"traceback: {err[-300:]}"
+    if code == 2:
+        return None if len(lines) == 1 else f"exit code 2 with {len(lines)} lines: {err[-300:]}"
+    if code == 0:
+        return None if served(out) else f"served: {out[-200:]}"
+    return f"exit code {code}: {err[-300:]}"
+
+
+@contextmanager
+def limited_time(seconds: float = TIME_LIMIT) -> Iterator[None]:
+    """Raises :class:`Hung` in the main thread after ``seconds``, and every second again."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Hung
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = TIME_LIMIT) -> bool:
+    """Returns True as soon as ``condition()`` is true, or False after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
