@@ -11,9 +11,7 @@ import math
 import os
 import platform
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +23,9 @@ from torch import Tensor
 
 from msattn import __version__
 from msattn.trainer.config import RunConfig
-from msattn.trainer.errors import UserError, first_line, write_error
+from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import replace_folder
 
 FORMAT_VERSION = 1
 KINDS = ("gate", "kmeans", "qmodel")
@@ -153,7 +153,8 @@ def write(
 
     Raises
     ------
-    UserError : as :func:`check_writable` and :func:`replace_atomically`.
+    UserError : as :func:`check_writable`, :func:`~msattn.trainer.storage.lock.locked` and
+        :func:`~msattn.trainer.storage.replace.replace_folder`.
     ValueError : an unknown ``kind``.
     """
     if kind not in KINDS:
@@ -182,61 +183,10 @@ def write(
         MANIFEST: (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode(),
         CARD: _card(manifest).encode(),
     }
-    with replace_atomically(folder) as new:
+    with locked(folder), replace_folder(folder) as new:
         for name, content in files.items():
             (new / name).write_bytes(content)
     return folder
-
-
-@contextmanager
-def replace_atomically(folder: Path) -> Iterator[Path]:
-    """Yields a temporary sibling folder, which is synced to disk and renamed to ``folder`` when the block ends.
-
-    After a kill ``folder`` is the old or the complete new one. After an error it is the old one and the sibling is removed.
-
-    Raises
-    ------
-    UserError : a file cannot be written, as on a full disk.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    if old.exists() and not folder.exists():  # an earlier process was killed between its two renames
-        old.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-    new.mkdir()
-    try:
-        yield new
-        for path in new.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        _sync_folder(new)
-    except BaseException as error:
-        # Built before the removal, so that the message reports the free space that the write found.
-        failure = write_error(folder, error) if isinstance(error, OSError | SafetensorError) else None
-        shutil.rmtree(new, ignore_errors=True)
-        if failure is not None:
-            raise failure from error
-        raise
-    replaced = folder.exists()
-    if replaced:
-        folder.rename(old)
-    try:
-        new.rename(folder)
-    except OSError:
-        if replaced:
-            old.rename(folder)
-        raise
-    _sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:

@@ -24,6 +24,7 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "trainer.errors": 5,
     "trainer.progress": 5,
     "trainer.config": 6,
+    "trainer.storage": 6,
     "trainer.artifacts": 7,
     "trainer.data": 7,
     "trainer.models": 7,

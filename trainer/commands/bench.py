@@ -13,12 +13,12 @@ from msattn.kernels import bench as kernels
 from msattn.kernels import tuned
 from msattn.kernels.bench import SHIPPED, BenchRow, Options, ReferenceMismatch, Shape
 from msattn.trainer.commands import bench_report, tiles
-from msattn.trainer.commands.atomic import replacing
 from msattn.trainer.config import BenchRunConfig
 from msattn.trainer.errors import CheckFailed, UserError
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.progress import duration, report
+from msattn.trainer.storage.replace import replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,7 +175,7 @@ def _device_name(device: str) -> str:
 def _write_csv(table: Path, records: list[dict[str, Any]]) -> None:
     """Rewrites the whole table, because later rows may have additional columns."""
     try:
-        with replacing(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        with replace_file(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for record in records for key in record)))
             writer.writeheader()
             writer.writerows(records)
@@ -187,7 +187,7 @@ def _publish(partial: Path, results: Path, rows: list[BenchRow], notes: list[str
     """Writes the figure and renames the complete table; ``results`` has no suffix."""
     figure = bench_report.figure(rows, notes)
     try:
-        with replacing(results.with_name(f"{results.name}.png")) as temporary:
+        with replace_file(results.with_name(f"{results.name}.png")) as temporary:
             figure.savefig(temporary, dpi=150)
         partial.replace(results.with_name(f"{results.name}.csv"))
     except OSError as error:

@@ -9,7 +9,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,15 @@ QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.
 class Command:
     """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
 
-    ``first`` are the groups and keys that ``--help`` shows first.
+    ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
+    replaces.
     """
 
     config: str
     schema: type[JobConfig]
     job: str
     first: tuple[str, ...]
+    writes: tuple[str, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -63,6 +65,7 @@ COMMANDS = {
             "name",
             "overwrite",
         ),
+        writes=("gate",),
     ),
     "fit-kmeans": Command(
         "fit_kmeans",
@@ -79,6 +82,7 @@ COMMANDS = {
             "device",
             "overwrite",
         ),
+        writes=("kmeans",),
     ),
     "train-qmodel": Command(
         "train_qmodel",
@@ -95,18 +99,21 @@ COMMANDS = {
             "name",
             "overwrite",
         ),
+        writes=("qmodel",),
     ),
     "finetune": Command(
         "finetune",
         schemas.FinetuneConfig,
         "finetune.run:finetune",
         ("model", "data", "data.path", "data.seq_len", "artifacts.gate", "select.sparsity", "train.steps", "train.lr", "name"),
+        writes=("model", "gate"),
     ),
     "eval": Command(
         "eval",
         schemas.EvalRunConfig,
         "evaluate.run:evaluate",
         ("model", "eval", "select", "select.sparsity", "data", "data.path", "artifacts.gate", "probes", "recent", "name"),
+        writes=("eval",),
     ),
     "generate": Command(
         "generate",
@@ -242,11 +249,15 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
 def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
     import torch
 
+    from msattn.trainer.storage.lock import locked
     from msattn.trainer.training.distributed import fail_together
 
+    cfg = typed(config, COMMANDS[command].schema)
     try:
-        with fail_together():
-            return COMMANDS[command].run(typed(config, COMMANDS[command].schema), arguments)
+        with fail_together(), ExitStack() as stack:
+            for name in COMMANDS[command].writes:
+                stack.enter_context(locked(cfg.folder / name))
+            return COMMANDS[command].run(cfg, arguments)
     except (UserError, Fault) as error:
         return error
     except TrainingDiverged as error:
