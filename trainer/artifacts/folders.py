@@ -63,7 +63,8 @@ def _local_folder(path: str | Path) -> Path:
     except (OSError, RuntimeError) as error:  # too long a name, no such home
         raise UserError(f"artifact {str(path)!r:.80}: no such folder ({first_line(error)})") from error
     if isinstance(path, Path) or exists or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        raise UserError(f"artifact {path!s:.200}: no such folder")
+        shown = str(path) if str(path).isprintable() else repr(str(path))
+        raise UserError(f"artifact {shown:.200}: no such folder")
     from huggingface_hub import snapshot_download
 
     try:

@@ -145,6 +145,6 @@ def _read_tensors(folder: Path, path: str | Path, manifest: Mapping[str, Any]) -
     if content_hash(tensors) != manifest["content_hash"]:
         raise UserError(f"artifact {path}: content_hash of {WEIGHTS} differs from {MANIFEST}; the file was altered")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise UserError(f"artifact {path}: {name:.80} of {WEIGHTS} has values that are not finite")
     return tensors
