@@ -57,6 +57,7 @@ def _file_lock(folder: Path, path: Path) -> Iterator[None]:
     descriptor = _open_locked(folder, path)
     try:
         if descriptor is not None:
+            os.ftruncate(descriptor, 0)  # of what a killed process left
             os.pwrite(descriptor, json.dumps(_own()).encode(), 0)
         yield
     finally:

@@ -152,7 +152,7 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
             continue
         _check_settings(checkpoints, marker.settings, settings)
         for line in damage:
-            print_once(f"warning: {line}; the run continues from {checkpoint}")
+            print_once(f"warning: {line}; the run continues from {checkpoint.name}")
         return checkpoint
     if damage:
         raise UserError(f"resume=true: no checkpoint is intact ({'; '.join(damage)}); resume=false starts again")
