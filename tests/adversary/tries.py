@@ -58,7 +58,7 @@ class Tries:
         self.record(case, python_fault(call, served))
 
     def command(self, case: object, *arguments: str, served: Callable[[str], bool] = lambda output: False) -> None:
-        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and a standard output that ``served`` accepts."""
+        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and an output that ``served`` accepts."""
         self.record(case, command_fault(arguments, served))
 
     def check(self) -> None:
