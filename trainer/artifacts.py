@@ -25,6 +25,7 @@ from torch import Tensor
 
 from msattn import __version__
 from msattn.trainer.config import RunConfig
+from msattn.trainer.config.values import UNPRINTABLE, require, shown
 from msattn.trainer.errors import UserError, first_line, write_error
 
 FORMAT_VERSION = 1
@@ -329,13 +330,15 @@ def find(path: str | Path, *kinds: str) -> Path:
 
 
 def _local_folder(path: str | Path) -> Path:
+    require(isinstance(path, str | Path), "artifact", repr(path), "accepted is a folder or the id of a Hub repository")
+    require(not UNPRINTABLE.search(str(path)), "artifact", path, "accepted is a path without control characters, in UTF-8")
     if path == "embedded":
         return SHIPPED
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):  # unlike Path.is_dir, also False for a name that is too long
         return folder
-    if isinstance(path, Path) or folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        raise UserError(f"artifact {path}: no such folder")
+    if isinstance(path, Path) or os.path.exists(folder) or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise UserError(f"artifact {shown(path)}: no such folder")
     from huggingface_hub import snapshot_download
 
     try:

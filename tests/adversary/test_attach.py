@@ -5,19 +5,24 @@ import math
 import os
 import pickle
 import random
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from itertools import product
+from numbers import Integral, Real
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 import msattn
 from msattn.trainer.attach import load_router
@@ -69,6 +74,16 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "torch.tensor": torch.tensor,
     "torch vector": lambda x: torch.tensor([x]),
 }
+
+
+@torch.no_grad()
+def filled_with(module: Module, value: float) -> Module:
+    """Sets the first value of each weight."""
+    for weight in module.state_dict().values():
+        weight.view(-1)[0] = value
+    return module
+
+
 OBJECTS: dict[str, Any] = {
     "empty string": "",
     "word": "many",
@@ -91,6 +106,7 @@ OBJECTS: dict[str, Any] = {
     "gate of one layer": gate(num_hidden_layers=1),
     "gate of more heads": gate(num_attention_heads=8, num_key_value_heads=4),
     "gate of larger heads": gate(head_dim=32),
+    "gate of NaN": filled_with(gate(), math.nan),
     "kmeans of more heads": partition(heads=4),
     "kmeans of larger heads": partition(size=32),
     "kmeans of other layers": partition(layers=(0, 7)),
@@ -100,8 +116,11 @@ OBJECTS: dict[str, Any] = {
     "kmeans of a layer twice": partition(layers=(0, 0)),
     "kmeans with fewer layers than centroids": KMeans(ROUTER.centroids, [0]),
     "kmeans in half precision": KMeans(ROUTER.centroids.half(), [0, 1]),
-    "kmeans of NaN": KMeans(torch.full_like(ROUTER.centroids, math.nan), [0, 1]),
+    "kmeans of one tensor": KMeans(ROUTER.centroids[0, 0, :, :, None], [0, 1]),
+    "kmeans of NaN": filled_with(partition(), math.nan),
+    "kmeans of infinity": filled_with(partition(), math.inf),
     "classifier": QModel(ROUTER, 2, 8).eval(),
+    "classifier of NaN": filled_with(QModel(partition(), 2, 8).eval(), math.nan),
     "classifier of more heads": QModel(partition(heads=4), 4, 8).eval(),
     "class of gates": Gate,
     "class of k-means": KMeans,
@@ -121,28 +140,30 @@ CONTEXTS: dict[str, dict[str, Any]] = {  # the options beside the argument that 
     "select": {},
     "sparsity": SELECTED,
     "qmodel": {"probes": 2, "recent": 5},
-    **dict.fromkeys(("probes", "recent", "sink", "dense_layers"), ROUTED),
-    "dense_below": {**SELECTED, **ROUTED},
-    **dict.fromkeys(SWITCHES, {**SELECTED, **ROUTED}),
+    "probes": ROUTED,
+    "recent": ROUTED,
+    "sink": ROUTED,
+    "dense_layers": ROUTED,
+    **{name: {**SELECTED, **ROUTED} for name in ("dense_below", *SWITCHES)},
 }
 
 
 def integer(value: Any, low: int, high: float = math.inf) -> bool:
-    return type(value) is int and low <= value <= high
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 
 def number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 ACCEPTED: dict[str, Callable[[Any], bool]] = {  # what must be served; all else must be refused
     "gate": lambda x: x is GATE,
     "select": lambda x: x is OBJECTS["selection"],
     "sparsity": lambda x: number(x) and 0 <= x < 1,
-    "qmodel": lambda x: any(x is OBJECTS[name] for name in ("kmeans", "kmeans in half precision", "classifier")),
+    "qmodel": lambda x: any(x is OBJECTS[name] for name in ("kmeans", "classifier")),
     "probes": lambda x: integer(x, 0, BUCKETS),
-    "recent": lambda x: integer(x, 1, 2**31 - 1),
-    "sink": lambda x: integer(x, 0, 2**31 - 1),
+    "recent": lambda x: integer(x, 1, 10**9),
+    "sink": lambda x: integer(x, 0, 10**9),
     "dense_layers": lambda x: isinstance(x, list | tuple | range) and all(integer(each, 0, LAYERS - 1) for each in x),
     "dense_below": lambda x: integer(x, 0),
     **dict.fromkeys(SWITCHES, lambda x: isinstance(x, bool)),
@@ -194,14 +215,14 @@ def test_models(tries: Tries) -> None:
 KEYS: dict[str, Callable[[Any], bool]] = {  # accepted values of the keys of a selection
     "policy": lambda x: isinstance(x, str) and x in POLICIES,
     "scores": lambda x: isinstance(x, str) and x in ("oracle", "random", "sink_local", "mean_pool", "quest"),
-    "sink_blocks": lambda x: integer(x, 0, 2**31 - 1),
-    "dense_below": lambda x: integer(x, 0) or (isinstance(x, str) and x == "auto"),
+    "sink_blocks": lambda x: integer(x, 0, 10**9),
+    "dense_below": lambda x: integer(x, 0, 10**9) or (isinstance(x, str) and x == "auto"),
     "block_size": lambda x: integer(x, 16, 128) and x in (16, 32, 64, 128),
-    "seed": lambda x: integer(x, 0, 2**31 - 1),
+    "seed": lambda x: integer(x, 0, 2**32 - 1),
     "sparsity": lambda x: number(x) and 0 <= x < 1,
     "threshold": lambda x: number(x) and 0 <= x < 1,
     "mass": lambda x: number(x) and 0 < x <= 1,
-    "tokens": lambda x: integer(x, 1, 2**31 - 1),
+    "tokens": lambda x: integer(x, 1, 10**9),
     "shares": lambda x: False,
 }
 SHARES = (
@@ -311,6 +332,33 @@ def test_calls_out_of_order(tries: Tries) -> None:
         check_restored(base)
 
 
+def test_threads_that_attach_at_once(tries: Tries) -> None:
+    """Exactly one of several threads attaches the model, the others are refused, and it is restored afterwards."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for case in tries.chosen(range(25)):
+            base, start, done = tiny_model(), Barrier(4), Barrier(4)
+
+            def attach(base: Any = base, start: Barrier = start, done: Barrier = done) -> str:
+                start.wait()
+                try:
+                    with msattn.attach(base, select=SCORES):
+                        done.wait()
+                        return "attached"
+                except msattn.UserError:
+                    done.wait()
+                    return "refused"
+
+            with ThreadPoolExecutor(4) as pool:
+                ends = sorted(future.result() for future in [pool.submit(attach) for _ in range(4)])
+            fault = None if ends == ["attached", "refused", "refused", "refused"] else str(ends)
+            tries.record(f"threads, round {case}", fault)
+            check_restored(base)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 LOADERS: dict[str, Callable[[Any], Any]] = {
     "load": msattn.load,
     "Gate.load": Gate.load,
@@ -321,9 +369,9 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "qmodel=": lambda path: attached({"qmodel": path}, logits),
 }
 PATHS = (
-    "", ".", "..", "/", "/dev/null", "/proc/self", "~", "~nobody-of-this-name/gate", "\0", "gate\0", "one\ntwo", "a" * 300, "a" * 5000,
-    "\udcff", "C:\\gate", "file:///gate", "https://example.org/gate", "./missing", "../missing", "a/b/c", "--help", "*", "$HOME",
-    "file", "empty", "dangling", "circle", "folder", "folder/manifest.json", "EMBEDDED", "embedded/gate",
+    "", ".", "..", "/", "/dev/null", "/proc/self", "~", "~nobody-of-this-name/gate", "\0", "gate\0", "one\ntwo", "a" * 300,
+    "a" * 5000, "\udcff", "C:\\gate", "file:///gate", "https://example.org/gate", "./missing", "../missing", "a/b/c", "--help",
+    "*", "$HOME", "file", "empty", "dangling", "circle", "folder", "folder/manifest.json", "EMBEDDED", "embedded/gate",
 )  # fmt: skip
 
 
@@ -335,7 +383,8 @@ def test_paths(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     os.symlink("missing", tmp_path / "dangling")
     os.symlink("circle", tmp_path / "circle")
     monkeypatch.chdir(tmp_path)
-    values = {**VALUES, "None": None, **{f"{name:.40}": name for name in PATHS}}
+    values = {name: VALUES[name] for name in random.Random(0).sample(sorted(VALUES), 30)} | {"None": None}
+    values |= {f"{name:.40}": name for name in PATHS}
     values |= {f"Path({name:.40})": Path(name) for name in PATHS}
     values |= {f"bytes({name:.40})": os.fsencode(name) for name in PATHS}
     for loader, name in tries.chosen(product(LOADERS, values)):

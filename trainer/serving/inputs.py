@@ -1,7 +1,7 @@
 """Checks of what a caller gives to an attached model's forward pass, before the pass changes the cache.
 
-Types and shapes are always checked. Ids are read from the device once for a prompt, and not for single tokens after it, for which
-a GPU would have to wait.
+Types and shapes are always checked. Ids are read from the device once for a prompt, but not for single tokens after it, which
+would have to wait for a GPU.
 """
 
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> Non
     Parameters
     ----------
     cache : its layers are of :class:`msattn.trainer.serving.cache.GrowingLayer`.
-    every_layer : compare the shapes of every layer, not of the first alone; a layer never changes its shape.
+    every_layer : check every layer, once for each cache. The first and the last one show whether a pass was interrupted.
 
     Raises
     ------
@@ -84,17 +84,13 @@ def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> Non
     layers, length = cache.layers, cache.get_seq_length()
     if len(layers) != num_layers(config):
         raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers(config)}, as in the model")
-    buffers = [buffer for layer in layers for buffer in (layer.key_buffer, layer.value_buffer)]
-    lengths = {buffer.length for buffer in buffers}
-    if len(lengths) > 1:
-        raise UserError(
-            f"past_key_values: its layers hold {', '.join(map(str, sorted(lengths)))} tokens; accepted are equal numbers"
-        )
-    accepted = (batch, num_kv_heads(config), length, head_dim(config))
-    for buffer in buffers if every_layer else buffers[:1]:
-        if buffer.filled is not None and length and buffer.filled.shape != accepted:
-            held = list(buffer.filled.shape)
-            raise UserError(f"past_key_values: it holds {held} [sequences, heads, tokens, size]; accepted is {list(accepted)}")
+    accepted = [batch, num_kv_heads(config), length, head_dim(config)]
+    for layer in layers if every_layer else (layers[0], layers[-1]):
+        for buffer in (layer.key_buffer, layer.value_buffer):
+            held = list(buffer.memory.shape) if buffer.length else accepted.copy()
+            held[2] = min(buffer.length, held[2])
+            if held != accepted:
+                raise UserError(f"past_key_values: it holds {held} [sequences, heads, tokens, size]; accepted is {accepted}")
 
 
 def _is_converted(mask: Any, batch: int) -> bool:

@@ -21,7 +21,7 @@ from msattn.trainer.models.families import check_length, num_layers
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
-from msattn.trainer.seer.select import GateScores, Selection, selected_attention, sparsity
+from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import FEW_TOKENS, BucketLayer, GrowingLayer, check_memory, install_layers
 from msattn.trainer.serving.inputs import check_held, check_inputs
 from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
@@ -43,7 +43,7 @@ class Sparse(NotCopied):
     ) -> None:
         self.selection, self.routed, self.statistics = selection, routed, statistics
         self.dense_below, self.rotation, self.measure_recall = dense_below, rotation, measure_recall
-        self.gate = selection.scorer.gate if selection is not None and isinstance(selection.scorer, GateScores) else None
+        self.gate = None if selection is None else selection.gate
         self.routed_layers: frozenset[int] = frozenset() if routed is None else routed.layers
         self.attached = True
         self._prepared: WeakSet[Any] = WeakSet()  # caches
