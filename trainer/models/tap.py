@@ -251,16 +251,20 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
         mask, packed sequences or a static cache.
     """
     _register()
-    with _entering:
-        before = model.config._attn_implementation
-        if before == IMPLEMENTATION:
-            raise UserError("model: it is already attached; leave that context (or call disable) first")
-        taps = [_LayerTap(layer.self_attn, attend) for layer in decoder(model).layers]
-        model.config._attn_implementation = IMPLEMENTATION
+    taps: list[_LayerTap] = []
     try:
-        yield
+        with _entering:
+            before = model.config._attn_implementation
+            if before == IMPLEMENTATION:
+                raise UserError("model: it is already attached; leave that context (or call disable) first")
+            for layer in decoder(model).layers:
+                taps.append(_LayerTap(layer.self_attn, attend))
+            model.config._attn_implementation = IMPLEMENTATION
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = before
     finally:
-        model.config._attn_implementation = before
         for item in taps:
             item.remove()
 
