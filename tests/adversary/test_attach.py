@@ -184,15 +184,24 @@ def hostile_values() -> dict[str, Any]:
 VALUES = hostile_values()
 
 
-def test_arguments(tries: Tries) -> None:
-    """Each argument with each value. Switches that are set do not change the result."""
-    expected = attached(CONTEXTS["strict"], logits)
-    for name, label in tries.chosen(product(CONTEXTS, VALUES)):
-        options = {**CONTEXTS[name], name: VALUES[label]}
-        accepted, call = ACCEPTED[name](VALUES[label]), partial(attached, options, logits)
+def plain(value: Any) -> Any:
+    """Returns the integer, number or list that ``value`` stands for."""
+    if isinstance(value, list | tuple | range):
+        return [plain(each) for each in value]
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if number(value) else value
 
-        def right(found: Tensor, name: str = name, accepted: bool = accepted) -> bool:
-            return accepted and (same(found, expected) if name in SWITCHES else bool(found.isfinite().all()))
+
+def test_arguments(tries: Tries) -> None:
+    """Each argument with each value: refused, or served as the plain value is. Switches that are set do not change the result."""
+    for name, label in tries.chosen(product(CONTEXTS, VALUES)):
+        value, context = VALUES[label], CONTEXTS[name]
+        accepted, call = ACCEPTED[name](value), partial(attached, {**context, name: value}, logits)
+        reference = context if name in SWITCHES else {**context, name: plain(value)}
+
+        def right(found: Tensor, accepted: bool = accepted, reference: dict[str, Any] = reference) -> bool:
+            return accepted and same(found, attached(reference, logits))
 
         tries.python(f"{name}: {label}", partial(served, call) if accepted else call, right)
 
@@ -281,7 +290,9 @@ def test_selections(tries: Tries) -> None:
         def call(form: str = form, policy: str = policy, key: Any = key, value: Any = value) -> Tensor:
             return attached({"select": selection(form, policy, key, value)}, logits)
 
-        right = lambda found, ok=accepted: ok and bool(found.isfinite().all())  # noqa: E731
+        def right(found: Tensor, accepted: bool = accepted, reference: Callable[..., Tensor] = call, value: Any = value) -> bool:
+            return accepted and same(found, reference(form="mapping", value=plain(value)))
+
         tries.python(f"{form} {policy}: {key!r}={value!r:.60}", partial(served, call) if accepted else call, right)
 
 

@@ -56,10 +56,7 @@ def test_ids_masks_and_caches_of_another_shape() -> None:
         r"attention_mask of int64 \[1, 40\]: accepted is a 2D mask \[2, 40\]": {"input_ids": ids, "attention_mask": ids[:1]},
         r"position_ids of type list: accepted is integers \[2, 40\]": {"input_ids": ids, "position_ids": ids.tolist()},
         r"it holds \[2, 2, 40, 16\] .*; accepted is \[1, 2, 40, 16\]": {"input_ids": ids[:1], "past_key_values": past},
-        "it has 3 layers; accepted are 2": {
-            "input_ids": ids,
-            "past_key_values": DynamicCache(config=tiny_config(num_hidden_layers=3)),
-        },
+        "it has 3 layers; accepted are 2": {"input_ids": ids, "past_key_values": deeper},
     }
     with attach(model, select="quest"):
         for message, arguments in inputs.items():
