@@ -69,11 +69,16 @@ def read_text(path: str | Path, where: str) -> str:
     ------
     UserError : the file cannot be read, is a device or a pipe, too large to be encoded, or not UTF-8; it begins with ``where``.
     """
-    with refused(where):
-        file = Path(os.path.expanduser(path))
-        check_regular(file, where)
-        with file.open("rb") as stream:
-            return decode(read_stream(stream, where, largest_text()), where)
+    file, most = Path(os.path.expanduser(path)), largest_text()
+    with refused(where), open_bytes(file, where, most) as stream:
+        return decode(read_stream(stream, where, most), where)
+
+
+def open_bytes(file: Path, where: str, most: int) -> BinaryIO:
+    """Opens a regular file of at most ``most`` bytes; some files of ``/proc`` look regular and would block."""
+    check_regular(file, where)
+    check_size(file.stat().st_size, most, where)
+    return open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
 def check_regular(file: Path, where: str) -> None:
@@ -84,8 +89,13 @@ def check_regular(file: Path, where: str) -> None:
 
 
 def largest_text() -> int:
-    """Returns the bytes of text that can be encoded at once in the memory that is free."""
+    """Returns the bytes of text that can be encoded at once in the free memory."""
     return free_memory() // MEMORY_PER_BYTE
+
+
+def largest_corpus() -> int:
+    """Returns the bytes of text that may be read in all: a quarter of the free memory, as their tokens take as much again."""
+    return free_memory() // 4
 
 
 def free_memory() -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msattn.trainer.config.text_files import is_unicode, parse_json, read_text
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError
 
 FORMAT = 'each line is {"prompt": ..., "answer": ...}, or {"messages": [{"role": ..., "content": ...}], "answer": ...}'
@@ -34,7 +35,7 @@ def read_prompts(path: str | None) -> list[Prompt]:
     ------
     UserError : there is no path, the file cannot be read or is empty, or a line has another form; the message names the line.
     """
-    key = f"eval.prompts.path={path}"
+    key = f"eval.prompts.path={shown(path)}"
     if path is None:
         raise UserError(f"{key}: a jsonl file; {FORMAT}")
     lines = read_text(path, key).split("\n")  # strings may hold other line ends

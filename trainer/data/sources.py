@@ -16,9 +16,10 @@ from msattn.trainer.config.text_files import (
     check_size,
     decode,
     file_type,
-    free_memory,
     is_unicode,
+    largest_corpus,
     largest_text,
+    open_bytes,
     parse_json,
     read_stream,
     refused,
@@ -28,7 +29,6 @@ from msattn.trainer.config.values import shown
 from msattn.trainer.data.retrieval import inject_needles
 from msattn.trainer.errors import UserError, first_line
 
-MEMORY_SHARE = 4  # the documents of a path together may take a quarter of the free memory; their tokens take as much
 HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
 
 
@@ -117,7 +117,7 @@ def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
 def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:
     """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row."""
     root = Path(os.path.expanduser(path))
-    most, left = largest_text(), free_memory() // MEMORY_SHARE
+    most, left = largest_text(), largest_corpus()
     for file in text_files(key, path):
         where = f"{key}={shown(file)}"
         name = os.fsencode(file.relative_to(root) if root.is_dir() else file.name).decode("utf-8", "backslashreplace")
@@ -145,7 +145,7 @@ def _decompress(file: Path, where: str, most: int) -> bytearray:
     import pyarrow
 
     codec = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
-    with refused(where), file.open("rb") as raw:
+    with refused(where), open_bytes(file, where, most) as raw:
         return read_stream(pyarrow.input_stream(raw, compression=codec) if codec else raw, where, most)
 
 
@@ -160,14 +160,19 @@ def _json_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
 def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
+    from pyarrow import types
 
     try:
         schema = pyarrow.parquet.read_schema(pyarrow.BufferReader(content))
         if schema.names.count(column) != 1:
             found = "several columns of this name" if column in schema.names else "no such column"
             raise UserError(f"data.column={column}: {where} has {found} (it has: {', '.join(schema.names)})")
+        stored = schema.field(column).type
+        kind = stored.value_type if types.is_dictionary(stored) else stored
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise UserError(f"data.column={column}: {where} has {kind} in this column, accepted is text")
         # A dictionary keeps one copy of equal texts, of which a small file may hold very many.
-        shared = [column] if pyarrow.types.is_string(schema.field(column).type) else []
+        shared = [column] if types.is_string(stored) else []
         table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), read_dictionary=shared)
         rows = (text for batch in table.iter_batches(columns=[column]) for text in batch.column(0))
         for number, text in enumerate(rows):
