@@ -1,12 +1,13 @@
 """Hostile command lines: values of every key, malformed overrides and options, and runs at the ends of ranges."""
 
 import copy
+import functools
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from msattn.trainer.commands.compose import COMMANDS, compose, compose_raw, initialized_hydra, without_hydra
+from msattn.trainer.commands.compose import COMMANDS, Command, compose, compose_raw, initialized_hydra, without_hydra
 from msattn.trainer.config import POLICIES, SelectConfig, typed
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.config.values import CHOICES
@@ -86,7 +87,7 @@ def base_overrides(command: str, key: str) -> tuple[str, ...]:
     return ("artifacts.gate=gate",) if command == "finetune" else ()
 
 
-@cache
+@functools.cache
 def composed_once(command: str, overrides: tuple[str, ...]) -> Any:
     with initialized_hydra(command) as hydra:
         return without_hydra(compose_raw(hydra, command, overrides))
@@ -106,14 +107,17 @@ def compose_value(command: str, key: str, text: str) -> Any:
 
 def holds(config: Any, key: str, value: Any, kind: Any, choices: tuple[str, ...]) -> bool:
     """Returns True if ``key`` of ``config`` is ``value``, and this has the annotated type and is sane."""
-    found = config
-    for part in key.split("."):
-        found = getattr(found, part)
+    found = value_of(config, key)
     if choices and not set(found if isinstance(found, list) else [found]) <= set(choices):
         return False
     if key in ("name", "model.name") and "/" in found:
         return False
     return fits(found, value, kind)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Returns the value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
 
 
 def fits(found: Any, value: Any, kind: Any) -> bool:
@@ -144,3 +148,185 @@ def test_values_of_every_key(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> N
             lambda command=command, key=key, text=text: compose_value(command, key, text),
             lambda config, key=key, text=text, kind=kind, choices=choices: holds(config, key, VALUES[text], kind, choices),
         )
+
+
+DAMAGED_KEYS: tuple[Callable[[str], str], ...] = (
+    lambda key: key[:-1],
+    lambda key: key[1:],
+    lambda key: key + "x",
+    lambda key: key.upper(),
+    lambda key: key.replace("a", "\u0430"),  # Cyrillic
+    lambda key: f".{key}",
+    lambda key: f"{key}.",
+    lambda key: f"{key}.x",
+    lambda key: key.replace(".", "..") + "..",
+    lambda key: key.replace(".", "/") + "/",
+    lambda key: f"{key}@x",
+    lambda key: f"{key}[0]",
+    lambda key: f"{key} ",
+    lambda key: f" {key}",
+    lambda key: f"{key}\0",
+    lambda key: f"{key}\n",
+    lambda key: f"+{key}",
+    lambda key: f"+{key}x",
+    lambda key: f"++{key}x",
+    lambda key: f"+++{key}",
+    lambda key: f"~{key}x",
+    lambda key: f"--{key}",
+    lambda key: f"\udce9{key}",
+    lambda key: f"hydra.{key}",
+    lambda key: "",
+)
+
+
+def test_damaged_keys(tries: Tries) -> None:
+    keys = ("seed", "train.lr", "data.path", "gate.q_pool", "model")
+    for damaged, key in tries.chosen([(damage(key), key) for damage in DAMAGED_KEYS for key in keys if damage(key) != key]):
+        tries.python(
+            repr(damaged),
+            lambda damaged=damaged: compose("train-gate", [f"{damaged}=1"]),
+            lambda config, key=key: value_of(config, key) in (1, "1"),
+        )
+
+
+BROKEN = """
+' " [ ] { } ( ) [1 [1, {a {a: ${ ${} $ \\ = , 1, ,1 1,2 choice(1,2) range(1,3) interval(0,1) glob(*) sort(2,1) shuffle(1,2)
+tag(x,1) extend_list(1) nothing(1) int( int(1,2) int('x') ${seed ${${seed}} ${seed:1} ${nowhere:1} ${.x} ${..} ${...} 'a'b
+{{ }} {1:{2:3}} [[1,2],[3]] {null:null} !x &x *x %x @x :x :: `x` ~x #x 1# 1; 0x10 010 1e 1.. .. ١٢ １
+"""
+SYNTAXES: dict[str, Any] = {  # values that are refused, or that have a meaning in Hydra's grammar
+    **dict.fromkeys(BROKEN.split()),
+    "1_000": None,
+    "[1_0]": None,
+    "-1_0.5": None,
+    "\u00a0": None,
+    "\u2028": None,
+    "9" * 5000: None,
+    "[" * 3000: None,
+    "[" * 1000 + "]" * 1000: None,
+    "{a:" * 300 + "1" + "}" * 300: None,
+    "${" * 300 + "}" * 300: None,
+    "\0": None,
+    "\n": None,
+    "1\n2": None,
+    "\ud800": None,
+    "\x1b]0;x\x07": None,
+    "int(7)": 7,
+    "int('7')": 7,
+    " 7": 7,
+    "+7": 7,
+}
+
+
+def test_syntax_of_values(tries: Tries) -> None:
+    keys = ("seed", "data.seq_len", "dense_below", "probes")
+    for key, text in tries.chosen([(key, text) for key in keys for text in SYNTAXES]):
+        tries.python(
+            f"{key}={text[:40]!r}",
+            lambda key=key, text=text: compose("generate", [f"{key}={text}"]),
+            lambda config, key=key, text=text: SYNTAXES[text] is not None and value_of(config, key) == SYNTAXES[text],
+        )
+
+
+LONG = "x" * 5000
+PATHS = [
+    "",
+    " ",
+    LONG,
+    "a\0b",
+    "a\nb",
+    "\udce9",
+    "~nobody/x",
+    "nowhere",
+    "/dev/null",
+    "/dev/zero",
+    "./file/x",
+    "**",
+    "[",
+    "{a,b}",
+]
+HYDRA = f"""
+run.dir=/dev/null/x run.dir= run.dir=null run.dir='a\0b' run.dir={LONG} run=null job=null mode=nothing mode=1 job.chdir=maybe
+job.env_set={{A:1}} searchpath=3 searchpath=[nowhere] verbose={{a:1}} output_subdir=/dev/null output_subdir='a\0b'
+job_logging=null job_logging.version=7 hydra_logging.root.level=nothing callbacks={{a:{{_target_:nothing.at.all}}}}
+sweeper._target_=nothing.at.all launcher._target_=nothing.at.all sweep.dir='a\0b' nothing=1 run.dir=${{nowhere}} job.name=a/b
+"""
+ENDINGS: list[list[str]] = [
+    *([option, path] for option in ("--model", "--data", "--config-dir", "--prompt-file") for path in PATHS),
+    *(["--cfg", text] for text in ("", "x", "JOB", "\0", LONG)),
+    *(
+        [option]
+        for option in "--model --data --config-dir --cfg --prompt --cgf -x - --- --no-model -mx --multirun=1 --chat=1".split()
+    ),
+    *(
+        [text]
+        for text in (
+            "",
+            " ",
+            "\0",
+            "\udce9",
+            "\n",
+            "=",
+            "==",
+            "@",
+            "~",
+            "+",
+            "hydra=null",
+            "hydra/launcher=no",
+            "hydra/sweeper=no",
+        )
+    ),
+    *([f"hydra.{override}"] for override in HYDRA.split()),
+    ["--model", "tiny", "model=tiny"],
+    ["--data", "a.txt", "data=stdlib"],
+    ["--prompt", ""],
+    ["--prompt", "\udce9"],
+    ["--prompt", "a", "--prompt-file", "b"],
+    ["--multirun", "--chat"],
+    ["--multirun", "seed=1,x"],
+    ["--multirun", "seed=range(1)"],
+    ["--multirun", "hydra.sweep.dir='a\0b'", "seed=1"],
+    ["seed=1", "seed=x"],
+    ["experiment=nothing"],
+    ["experiment=[demo,lab]"],
+]
+NO_COMMANDS = [
+    "",
+    " ",
+    "train_gate",
+    "EVAL",
+    "eval ",
+    "\0",
+    "\udce9",
+    "-",
+    "--",
+    "--version=1",
+    "--halp",
+    "help eval.",
+    "help \0",
+]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces all jobs in an empty folder; collects the configurations that they are called with."""
+    configs: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: configs.append(cfg))
+    return configs
+
+
+def test_options(tries: Tries, started: list[Any]) -> None:
+    """The job of a command that is not refused gets the configuration of the command without its hostile ending."""
+    cases = [(command, ending) for command in ("eval", "generate", "bench") for ending in ENDINGS]
+    for command, ending in tries.chosen(cases):
+        prompt = ["--prompt", "a"] if command == "generate" and "--prompt" not in str(ending) else []
+        started.clear()
+        tries.command(
+            [command, *(word[:40] for word in ending)],
+            *[command, *prompt, *ending],
+            served=lambda out, command=command: started == [compose(command)],
+        )
+    for line in tries.chosen(NO_COMMANDS):
+        tries.command(repr(line), *line.split(" "))

@@ -167,7 +167,7 @@ def test_prompts_are_not_parsed_by_hydra(msattn, here: Path, job: list) -> None:
     assert [arguments for _, arguments in job] == [{"prompt": prompt, "chat": False}] * 2
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b" \n", "empty"), (b"ab\xff", "not UTF-8 (byte 2)")])
+@pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b" \n", "empty"), (b"ab\xff", "not UTF-8 at byte 2")])
 def test_bad_prompt_files(msattn, here: Path, content: bytes, says: str) -> None:
     (here / "p.txt").write_bytes(content)
     code, _, err = msattn("generate", "--prompt-file", "p.txt")

@@ -63,7 +63,7 @@ def _section(values: Any, schema: type[Config], known: list[str], prefix: str = 
     """Returns the instance of ``schema`` with ``values``; ``known`` are all keys of the command, for hints."""
     require(isinstance(values, dict), prefix.rstrip("."), values, "a section, whose keys are set as in section.key=value")
     kind: Any = _policy_of(values) if schema is SelectConfig else schema
-    types = {item.name: item.type for item in fields(kind)}
+    types: dict[str, Any] = {item.name: item.type for item in fields(kind)}
     arguments = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
