@@ -194,7 +194,7 @@ def plain(value: Any) -> Any:
 
 
 def test_arguments(tries: Tries) -> None:
-    """Each argument with each value: refused, or served as the plain value is. Switches that are set do not change the result."""
+    """Each argument with each value: refused, or served as the plain value is. Switches do not change the result."""
     for name, label in tries.chosen(product(CONTEXTS, VALUES)):
         value, context = VALUES[label], CONTEXTS[name]
         accepted, call = ACCEPTED[name](value), partial(attached, {**context, name: value}, logits)
@@ -290,7 +290,9 @@ def test_selections(tries: Tries) -> None:
         def call(form: str = form, policy: str = policy, key: Any = key, value: Any = value) -> Tensor:
             return attached({"select": selection(form, policy, key, value)}, logits)
 
-        def right(found: Tensor, accepted: bool = accepted, reference: Callable[..., Tensor] = call, value: Any = value) -> bool:
+        def right(
+            found: Tensor, accepted: bool = accepted, reference: Callable[..., Tensor] = call, value: Any = value
+        ) -> bool:
             return accepted and same(found, reference(form="mapping", value=plain(value)))
 
         tries.python(f"{form} {policy}: {key!r}={value!r:.60}", partial(served, call) if accepted else call, right)
