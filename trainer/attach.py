@@ -110,7 +110,8 @@ def attach(
     Raises
     ------
     UserError : there is nothing to attach, an artifact has another kind or was made for another model, the model is not
-        supported or already attached, or a number is out of range.
+        supported or already attached, or an argument has another type or is out of range. In a forward pass: ids outside the
+        vocabulary, inputs of another type or shape, no token, or a cache of another model or batch.
 
     Notes
     -----
