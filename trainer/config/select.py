@@ -161,7 +161,7 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
         one_of("select", select, (*POLICIES, *BASELINES))
         select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
     elif isinstance(select, Mapping):
-        select = SelectConfig(**{str(key): value for key, value in select.items()})
+        select = SelectConfig(**{key if isinstance(key, str) else repr(key): value for key, value in select.items()})
     given: dict[str, Any] = {} if sparsity is None else {"sparsity": sparsity}
     return replace(select, **given)
 

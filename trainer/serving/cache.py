@@ -354,15 +354,11 @@ def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: tor
 def _check_kind(held: Buffer, new: Tensor) -> None:
     """Raises UserError unless ``new`` can follow what is held; under autocast dtypes may differ."""
     x = held.filled
-    if (
-        x is None
-        or not held.length
-        or (x.device == new.device and (x.dtype == new.dtype or torch.is_autocast_enabled(new.device.type)))
-    ):
+    if x is None or held.length == 0:
         return
-    raise UserError(
-        f"past_key_values: it holds {x.dtype} on {x.device}; accepted is {new.dtype} on {new.device}, as in this pass"
-    )
+    if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
+        there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
+        raise UserError(f"past_key_values: it holds {there}; accepted is {here}, as in this pass")
 
 
 def _is_replaceable(layer: Any) -> bool:
