@@ -101,7 +101,7 @@ def check_tensors(artifact: Artifact, shapes: Mapping[str, Sequence[int]]) -> No
 
 def _identities(path: str | Path) -> list[tuple[int, ...]]:
     """Returns numbers of the folder ``path`` and of its kinds, which change when a writer replaces one."""
-    return [_identity(os.path.join(os.path.expanduser(path), kind)) for kind in ("", *KINDS)]
+    return [_identity(os.path.join(os.path.expanduser(str(path)), kind)) for kind in ("", *KINDS)]
 
 
 def _identity(path: str) -> tuple[int, ...]:

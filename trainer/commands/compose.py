@@ -8,7 +8,7 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,13 @@ from typing import Any
 from msattn.trainer import config as schemas
 from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, typed
 from msattn.trainer.config.select import foreign_key, keys_of
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, first_line
 
 MAIN_RANK = "0"
+UNDERSCORED = re.compile(  # a number with underscores that is a whole value or item; quoted text is matched without a number
+    r"""(['"]).*?(?<!\\)\1|[=\[{,:(] *(?P<number>[+-]?\d[\d.]*_[\d_.]*) *(?=$|[]},):])"""
+)
 QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
 
 
@@ -247,8 +251,6 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
 
 
 def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
-    import torch
-
     from msattn.trainer.storage.lock import locked
     from msattn.trainer.training.distributed import fail_together
 
@@ -262,9 +264,21 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
         return error
     except TrainingDiverged as error:
         return UserError(str(error))
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        return UserError(f"device=cuda: the GPU has too little memory ({reason}); reduce data.seq_len or the batch size")
+    except (MemoryError, RuntimeError) as error:
+        if (machine := _short_of_memory(error)) is None:
+            raise
+        reason = first_line(error).partition(". ")[0]
+        return UserError(f"{machine} has too little memory ({reason}); reduce data.seq_len or the batch size")
+
+
+def _short_of_memory(error: Exception) -> str | None:
+    """Returns the machine that cannot allocate what a job asked for; None for other errors."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device=cuda: the GPU"
+    refused = re.search("can't allocate memory|Storage size calculation overflowed", str(error))  # PyTorch's on a CPU
+    return "this machine" if isinstance(error, MemoryError) or refused else None
 
 
 def _typed(composed: Any, command: str) -> JobConfig:
@@ -282,10 +296,24 @@ def compose_raw(hydra: Any, command: str, overrides: Sequence[str] = (), mode: s
     """Returns the configuration of ``command`` with Hydra's own keys; ``mode`` is ``RUN`` or ``MULTIRUN``."""
     from hydra.types import RunMode
 
+    _check_numbers(overrides)
     try:
         return hydra.compose_config(COMMANDS[command].config, list(overrides), RunMode[mode])
     except ValueError as error:  # not a HydraException: a group is null
         raise UserError(f"{first_line(error)}; a group takes one of its options, as in select=topk") from error
+
+
+def _check_numbers(overrides: Sequence[str]) -> None:
+    """Raises UserError for numbers that Hydra would read differently from how they are written.
+
+    Hydra takes ``1_000`` for 1000, so that ``name=1_000`` would be called 1000, and cannot read thousands of digits.
+    """
+    for override in overrides:
+        for match in UNDERSCORED.finditer(override):
+            if number := match["number"]:
+                raise UserError(f"{shown(override)}: write {number.replace('_', '')} for a number, and '\"{number}\"' for text")
+        if re.search(r"\d{400}", override):
+            raise UserError(f"{shown(override)}: accepted are numbers of fewer than 400 digits")
 
 
 def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
@@ -331,14 +359,20 @@ def initialized_hydra(command: str) -> Iterator[Any]:
         assert hydra is not None
         try:
             yield hydra
+        except RecursionError as error:
+            raise UserError("an override nests lists or mappings too deeply") from error
         except (HydraException, OmegaConfBaseException) as error:
-            chosen = compose_raw(hydra, command).hydra.runtime.choices
-            keys = [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
-            raise UserError(_explain(error, keys)) from error
+            raise UserError(_explain(error, functools.partial(_accepted, hydra, command))) from error
 
 
-def _explain(error: Exception, accepted: list[str]) -> str:
-    """Returns one line for an error of Hydra, with the nearest of the ``accepted`` groups and keys."""
+def _accepted(hydra: Any, command: str) -> list[str]:
+    """Returns the groups and keys of a command."""
+    chosen = compose_raw(hydra, command).hydra.runtime.choices
+    return [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
+
+
+def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
+    """Returns one line for an error of Hydra, with the nearest of the accepted groups and keys."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     message = str(error)
@@ -347,11 +381,12 @@ def _explain(error: Exception, accepted: list[str]) -> str:
         options = list(error.options or [])
         return f"{group}={choice}: accepted are {', '.join(options)}{nearest(choice, options)}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: not understood; write key=value, {QUOTING}"
+        return f"{shown(error.override)}: not understood; write key=value, {QUOTING}"
     if ambiguous := re.match(r"Ambiguous value for argument '(.+)'", message):
         return f"{ambiguous[1]}: a comma is a sweep: add --multirun, write a list as key=[a,b], {QUOTING}"
     if refused := re.match(r"Could not (?:override|append to config|delete|append)[^']*'(.+?)'", message):
         group, _, key = refused[1].rpartition(".")
+        accepted = accepted_keys()
         if group == "select" and refused[1] in accepted:  # a key of another policy than the one composed
             policy = getattr(getattr(error.__cause__, "parent_node", None), "policy", None)
             if policy in POLICIES and key not in keys_of(POLICIES[policy]):
