@@ -35,11 +35,15 @@ def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
     return _plain_object(document, where)
 
 
-def read_yaml(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
-    """Returns the mapping in a YAML file; parameters and errors as :func:`read_json`, and UserError for tags and aliases."""
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """Returns the mapping in a YAML text; ``where`` begins error messages.
+
+    Raises
+    ------
+    UserError : it is not valid YAML, nests too deeply, or has a tag, an alias or a value that JSON lacks, such as a date.
+    """
     import yaml
 
-    text = read_text(path, where, max_bytes)
     try:
         marks = (yaml.TagToken, yaml.AnchorToken, yaml.AliasToken)
         marked = next((token for token in yaml.scan(text) if isinstance(token, marks)), None)
@@ -63,8 +67,7 @@ def read_text(path: Path, where: str, max_bytes: int) -> str:
     ------
     UserError : the file is missing, not regular, unreadable, larger than ``max_bytes``, or not UTF-8.
     """
-    if not path.is_file():
-        raise UserError(f"{where} is missing" if not path.exists() else f"{where} is not a regular file")
+    check_regular(path, where)
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -76,6 +79,18 @@ def read_text(path: Path, where: str, max_bytes: int) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8 at byte {error.start}") from error
+
+
+def check_regular(path: Path, where: str) -> None:
+    """Raises UserError if ``path`` is missing or no regular file, such as a folder or a pipe."""
+    if not path.is_file():
+        raise UserError(f"{where} is not a regular file" if path.exists() else f"{where} is missing")
+
+
+def check_contained(path: Path, root: Path, where: str) -> None:
+    """Raises UserError if ``path`` is a link to a file outside ``root``."""
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise UserError(f"{where} links to a file outside its folder")
 
 
 def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Schema:
