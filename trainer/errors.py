@@ -59,13 +59,17 @@ def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bo
     """
     # PyTorch's writer reports a position in the file but no reason.
     reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or first_line(error)
-    folder = next(parent for parent in path.parents if parent.is_dir())
-    free = shutil.disk_usage(folder).free
-    parts = [f"{path} cannot be written ({reason})", f"{free / 1e9:.1f} GB are free in {folder}", kept]
+    parts = [f"{path} cannot be written ({reason})", free_space(path), kept]
     next_run = "resume=true continues the run" if resumes else "run the command again"
     if getattr(error, "errno", None) in (None, *NO_SPACE):
         return UserError(f"{'; '.join(filter(None, parts))}. Free some disk space, then {next_run}")
     return UserError("; ".join(filter(None, [*parts, next_run if resumes else ""])))
+
+
+def free_space(path: Path) -> str:
+    """Returns a clause that tells the free space of the disk of ``path``, which need not exist."""
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
 
 
 def print_once(line: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from msattn.trainer.storage import replace
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; opening a file to write is one, too
@@ -44,6 +46,7 @@ def in_child(body: Callable[[], None]) -> int:
         return pid
     code = 1
     try:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
         body()
         code = 0
     finally:

@@ -6,24 +6,22 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count, product
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any
 
 import pytest
 import torch
 
+from msattn import cli
 from msattn.trainer import artifacts
-from msattn.trainer.errors import UserError
 from msattn.trainer.storage import replace
-from msattn.trainer.storage.replace import clean_up, current_folder, read_folder, replace_folder
+from msattn.trainer.storage.replace import clean_up, current_folder, replace_folder
 from tests.adversary.steps import count_changes, ended, exit_code, in_child, killed_at
 from tests.adversary.tries import Tries
-from tests.jobs import Job, prepare
 from tests.test_artifacts import MODEL
+from tests.test_bad_input import SMALL_EVAL, text
 
 pytestmark = pytest.mark.area("kills")
 
@@ -58,7 +56,7 @@ def generation(folder: Path) -> int:
 
 
 def fault(folder: Path, before: int, attempted: int, *, keeps: bool, exchange: bool) -> str | None:
-    """Says what is wrong after kills of the writers of the generations ``before + 1`` to ``attempted``, and after the next run."""
+    """Says what is wrong after kills of the writers of generations ``before + 1`` to ``attempted``, and after the next run."""
     if exchange and before and not folder.exists():
         return "no results in place"
     seen = current_folder(folder)
@@ -142,7 +140,7 @@ def save(folder: Path, value: float) -> None:
     artifacts.write(
         folder,
         kind="gate",
-        tensors={"a": torch.full((64, 64), value), "b": torch.full((3,), value).bfloat16()},
+        tensors={"a": torch.full((64,), value), "b": torch.full((3,), value).bfloat16()},
         config={"seed": 3},
         model=MODEL,
         details={},
@@ -155,35 +153,73 @@ def save(folder: Path, value: float) -> None:
 
 def value(folder: Path) -> float:
     """The value of an artifact, which all of its files hold."""
-    found = read_folder(folder, artifacts.read)
-    (value,) = {*found.tensors["a"].unique().tolist(), *found.tensors["b"].unique().tolist(), found.manifest["metrics"]["value"]}
+    found = artifacts.read(folder)
+    (value,) = {
+        *found.tensors["a"].unique().tolist(),
+        *found.tensors["b"].unique().tolist(),
+        found.manifest["metrics"]["value"],
+    }
     return value
 
 
 def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchange: bool) -> None:
-    """Beside the writer a reader sees the old artifact or the new one at every moment."""
+    """A reader beside the writer sees the old artifact or the new one at every moment."""
     folder = tmp_path / "base" / "gate"
     save(folder, 0.0)
     steps = count_changes(partial(save, folder, 0.0), tmp_path / "count")
-    cases = list(product(range(steps + 1), range(2)))
-    for step, kind in tries.chosen(cases):
-        def fault() -> str | None:
-            before = value(folder)
-            new = before + 1
-            pid = in_child(killed_at(step, partial(save, folder, new), between=partial(time.sleep, 0.002)))
-            seen = [before]
-            while (code := ended(pid)) is None:
-                seen.append(value(folder))
-            if set(seen) - {before, new} or seen != sorted(seen):
-                return f"a reader saw {seen}"
-            if code != (0 if step >= steps else -signal.SIGKILL):
-                return f"exit code {code}"
-            if exchange and not folder.exists():
-                return "no artifact in place"
-            if value(folder) not in (before, new):
-                return f"{value(folder)} in place"
-            save(folder, new + 1)
-            names = [path.name for path in folder.parent.iterdir()]
-            return None if value(folder) == new + 1 and names == ["gate"] else f"after the next run: {names}"
 
-        tries.record(f"killed at step {step} of {steps}", checked(fault))
+    def fault(step: int) -> str | None:
+        before = value(folder)
+        new = before + 1
+        pid = in_child(killed_at(step, partial(save, folder, new), between=partial(time.sleep, 0.002)))
+        seen = [before]
+        while (code := ended(pid)) is None:
+            seen.append(value(folder))
+        if set(seen) - {before, new} or seen != sorted(seen):
+            return f"a reader saw {seen}"
+        if code != (0 if step >= steps else -signal.SIGKILL):
+            return f"exit code {code}"
+        if exchange and not folder.exists():
+            return "no artifact in place"
+        if value(folder) not in (before, new):
+            return f"{value(folder)} in place"
+        save(folder, new + 1)
+        names = [path.name for path in folder.parent.iterdir()]
+        return None if value(folder) == new + 1 and names == ["gate"] else f"after the next run: {names}"
+
+    for step in tries.chosen([*range(steps + 1), *range(steps + 1)]):
+        tries.record(f"killed at step {step} of {steps}", checked(partial(fault, step)))
+
+
+def evaluate(seed: int) -> None:
+    """Runs ``msattn eval`` in the working directory; its results hold the seed."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *SMALL_EVAL, "data.heldout_path=text.txt", f"seed={seed}"])
+    assert ended.value.code == 0
+
+
+def seed(folder: Path) -> int:
+    """The seed of complete results."""
+    names = {"results.json", "results.csv", "report.html", "recall.png", "recall_heads.svg"}
+    assert names <= {path.name for path in folder.iterdir()}
+    assert (folder / "report.html").read_text().rstrip().endswith("</html>")
+    return json.loads((folder / "results.json").read_text())["config"]["seed"]
+
+
+@pytest.mark.slow
+def test_eval_killed(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills of ``msattn eval``, most of them while it writes; every result that was ever in place remains."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(text(4000))
+    folder = Path("outputs/tiny/base/eval")
+    evaluate(0)
+    steps = count_changes(partial(evaluate, 100), tmp_path / "count")
+    placed = {0, 100}
+    for number, step in enumerate(tries.chosen(range(steps - 1, 0, -max(1, steps // 10))), 1):
+        exit_code(in_child(killed_at(step, partial(evaluate, number))))
+        tries.record(f"eval killed at step {step} of {steps}", checked(lambda: placed.add(seed(folder))))
+    evaluate(101)
+    beside = sorted({path.name for path in folder.parent.iterdir()} - {"eval", "runs"})
+    found = sorted(seed(folder.with_name(name)) for name in beside)
+    well = all(name.startswith("eval-") for name in beside) and len(set(found)) == len(found) and placed <= set(found)
+    tries.record("after the kills", None if well else f"{beside} of seeds {found}, in place were {placed}")

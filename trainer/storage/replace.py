@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 from safetensors import SafetensorError
 
 from msattn.trainer.errors import write_error
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
-Result = TypeVar("Result")
 
 
 @contextmanager
@@ -42,8 +40,8 @@ def replace_file(path: Path) -> Iterator[Path]:
 def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, resumes: bool = True) -> Iterator[Path]:
     """Yields a temporary sibling folder, which is synced to disk and takes the place of ``folder`` when the block ends.
 
-    After a kill or an error ``folder`` is the old or the complete new one. The sibling is removed, after a kill by the next run.
-    The caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`).
+    After a kill or an error ``folder`` is the old or the complete new one; the next run removes what a kill left beside it. The
+    caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`).
 
     Parameters
     ----------
@@ -100,33 +98,6 @@ def current_folder(folder: Path) -> Path:
     """Returns ``folder``, or the old one beside it while a writer on a file system without atomic exchange replaces it."""
     old = _sibling(folder, "old")
     return old if not folder.exists() and old.is_dir() else folder
-
-
-def read_folder(folder: Path, read: Callable[[Path], Result]) -> Result:
-    """Returns ``read(folder)`` of the old folder or of the new one, if a writer replaces it at the same time.
-
-    Several files are read one after another, so ``read`` is called again if the folder was replaced meanwhile.
-    """
-    while True:
-        before = _state(folder)
-        try:
-            result = read(before[0])
-        except (OSError, ValueError, RuntimeError):
-            if _state(folder) == before:
-                raise
-        else:
-            if _state(folder) == before:
-                return result
-
-
-def _state(folder: Path) -> tuple[Path, int, int]:
-    """Returns the folder to read, and numbers that differ for another folder of the same path."""
-    found = current_folder(folder)
-    try:
-        facts = found.stat()
-    except OSError:  # it is missing
-        return found, 0, 0
-    return found, facts.st_ino, facts.st_mtime_ns
 
 
 def _sibling(folder: Path, suffix: str) -> Path:
