@@ -18,6 +18,7 @@ from msattn.trainer import config as schemas
 from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, typed
 from msattn.trainer.config.select import foreign_key, keys_of
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, first_line
+from msattn.trainer.signals import raised
 
 MAIN_RANK = "0"
 QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
@@ -254,7 +255,7 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
 
     cfg = typed(config, COMMANDS[command].schema)
     try:
-        with fail_together(), ExitStack() as stack:
+        with fail_together(), raised(), ExitStack() as stack:
             for name in COMMANDS[command].writes:
                 stack.enter_context(locked(cfg.folder / name))
             return COMMANDS[command].run(cfg, arguments)
