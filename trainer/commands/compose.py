@@ -19,6 +19,7 @@ from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, type
 from msattn.trainer.config.select import foreign_key, keys_of
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, first_line
+from msattn.trainer.signals import raised
 
 MAIN_RANK = "0"
 UNDERSCORED = re.compile(  # a number with underscores that is a whole value or item; quoted text is matched without a number
@@ -256,7 +257,7 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
 
     cfg = typed(config, COMMANDS[command].schema)
     try:
-        with fail_together(), ExitStack() as stack:
+        with fail_together(), raised(), ExitStack() as stack:
             for name in COMMANDS[command].writes:
                 stack.enter_context(locked(cfg.folder / name))
             return COMMANDS[command].run(cfg, arguments)
