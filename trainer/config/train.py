@@ -29,18 +29,18 @@ class TrainConfig:
     """
 
     lr: float = field(metadata=within("(0, 1000]"))
-    steps: int = field(metadata=within("[1, 1e8]"))
-    batch_size: int = field(default=1, metadata=within("[1, 1e6]"))
-    micro_batch_size: int = field(default=1, metadata=within("[1, 1e6]"))
+    steps: int = field(metadata=within("[1, 1e7]"))
+    batch_size: int = field(default=1, metadata=within("[1, 65536]"))
+    micro_batch_size: int = field(default=1, metadata=within("[1, 65536]"))
     schedule: str = "cosine"
-    warmup_steps: int = field(default=0, metadata=within("[0, 1e8]"))
+    warmup_steps: int = field(default=0, metadata=within("[0, 1e7]"))
     weight_decay: float = field(default=0.0, metadata=within("[0, 1000]"))
     max_grad_norm: float = field(default=1.0, metadata=within("[0, 1e9]"))
     beta2: float = field(default=0.999, metadata=within("[0, 1)"))
-    log_every: int = field(default=10, metadata=within("[1, 1e8]"))
-    eval_every: int = field(default=0, metadata=within("[0, 1e8]"))
-    save_every: int = field(default=100, metadata=within("[1, 1e8]"))
-    num_workers: int = field(default=0, metadata=within("[0, 256]"))
+    log_every: int = field(default=10, metadata=within("[1, 1e7]"))
+    eval_every: int = field(default=0, metadata=within("[0, 1e7]"))
+    save_every: int = field(default=100, metadata=within("[1, 1e7]"))
+    num_workers: int = field(default=0, metadata=within("[0, 64]"))
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class GateConfig:
     block_size: int = field(default=64, metadata=within("[16, 128]"))
     q_pool: list[str] = field(default_factory=lambda: ["avg"], metadata=choices(POOLINGS))
     k_pool: list[str] = field(default_factory=lambda: ["max", "min"], metadata=choices(POOLINGS))
-    hidden: int | None = field(default=None, metadata=within("[2, 65536]"))
+    hidden: int | None = field(default=None, metadata=within("[2, 16384]"))
     heads: str = field(default="query", metadata=choices(HEADS))
     rope: bool = True
     loss: str = field(default="mse", metadata=choices(LOSSES))
@@ -159,7 +159,7 @@ class QModelConfig:
     layers_at_once : layers that train together on one device (None: as many as fit its free memory); does not change results.
     """
 
-    hidden: int = field(default=1024, metadata=within("[1, 65536]"))
+    hidden: int = field(default=1024, metadata=within("[1, 16384]"))
     heads: str = field(default="kv", metadata=choices(HEADS))
     num_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
     queries_per_prompt: int = field(default=1000, metadata=within("[1, 1e6]"))
