@@ -260,7 +260,8 @@ def _number_of_values(override: Any) -> float:
 
     value = override.value()
     if isinstance(value, RangeSweep):
-        return abs((value.stop - value.start) / value.step) if value.step else math.inf
+        start, stop = value.start or 0, value.stop or 0
+        return abs((stop - start) / value.step) if value.step else math.inf
     return len(value.list) if isinstance(value, ChoiceSweep) else 1
 
 
