@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class FinishedParts:
                 sync_file(partial)
                 partial.rename(path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # of the same disk; the next run removes it
+                partial.unlink()
             raise write_error(path, error) from error
 
     def _has_same_settings(self, path: Path, *, refuse: bool) -> bool:
@@ -116,7 +118,8 @@ class FinishedParts:
             sync_file(partial)
             partial.rename(self._path(name))
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink()
             raise write_error(self._path(name), error) from error
         self._intact.add(name)
 
