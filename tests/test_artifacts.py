@@ -8,9 +8,10 @@ import pytest
 import torch
 import yaml
 
-from msattn.trainer import artifacts
 from msattn.trainer.artifacts import artifact_folder, check_model, check_writable, content_hash, read, write
+from msattn.trainer.artifacts.manifest import checksum
 from msattn.trainer.errors import UserError
+from msattn.trainer.storage import replace
 
 MODEL = {
     "id": "someone/some-model",
@@ -120,8 +121,8 @@ def test_a_failed_write_keeps_the_old_artifact(folder: Path, monkeypatch: pytest
 
     original = Path.rename
     with monkeypatch.context() as patch:
-        patch.setattr(artifacts.os if step == "fsync" else Path, step, fail)
-        with pytest.raises(UserError if step == "fsync" else OSError, match="no space left"):
+        patch.setattr(replace.os if step == "fsync" else Path, step, fail)
+        with pytest.raises(UserError, match="no space left"):
             save(folder, value=2.0, overwrite=True)
     assert read(folder).tensors["a"][0, 0] == 1
     save(folder, value=3.0, overwrite=True)
@@ -131,7 +132,9 @@ def test_a_failed_write_keeps_the_old_artifact(folder: Path, monkeypatch: pytest
 
 def edit(folder: Path, **fields: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | fields))
+    edited = manifest | fields
+    signed = edited | {"checksum": checksum(edited, (folder / "config.yaml").read_text())}
+    (folder / "manifest.json").write_text(json.dumps(signed))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,10 @@ def edit(folder: Path, **fields: Any) -> None:
     [
         ({"format_version": 2}, "format_version=2: accepted is 1"),
         ({"kind": "qmodel"}, "kind=qmodel: accepted is gate"),
-        ({"content_hash": "0"}, "content_hash"),
+        ({"content_hash": "0" * 64}, "content_hash"),
+        ({"content_hash": "0"}, "content_hash='0'"),
+        ({"seed": "3"}, "seed='3': Input should be a valid integer"),
+        ({"model": MODEL | {"num_layers": 0}}, "model.num_layers=0"),
         ({"tensors": {}}, r"tensors\.a differs from"),
     ],
 )
@@ -148,6 +154,18 @@ def test_wrong_manifests_are_refused(folder: Path, fields: dict[str, Any], messa
     edit(folder, **fields)
     with pytest.raises(UserError, match=message):
         read(folder, "gate")
+
+
+def test_an_altered_manifest_or_configuration_is_refused(folder: Path) -> None:
+    save(folder)
+    manifest, config = folder / "manifest.json", folder / "config.yaml"
+    for path, old, new in ((manifest, '"block_size": 64', '"block_size": 32'), (config, "seed: 3", "seed: 4")):
+        text = path.read_text()
+        path.write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=r"checksum of manifest\.json and config\.yaml differs"):
+            read(folder)
+        path.write_text(text)
+    assert read(folder).config["seed"] == 3
 
 
 def test_missing_and_damaged_files_are_refused(folder: Path) -> None:
@@ -186,7 +204,7 @@ def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "rope", "config_hash", "weights_hash"])
 def test_artifacts_of_other_models_are_refused(folder: Path, field: str) -> None:
     found = read(save(folder))
-    check_model(found, MODEL | {"id": "a copy", "tokenizer_hash": None})
+    check_model(found.manifest, MODEL | {"id": "a copy", "tokenizer_hash": None})
     check_model(found.manifest, MODEL)
     with pytest.raises(UserError, match=f"gate artifact made for someone/some-model: its {field} is"):
-        check_model(found, MODEL | {field: "other"})
+        check_model(found.manifest, MODEL | {field: "other"})

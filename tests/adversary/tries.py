@@ -77,7 +77,7 @@ def python_fault(call: Callable[[], Any], served: Callable[[Any], bool]) -> str 
         return None if len(lines) == 1 else f"refused in {len(lines)} lines: {error}"
     except Hung:
         return f"hung for {TIME_LIMIT:.0f} s"
-    except Exception as error:  # noqa: BLE001: any other exception is the result
+    except Exception as error:  # any other exception is a bad end
         return f"{type(error).__name__}: {error}"
     return None if served(result) else f"served: {result!r:.200}"
 
@@ -92,7 +92,7 @@ def command_fault(arguments: Sequence[str], served: Callable[[str], bool]) -> st
         code = int(ended.code or 0)
     except Hung:
         return f"hung for {TIME_LIMIT:.0f} s"
-    except BaseException as error:  # noqa: BLE001: a traceback on a terminal
+    except BaseException as error:  # a traceback on a terminal
         return f"{type(error).__name__}: {error}"
     return output_fault(code, out.getvalue(), err.getvalue(), served)
 

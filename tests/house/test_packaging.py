@@ -18,7 +18,13 @@ from tests.house.modules import MODULES, ROOT, imports
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-INSTALLS_AS = {"faiss-cpu": "faiss", "hydra-core": "hydra", "huggingface-hub": "huggingface_hub", "pyyaml": "yaml"}
+INSTALLS_AS = {
+    "annotated-types": "annotated_types",
+    "faiss-cpu": "faiss",
+    "hydra-core": "hydra",
+    "huggingface-hub": "huggingface_hub",
+    "pyyaml": "yaml",
+}
 
 
 def test_every_package_on_disk_is_listed() -> None:

@@ -217,6 +217,7 @@ def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: P
     with pytest.raises(UserError, match=r"qmodel.layers_at_once=0: null, or in \[1, 1e6\]"):
         replace(cfg.qmodel, layers_at_once=0)
     with monkeypatch.context() as patch:
+        patch.setattr("msattn.trainer.config.text_files.free_memory", lambda: 2**40)  # the text would not fit either
         patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
         rejects(cfg, r"qmodel.num_prompts=4: training one layer takes .* GB of memory, 0.0 GB are free")
         rejects(cfg, r"qmodel.layers_at_once=9: training 2 layers takes .* set it to null", layers_at_once=9)

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from msattn.trainer.config.select import foreign_key, keys_of
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, first_line
+from msattn.trainer.signals import raised
 
 MAIN_RANK = "0"
 MOST_JOBS = 10_000  # of a sweep
@@ -34,13 +35,15 @@ QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.
 class Command:
     """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
 
-    ``first`` are the groups and keys that ``--help`` shows first.
+    ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
+    replaces.
     """
 
     config: str
     schema: type[JobConfig]
     job: str
     first: tuple[str, ...]
+    writes: tuple[str, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -70,6 +73,7 @@ COMMANDS = {
             "name",
             "overwrite",
         ),
+        writes=("gate",),
     ),
     "fit-kmeans": Command(
         "fit_kmeans",
@@ -86,6 +90,7 @@ COMMANDS = {
             "device",
             "overwrite",
         ),
+        writes=("kmeans",),
     ),
     "train-qmodel": Command(
         "train_qmodel",
@@ -102,18 +107,21 @@ COMMANDS = {
             "name",
             "overwrite",
         ),
+        writes=("qmodel",),
     ),
     "finetune": Command(
         "finetune",
         schemas.FinetuneConfig,
         "finetune.run:finetune",
         ("model", "data", "data.path", "data.seq_len", "artifacts.gate", "select.sparsity", "train.steps", "train.lr", "name"),
+        writes=("model", "gate"),
     ),
     "eval": Command(
         "eval",
         schemas.EvalRunConfig,
         "evaluate.run:evaluate",
         ("model", "eval", "select", "select.sparsity", "data", "data.path", "artifacts.gate", "probes", "recent", "name"),
+        writes=("eval",),
     ),
     "generate": Command(
         "generate",
@@ -252,7 +260,8 @@ def _number_of_values(override: Any) -> float:
 
     value = override.value()
     if isinstance(value, RangeSweep):
-        return abs((value.stop - value.start) / value.step) if value.step else math.inf
+        start, stop = value.start or 0, value.stop or 0
+        return abs((stop - start) / value.step) if value.step else math.inf
     return len(value.list) if isinstance(value, ChoiceSweep) else 1
 
 
@@ -274,11 +283,15 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any], started: l
 
 
 def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
+    from msattn.trainer.storage.lock import locked
     from msattn.trainer.training.distributed import fail_together
 
+    cfg = typed(config, COMMANDS[command].schema)
     try:
-        with fail_together():
-            return COMMANDS[command].run(typed(config, COMMANDS[command].schema), arguments)
+        with fail_together(), raised(), ExitStack() as stack:
+            for name in COMMANDS[command].writes:
+                stack.enter_context(locked(cfg.folder / name))
+            return COMMANDS[command].run(cfg, arguments)
     except (UserError, Fault) as error:
         return error
     except TrainingDiverged as error:

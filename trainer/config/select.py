@@ -47,7 +47,7 @@ class SelectConfig:
     block_size: int = field(default=64, metadata=within("[16, 128]"))
     seed: int = field(default=0, metadata=within("[0, 4294967295]"))
 
-    def __new__(cls, policy: str | None = None, **keys: Any) -> "Self":
+    def __new__(cls, /, policy: str | None = None, **keys: Any) -> "Self":
         kind: Any = policy_class(policy or cls.policy)
         require(issubclass(kind, cls), "select.policy", policy, f"a {cls.__name__} has {cls.policy}; with_policy changes it")
         check_keys(kind, keys)
@@ -59,8 +59,8 @@ class SelectConfig:
 
     def __post_init__(self) -> None:
         check(self, "select.")
-        number = isinstance(self.dense_below, int) and 0 <= self.dense_below <= 1e9
-        require(number or self.dense_below == "auto", "select.dense_below", self.dense_below, "auto, or 0 or more tokens")
+        ok = self.dense_below == "auto" if isinstance(self.dense_below, str) else 0 <= self.dense_below <= 1e9
+        require(ok, "select.dense_below", self.dense_below, "auto, or 0 or more tokens")
         require(power_of_two(self.block_size), "select.block_size", self.block_size, "a power of two from 16 to 128")
 
     def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
@@ -161,7 +161,7 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
         one_of("select", select, (*POLICIES, *BASELINES))
         select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
     elif isinstance(select, Mapping):
-        select = SelectConfig(**select)
+        select = SelectConfig(**{key if isinstance(key, str) else repr(key): value for key, value in select.items()})
     given: dict[str, Any] = {} if sparsity is None else {"sparsity": sparsity}
     return replace(select, **given)
 

@@ -38,7 +38,7 @@ def check(config: Any, prefix: str = "") -> None:
     """
     for item in fields(config):
         key, value, interval = prefix + item.name, getattr(config, item.name), item.metadata.get(INTERVAL)
-        if is_dataclass(value):
+        if is_dataclass(value) and has_type(value, item.type):
             continue
         require(has_type(value, item.type), key, repr(value), f"accepted is {_type_name(item.type)}")
         several = isinstance(value, list | tuple)
@@ -89,7 +89,8 @@ def require(condition: bool, key: str, value: object, accepted: str) -> None:
 
 def shown(value: object) -> str:
     """Returns ``value`` as a part of one printable line, cut if it is long."""
-    text = str(value) if str(value).isprintable() else ascii(value)
+    text = str(value)
+    text = text if text.isprintable() else ascii(text)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 

@@ -26,6 +26,8 @@ from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.distillation import gate_recall
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.train_gate import without_layers, write_gate
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import replace_folder
 from msattn.trainer.training.checkpoints import TrainingResult, flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit, release_memory
@@ -262,7 +264,7 @@ def _write_model(
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
         plain.generation_config = model.generation_config
-        with models.no_progress_bar(), artifacts.replace_atomically(folder) as new:
+        with models.no_progress_bar(), locked(folder), replace_folder(folder) as new:
             plain.save_pretrained(new)
             tokenizer.save_pretrained(new)
             (new / FACTS).write_text(json.dumps({**facts, "versions": artifacts.versions()}, indent=2) + "\n")

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
-from msattn.trainer.saap.routing import layer_index, top_buckets
+from msattn.trainer.errors import UserError
+from msattn.trainer.saap.routing import RouterDetails, layer_index, top_buckets
+from msattn.trainer.storage.documents import checked
 
 
 class KMeans(nn.Module):
@@ -47,8 +49,9 @@ class KMeans(nn.Module):
         UserError : the artifact is missing, damaged or of another kind.
         """
         artifact = artifacts.read(path, kind="kmeans")
-        details = artifact.manifest["details"]
-        kmeans = cls(artifact.tensors["centroids"], details["layers"], details["rope"])
+        details, centroids = router_details(artifact, "centroids")
+        artifacts.check_tensors(artifact, {"centroids": centroids})
+        kmeans = cls(artifact.tensors["centroids"], details.layers, details.rope)
         kmeans.artifact = artifact
         return kmeans
 
@@ -77,3 +80,23 @@ class KMeans(nn.Module):
         centroids = self.centroids[layer_index(self.layers, layer)]
         by_head = vectors.transpose(0, 1).flatten(1, 2).to(centroids.dtype)  # broadcasting would copy the centroids B times
         return (by_head @ centroids.mT).unflatten(1, (len(vectors), -1)).transpose(0, 1)
+
+
+def router_details(artifact: artifacts.Artifact, name: str) -> tuple[RouterDetails, tuple[int, ...]]:
+    """Returns the checked details of a router's artifact, and the shape of its centroids, the tensor ``name``.
+
+    Raises
+    ------
+    UserError : an entry has another type, or contradicts the model that the artifact was made for.
+    """
+    where = f"artifact {artifact.path}"
+    details = checked(artifact.manifest["details"], RouterDetails, f"{where}: details")
+    model, centroids = artifact.manifest["model"], artifact.tensors.get(name)
+    if details.layers[-1] >= model["num_layers"]:
+        raise UserError(f"{where}: details.layers={details.layers}: the model has {model['num_layers']} layers")
+    if centroids is None or centroids.ndim != 4 or not centroids.shape[2]:
+        raise UserError(f"{where}: accepted is a tensor {name} [layers, key/value heads, buckets, head size]")
+    buckets = centroids.shape[2]
+    if details.serving.probes > buckets or max(details.serving.dense_layers, default=0) >= model["num_layers"]:
+        raise UserError(f"{where}: details.serving asks for more than {buckets} buckets or {model['num_layers']} layers")
+    return details, (len(details.layers), model["num_kv_heads"], buckets, model["head_dim"])

@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 
 from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
-from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.errors import UserError
+from msattn.trainer.saap.kmeans import KMeans, router_details
 from msattn.trainer.saap.routing import layer_index
 
 BATCH_NORM_EPS = 1e-5
@@ -79,10 +80,14 @@ class QModel(nn.Module):
         UserError : the artifact is missing, damaged or of another kind.
         """
         artifact = artifacts.read(path, kind="qmodel")
-        details, tensors = artifact.manifest["details"], artifact.tensors
-        partition = KMeans(tensors["partition.centroids"], details["layers"], details["rope"])
+        details, centroids = router_details(artifact, "partition.centroids")
+        tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
+        if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in _accepted_heads(artifact):
+            raise UserError(f"artifact {path}: accepted is a tensor weight_out [layers, heads, hidden, buckets]")
         with torch.device("meta"):
-            qmodel = cls(partition, *tensors["weight_out"].shape[1:3], residual=details.get("residual", False))
+            untrained = KMeans(torch.empty(centroids), details.layers, details.rope)
+            qmodel = cls(untrained, *weight_out.shape[1:3], residual=details.residual)
+        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
         qmodel.load_state_dict(tensors, assign=True)
         qmodel.artifact = artifact
         return qmodel.requires_grad_(False).eval()
@@ -164,3 +169,8 @@ class QModel(nn.Module):
         """Drops the folded weights, which are on the old device, and applies ``fn`` to the others (``Module.to``)."""
         self._folded.clear()
         return super()._apply(fn, recurse)
+
+
+def _accepted_heads(artifact: artifacts.Artifact) -> tuple[int, int]:
+    """Returns the numbers of classifiers that a layer may have: one for each query head, or for each key/value head."""
+    return artifact.manifest["model"]["num_heads"], artifact.manifest["model"]["num_kv_heads"]

@@ -1,8 +1,10 @@
 """Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import torch
+from annotated_types import Ge, Interval
 from torch import Tensor
 
 from msattn.trainer.errors import UserError
@@ -45,6 +47,33 @@ class Router(Protocol):
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Returns the bucket scores of each query head, fp32 ``[B, Hq, C]``."""
         ...
+
+
+LayerIndex = Annotated[int, Interval(ge=0, lt=10_000)]
+
+
+@dataclass(frozen=True)
+class ServingNumbers:
+    """Schema of the result of :func:`serving` in a manifest."""
+
+    probes: Annotated[int, Ge(0)] = 0
+    recent: Annotated[int, Interval(ge=1, lt=2**31)] = 1
+    sink: Annotated[int, Interval(ge=0, lt=2**31)] = 0
+    dense_layers: list[LayerIndex] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RouterDetails:
+    """Schema of the manifest entries that loading a router needs."""
+
+    layers: list[LayerIndex]
+    rope: bool
+    serving: ServingNumbers = field(default_factory=ServingNumbers)
+    residual: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.layers or sorted(set(self.layers)) != self.layers:
+            raise ValueError(f"layers={self.layers!s:.60} must be one or more and increase")
 
 
 def serving(presets: "ModelPresets", num_buckets: int) -> dict[str, Any]:

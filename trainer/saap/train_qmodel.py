@@ -62,7 +62,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     partition = load_partition(cfg).to(device)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     assert partition.artifact is not None
-    artifacts.check_model(partition.artifact, loaded.fingerprint)
+    artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
     models.check_length(loaded.model.config, cfg.data.seq_len)
     text = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts)
     heldout_text = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HELDOUT_PROMPTS)

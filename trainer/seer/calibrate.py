@@ -7,10 +7,12 @@ later rows.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from accelerate.utils import reduce
+from annotated_types import Interval
 from torch import Tensor
 
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -28,6 +30,24 @@ FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the a
 SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
 BINS = 3000  # each 0.01 wide in log2
+
+
+Share = Annotated[float, Interval(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Schema of the result of :func:`calibrate` in a manifest."""
+
+    floor: Share
+    sparsities: list[Share]
+    layers: list[list[Annotated[float, Interval(gt=0, le=1)]]]
+
+    def __post_init__(self) -> None:
+        if not self.sparsities or sorted(set(self.sparsities)) != self.sparsities or not self.sparsities[0] > 0:
+            raise ValueError("sparsities must be positive and increase")
+        if any(len(layer) != len(self.sparsities) for layer in self.layers):
+            raise ValueError(f"every layer needs {len(self.sparsities)} thresholds, one for each sparsity")
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ In each layer and head, queries and keys before RoPE are pooled over blocks, pro
 the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,8 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
 from msattn.trainer.seer.blocks import row_span, visible_blocks
+from msattn.trainer.seer.calibrate import Thresholds
+from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -137,6 +139,14 @@ class AttnGate(nn.Module):
         return rotated_q, rope.rotate(gate_k, *rope.cos_sin(inv_freq, cols))
 
 
+@dataclass(frozen=True)
+class GateDetails:
+    """Schema of the manifest entries of :meth:`Gate.details`."""
+
+    gate: GateConfig
+    thresholds: Thresholds | None
+
+
 class Gate(nn.Module):
     """Gates of all layers of a model, trained by ``msattn train-gate`` and used by ``msattn.attach``.
 
@@ -179,13 +189,17 @@ class Gate(nn.Module):
         """
         artifact = artifacts.read(path, kind="gate")
         base, details = artifact.manifest["model"], artifact.manifest["details"]
-        cfg = GateConfig(**details["gate"])
-        sizes = (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
-        gate = cls(*sizes, cfg, torch.zeros((cfg.hidden or base["head_dim"]) // 2))
-        try:
-            gate.load_state_dict(artifact.tensors)
-        except RuntimeError as error:
-            raise UserError(f"gate={path}: its tensors do not match its manifest: {error}") from error
+        checked_details = checked(details, GateDetails, f"artifact {path}: details")
+        cfg, thresholds, num_layers = checked_details.gate, checked_details.thresholds, base["num_layers"]
+        if thresholds is not None and len(thresholds.layers) != num_layers:
+            raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
+        if len(artifact.tensors) != 1 + 2 * num_layers:  # before modules are built
+            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, accepted are {1 + 2 * num_layers}")
+        with torch.device("meta"):
+            sizes = (num_layers, base["num_heads"], base["num_kv_heads"], base["head_dim"])
+            gate = cls(*sizes, cfg, torch.empty((cfg.hidden or base["head_dim"]) // 2))
+        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
+        gate.load_state_dict(artifact.tensors, assign=True)
         gate.manifest, gate.thresholds = artifact.manifest, details["thresholds"]
         return gate.requires_grad_(False)
 
@@ -196,6 +210,13 @@ class Gate(nn.Module):
     def details(self) -> dict[str, Any]:
         """Returns the manifest entries from which :meth:`load` rebuilds this gate."""
         return {"gate": asdict(self.cfg), "thresholds": self.thresholds}
+
+    def model_shape(self) -> dict[str, int]:
+        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
+        layer = cast(AttnGate, self.layers[0])
+        size = layer.key_weight.shape[2] // len(self.cfg.k_pool)
+        heads = {"num_heads": layer.heads * layer.shared_queries, "num_kv_heads": layer.num_kv_heads}
+        return {"num_layers": len(self.layers), **heads, "head_dim": size}
 
     def logits(self, x: "LayerInputs") -> Tensor:
         """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.

@@ -1,7 +1,9 @@
 """Checkpoint bookkeeping: completion markers, resuming, removal of old checkpoints, and write errors."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
@@ -16,11 +19,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import UserError, write_error
+from msattn.trainer.errors import UserError, first_line, print_once, write_error
+from msattn.trainer.progress import activity
+from msattn.trainer.storage.documents import checked, read_json
+from msattn.trainer.storage.hashes import first_difference, folder_hashes
+from msattn.trainer.storage.replace import sync_file
 
 WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
 MARKER = "complete.json"  # written last: a checkpoint without it is incomplete and ignored
+MAX_MARKER_BYTES = 8_000_000
 MAX_CHECKPOINTS = 2  # number of complete checkpoints that are kept
 # Settings that a resumed run may change, as they do not affect the result.
 _CHANGEABLE = ("log_every", "save_every", "num_workers")
@@ -44,6 +52,24 @@ class TrainingResult:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Marker:
+    """Content of :data:`MARKER`.
+
+    Attributes
+    ----------
+    settings : of the run, see :func:`resume_settings`.
+    result : at this checkpoint.
+    files : hashes of all other files of the checkpoint.
+    checksum : of the three.
+    """
+
+    settings: dict[str, Any]
+    result: TrainingResult
+    files: dict[str, str]
+    checksum: str
+
+
 def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Returns the complete checkpoint with the most steps in the folder ``checkpoints``, or None."""
     return next(reversed(_complete_checkpoints(checkpoints)), None)
@@ -56,12 +82,19 @@ def describe_last_checkpoint(checkpoints: Path) -> str:
 
 
 def _complete_checkpoints(checkpoints: Path) -> list[Path]:
-    found = [marker.parent for marker in checkpoints.glob(f"checkpoint-*/{MARKER}")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    markers = (marker for marker in checkpoints.glob(f"checkpoint-*/{MARKER}") if marker.is_file())
+    found = [marker.parent for marker in markers if _steps(marker.parent) is not None]
+    return sorted(found, key=lambda path: _steps(path) or 0)
+
+
+def _steps(checkpoint: Path) -> int | None:
+    name = re.fullmatch(r"checkpoint-(\d{1,18})", checkpoint.name)
+    return int(name[1]) if name else None
 
 
 def _remove(checkpoint: Path) -> None:
-    (checkpoint / MARKER).unlink(missing_ok=True)  # first, so that a partly removed checkpoint is ignored
+    if (checkpoint / MARKER).is_file():
+        (checkpoint / MARKER).unlink()  # first, so that a partly removed checkpoint is ignored
     shutil.rmtree(checkpoint)
 
 
@@ -79,31 +112,62 @@ def resume_settings(
 
 
 def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
-    """Returns the checkpoint to resume from, or None, and removes incomplete ones; without ``resume``, all of them.
+    """Returns the newest intact checkpoint, or None, and removes newer and incomplete ones; without ``resume``, all of them.
 
     Parameters
     ----------
     settings : must equal those that the checkpoint was written with.
-    writes : True in the process that removes checkpoints.
+    writes : True in the process that reads and removes checkpoints; the others receive its choice.
 
     Raises
     ------
-    UserError : the run to resume had other settings.
+    UserError : the run to resume had other settings, or all of its checkpoints are damaged.
     """
-    last = newest_checkpoint(checkpoints) if resume else None
-    if last is not None:
-        before = json.loads((last / MARKER).read_text())["settings"]
-        for key, value in settings.items():
-            if before.get(key) != value:
-                raise UserError(
-                    f"resume=true: the run in {checkpoints} has {key}={before.get(key)}, not {value}; "
-                    "use the same settings, or resume=false to start again"
-                )
+    choice: list[Any] = [None]
     if writes:
-        for path in checkpoints.glob("checkpoint-*"):
-            if not resume or not (path / MARKER).exists():
-                _remove(path)
-    return last
+        try:
+            choice = [_intact_checkpoint(checkpoints, settings) if resume else None]
+            for path in checkpoints.glob("checkpoint-*"):
+                if choice[0] is None or not (path / MARKER).exists() or (_steps(path) or 0) > (_steps(choice[0]) or 0):
+                    _remove(path)
+        except UserError as error:
+            choice = [error]
+    broadcast_object_list(choice)
+    if isinstance(choice[0], UserError):
+        raise choice[0]
+    return choice[0]
+
+
+def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | None:
+    """Returns the newest checkpoint whose files are as they were written; names the damaged ones on stderr."""
+    found = _complete_checkpoints(checkpoints)
+    damage: list[str] = []
+    for checkpoint in reversed(found):
+        try:
+            marker = read_marker(checkpoint)
+            with activity(f"checking {checkpoint}"):
+                different = first_difference(checkpoint, marker.files, MARKER)
+            if different is not None:
+                raise UserError(f"{checkpoint}: {different}")
+        except (UserError, OSError) as error:
+            damage.append(first_line(error))
+            continue
+        _check_settings(checkpoints, marker.settings, settings)
+        for line in damage:
+            print_once(f"warning: {line}; the run continues from {checkpoint.name}")
+        return checkpoint
+    if damage:
+        raise UserError(f"resume=true: no checkpoint is intact ({'; '.join(damage)}); resume=false starts again")
+    return None
+
+
+def _check_settings(checkpoints: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key, value in json.loads(json.dumps(now)).items():
+        if before.get(key) != value:
+            raise UserError(
+                f"resume=true: the run in {checkpoints} has {key}={before.get(key)}, not {value}; "
+                "use the same settings, or resume=false to start again"
+            )
 
 
 @contextmanager
@@ -132,22 +196,34 @@ def mark_complete(checkpoint: Path, settings: dict[str, Any], result: TrainingRe
 
     The marker is renamed into place after the sync, because some full disks report an error only then.
     """
-    unfinished = checkpoint / f"{MARKER}.part"
-    unfinished.write_text(json.dumps({"settings": settings, **asdict(result)}))
     for path in checkpoint.rglob("*"):
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            sync_file(path)
+    content = {"settings": settings, "result": asdict(result), "files": folder_hashes(checkpoint)}
+    unfinished = checkpoint / f"{MARKER}.part"
+    unfinished.write_text(json.dumps(content | {"checksum": _checksum(json.loads(json.dumps(content)))}))
+    sync_file(unfinished)
     os.replace(unfinished, checkpoint / MARKER)
     for older in _complete_checkpoints(checkpoint.parent)[:-MAX_CHECKPOINTS]:
         _remove(older)
 
 
-def read_result(checkpoint: Path) -> TrainingResult:
-    """Returns the result that the run had reached at ``checkpoint``."""
-    marker = json.loads((checkpoint / MARKER).read_text())
-    del marker["settings"]
-    return TrainingResult(**marker)
+def read_marker(checkpoint: Path) -> Marker:
+    """Returns the marker of a complete checkpoint.
+
+    Raises
+    ------
+    UserError : the marker is damaged, or was written by a version of msattn without hashes.
+    """
+    content = read_json(checkpoint / MARKER, f"{checkpoint}: {MARKER}", MAX_MARKER_BYTES)
+    marker = checked(content, Marker, f"{checkpoint}: {MARKER}")
+    if content.pop("checksum") != _checksum(content):
+        raise UserError(f"{checkpoint}: {MARKER} is damaged")
+    return marker
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def load_weights(module: nn.Module, checkpoint: Path) -> None:

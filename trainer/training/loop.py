@@ -31,7 +31,7 @@ from msattn.trainer.training.checkpoints import (
     load_weights,
     newest_checkpoint,
     prepare_resume,
-    read_result,
+    read_marker,
     resume_settings,
 )
 from msattn.trainer.training.distributed import StopConsensus
@@ -99,7 +99,7 @@ def fit(
         torch.cuda.set_device(device)
     settings = resume_settings(train, seed, optimizer, arguments.world_size, extra_settings)
     last = prepare_resume(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
-    previous = read_result(last) if last is not None else TrainingResult(0, 0.0, {}, {})
+    previous = read_marker(last).result if last is not None else TrainingResult(0, 0.0, {}, {})
     if last is not None and previous.steps >= train.steps:
         load_weights(module, last)
         return previous

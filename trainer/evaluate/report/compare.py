@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.storage.replace import current_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +69,7 @@ def read_results(folder: str) -> dict[str, Any]:
     ------
     UserError : there is none in ``folder``, or it is malformed.
     """
-    path = Path(os.path.expanduser(folder), "results.json")
+    path = current_folder(Path(os.path.expanduser(folder))) / "results.json"
     accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

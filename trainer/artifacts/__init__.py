@@ -1,0 +1,30 @@
+"""Artifacts: trained gates, k-means partitions and query classifiers on disk.
+
+An artifact is a folder of four files: ``model.safetensors``, ``config.yaml`` (the resolved run configuration),
+``manifest.json`` (its kind, base model, training data and versions) and ``README.md`` (a model card for the Hub). Pickle is
+never used.
+"""
+
+from msattn.trainer.artifacts.folders import SHIPPED, artifact_folder, default_artifact, find
+from msattn.trainer.artifacts.manifest import IDENTITY_FIELDS, KINDS, check_model, content_hash
+from msattn.trainer.artifacts.reading import Artifact, check_tensors, read, read_kind
+from msattn.trainer.artifacts.writing import check_writable, print_summary, versions, write
+
+__all__ = [
+    "IDENTITY_FIELDS",
+    "KINDS",
+    "SHIPPED",
+    "Artifact",
+    "artifact_folder",
+    "check_model",
+    "check_tensors",
+    "check_writable",
+    "content_hash",
+    "default_artifact",
+    "find",
+    "print_summary",
+    "read",
+    "read_kind",
+    "versions",
+    "write",
+]

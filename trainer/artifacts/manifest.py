@@ -1,0 +1,148 @@
+"""The manifest of an artifact: its schema, its checksum, and the comparison of its base model with a model."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Interval, Len
+from torch import Tensor
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.storage.documents import checked, read_json
+
+FORMAT_VERSION = 1
+KINDS = ("gate", "kmeans", "qmodel")
+WEIGHTS, CONFIG, MANIFEST, CARD = "model.safetensors", "config.yaml", "manifest.json", "README.md"
+MAX_MANIFEST_BYTES = 8_000_000  # those of models with 100 layers take 0.3 MB
+SHAPE_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
+IDENTITY_FIELDS = (*SHAPE_FIELDS, "config_hash", "weights_hash")
+Count = Annotated[int, Interval(ge=1, le=10_000)]
+Sha256 = Annotated[str, Len(64, 64)]
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that an artifact was made for, see :func:`msattn.trainer.models.identity.fingerprint`."""
+
+    id: str
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Annotated[int, Interval(ge=1, le=256)]
+    rope: dict[str, Any]
+    config_hash: str
+    weights_hash: str | None
+    tokenizer_hash: str | None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a tensor."""
+
+    shape: list[Annotated[int, Interval(ge=0)]]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The keys of ``manifest.json``. Artifacts of version 0.2.0 have no ``checksum``."""
+
+    kind: str
+    format_version: int
+    model: BaseModel
+    data: str | dict[str, Any]
+    seed: int
+    versions: dict[str, str]
+    metrics: dict[str, Any]
+    details: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    content_hash: Sha256
+    created: str
+    checksum: Sha256 | None = None
+
+
+def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:
+    """Returns the content of ``manifest.json``, with the types of :class:`Manifest`; ``path`` is the artifact's name in errors.
+
+    Raises
+    ------
+    UserError : the file is missing or damaged, a key is missing or has another type, or the artifact is of another kind or
+        format version.
+    """
+    where = f"artifact {path}: {MANIFEST}"
+    manifest = read_json(folder / MANIFEST, where, MAX_MANIFEST_BYTES)
+    for key in ("kind", "format_version"):
+        if key not in manifest:
+            raise UserError(f"{where} has no key {key}")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise UserError(f"artifact {path}: format_version={manifest['format_version']!r:.60}: accepted is {FORMAT_VERSION}")
+    if manifest["kind"] not in KINDS or kind not in (None, manifest["kind"]):
+        raise UserError(f"artifact {path}: kind={manifest['kind']!s:.60}: accepted is {kind or ', '.join(KINDS)}")
+    checked(manifest, Manifest, where)
+    return manifest
+
+
+def content_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Returns the SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def checksum(manifest: Mapping[str, Any], config: str) -> str:
+    """Returns the SHA-256 of a manifest without its key ``checksum``, and of the text of ``config.yaml``.
+
+    It finds accidental changes; whoever changes a file on purpose can compute it again.
+    """
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps([rest, config], sort_keys=True).encode()).hexdigest()
+
+
+def describe_tensor(tensor: Tensor) -> dict[str, Any]:
+    """Returns the fields of :class:`TensorInfo`."""
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True) -> str | None:
+    """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``.
+
+    Parameters
+    ----------
+    strict : also refuse a model of the same shape with other weights, such as a quantized or fine-tuned one.
+
+    Returns
+    -------
+    A warning if the weights differ or cannot be compared, else None.
+
+    Raises
+    ------
+    UserError : it was made for a model of another shape or other RoPE parameters (the message names the first field that
+        differs), or, if ``strict``, for other weights.
+    """
+    made_for = manifest["model"]
+    origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"
+    unknown = fingerprint.get("weights_hash") is None
+    fields = IDENTITY_FIELDS[:-1] if unknown else IDENTITY_FIELDS
+    differing = [field for field in fields if made_for.get(field) != fingerprint.get(field)]
+    if differing:
+        field = differing[0]
+        warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
+    elif unknown:
+        warning = f"{origin}: this model's weights are quantized or offloaded, so they were not compared"
+    else:
+        return None
+    if strict or set(differing) & set(SHAPE_FIELDS):
+        raise UserError(warning)
+    return f"{warning}; quality may differ from what was measured"

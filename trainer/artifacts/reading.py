@@ -1,0 +1,151 @@
+"""Reading of artifacts, with full validation."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from msattn.trainer.artifacts.folders import find
+from msattn.trainer.artifacts.manifest import (
+    CONFIG,
+    KINDS,
+    MANIFEST,
+    WEIGHTS,
+    checksum,
+    content_hash,
+    describe_tensor,
+    read_manifest,
+)
+from msattn.trainer.errors import UserError
+from msattn.trainer.storage.documents import check_contained, check_regular, parse_yaml, read_text
+
+MAX_CONFIG_BYTES = 256_000  # real ones take 2 kB
+ATTEMPTS = 5  # of reading an artifact that another process replaces at the same time
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact that was read from disk.
+
+    Attributes
+    ----------
+    kind : ``gate``, ``kmeans`` or ``qmodel``.
+    tensors : weights by name, on the CPU.
+    config : resolved configuration of the run that wrote it.
+    manifest : content of ``manifest.json``.
+    path : local folder.
+    """
+
+    kind: str
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    path: Path
+
+
+def read(path: str | Path, kind: str | None = None) -> Artifact:
+    """Reads an artifact and validates all of its files; if a writer replaces it meanwhile, reads it again.
+
+    Parameters
+    ----------
+    path : see :func:`find`
+    kind : required kind; None accepts any
+
+    Raises
+    ------
+    UserError : missing, incomplete or altered files, links that leave the folder, values that are not finite, another kind or
+        format version; the message names the field.
+    """
+    for attempt in range(1, ATTEMPTS + 1):
+        before = _identities(path)
+        try:
+            return _read(find(path, *([kind] if kind else [])), path, kind)
+        except UserError:
+            if attempt == ATTEMPTS or _identities(path) == before:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def read_kind(path: str | Path) -> str:
+    """Returns the kind of an artifact, reading only its manifest.
+
+    Raises
+    ------
+    UserError : the manifest is missing or invalid.
+    """
+    return read_manifest(find(path), path)["kind"]
+
+
+def check_tensors(artifact: Artifact, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Checks that the tensors of an artifact are float32 and have these names and ``shapes``.
+
+    Raises
+    ------
+    UserError : the message names the first tensor that differs.
+    """
+    for name in sorted({*shapes, *artifact.tensors}):
+        if name not in shapes:
+            raise UserError(f"artifact {artifact.path}: {WEIGHTS} has a tensor {name:.80} that no {artifact.kind} has")
+        if name not in artifact.tensors:
+            raise UserError(f"artifact {artifact.path}: {WEIGHTS} has no tensor {name}")
+        tensor = artifact.tensors[name]
+        if tensor.dtype != torch.float32 or tuple(tensor.shape) != tuple(shapes[name]):
+            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            raise UserError(f"artifact {artifact.path}: {name} is {found}, its manifest asks for float32 {list(shapes[name])}")
+
+
+def _identities(path: str | Path) -> list[tuple[int, ...]]:
+    """Returns numbers of the folder ``path`` and of its kinds, which change when a writer replaces one."""
+    return [_identity(os.path.join(os.path.expanduser(str(path)), kind)) for kind in ("", *KINDS)]
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return ()
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns  # inodes of deleted folders are used again
+
+
+def _read(folder: Path, path: str | Path, kind: str | None) -> Artifact:
+    for name in (MANIFEST, WEIGHTS, CONFIG):
+        check_regular(folder / name, f"artifact {path}: {name}")
+        check_contained(folder / name, _root(folder), f"artifact {path}: {name}")
+    manifest = read_manifest(folder, path, kind)
+    where = f"artifact {path}: {CONFIG}"
+    text = read_text(folder / CONFIG, where, MAX_CONFIG_BYTES)
+    if manifest.get("checksum") not in (None, checksum(manifest, text)):
+        raise UserError(f"artifact {path}: checksum of {MANIFEST} and {CONFIG} differs; one of them was altered")
+    config = parse_yaml(text, where)
+    return Artifact(manifest["kind"], _read_tensors(folder, path, manifest), config, manifest, folder)
+
+
+def _root(folder: Path) -> Path:
+    """Returns the folder that links must not leave: files of the Hub's cache link to its ``blobs``."""
+    for parent in (folder.parent, folder.parent.parent):
+        if parent.name == "snapshots":
+            return parent.parent
+    return folder
+
+
+def _read_tensors(folder: Path, path: str | Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"artifact {path}: {WEIGHTS} is damaged ({' '.join(str(error).split())})") from error
+    found = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+    if found != manifest["tensors"]:
+        differing = sorted(name for name in found | manifest["tensors"] if found.get(name) != manifest["tensors"].get(name))
+        raise UserError(f"artifact {path}: tensors.{differing[0]:.80} differs from {MANIFEST}")
+    if content_hash(tensors) != manifest["content_hash"]:
+        raise UserError(f"artifact {path}: content_hash of {WEIGHTS} differs from {MANIFEST}; the file was altered")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise UserError(f"artifact {path}: {name:.80} of {WEIGHTS} has values that are not finite")
+    return tensors

@@ -1,0 +1,185 @@
+"""Atomic writing of artifacts."""
+
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msattn import __version__
+from msattn.trainer.artifacts.manifest import (
+    CARD,
+    CONFIG,
+    FORMAT_VERSION,
+    KINDS,
+    MANIFEST,
+    WEIGHTS,
+    checksum,
+    content_hash,
+    describe_tensor,
+)
+from msattn.trainer.errors import UserError
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import replace_folder
+
+CARD_TITLES = {
+    "gate": "SeerAttention gates: scores of key blocks for each query block",
+    "kmeans": "Spherical k-means of keys: the buckets that sparse decoding selects from",
+    "qmodel": "SAAP query classifiers: scores of key buckets for each query",
+}
+
+
+def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
+    """Checks that :func:`write` will accept ``folder``, so that a run fails at its start and not at its end.
+
+    Parameters
+    ----------
+    marker : the file whose presence identifies an artifact.
+
+    Raises
+    ------
+    UserError : an artifact exists there and ``overwrite`` is off, the folder holds other files, or it cannot be written.
+    """
+    if (folder / marker).exists():
+        if not overwrite:
+            raise UserError(f"{folder}: an artifact already exists; overwrite=true replaces it, another name= keeps both")
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: the folder holds files that are not an artifact; choose another name= or outputs=")
+    existing = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"outputs={folder}: no permission to write below {existing}")
+
+
+def write(
+    folder: Path,
+    *,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    model: Mapping[str, Any],
+    details: Mapping[str, Any],
+    data: str | Mapping[str, Any],
+    seed: int,
+    metrics: Mapping[str, Any],
+    overwrite: bool = False,
+) -> Path:
+    """Writes an artifact atomically: if the process is killed, ``folder`` holds the old artifact or the complete new one.
+
+    Parameters
+    ----------
+    folder : destination, see :func:`artifact_folder`
+    kind : ``gate``, ``kmeans`` or ``qmodel``
+    tensors : weights, on any device
+    config : the resolved run configuration as plain dictionaries
+    model : the base model's fingerprint (:func:`msattn.trainer.models.identity.fingerprint`)
+    details : values specific to the kind that loading needs, such as the gate's configuration
+    data : fingerprint of the training data
+    metrics : measured values for the model card; values that are not finite are stored as null
+    overwrite : replace an existing artifact in ``folder``
+
+    Returns
+    -------
+    ``folder``
+
+    Raises
+    ------
+    UserError : as :func:`check_writable`, :func:`~msattn.trainer.storage.lock.locked` and
+        :func:`~msattn.trainer.storage.replace.replace_folder`.
+    ValueError : an unknown ``kind``.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind}: accepted are {', '.join(KINDS)}")
+    import yaml
+    from safetensors.torch import save
+
+    stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    config_text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    manifest: dict[str, Any] = {
+        "kind": kind,
+        "format_version": FORMAT_VERSION,
+        "model": dict(model),
+        "data": data,
+        "seed": seed,
+        "versions": versions(),
+        "metrics": _finite(dict(metrics)),
+        "details": dict(details),
+        "tensors": {name: describe_tensor(tensor) for name, tensor in stored.items()},
+        "content_hash": content_hash(stored),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    manifest["checksum"] = checksum(json.loads(json.dumps(manifest)), config_text)  # of the lists that JSON makes of tuples
+    files = {
+        WEIGHTS: save(stored, metadata={"kind": kind, "format_version": str(FORMAT_VERSION)}),
+        CONFIG: config_text.encode(),
+        MANIFEST: (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode(),
+        CARD: _card(manifest).encode(),
+    }
+    with locked(folder):
+        check_writable(folder, overwrite)
+        with replace_folder(folder) as new:
+            for name, content in files.items():
+                (new / name).write_bytes(content)
+    return folder
+
+
+def _finite(figures: Any) -> Any:
+    """Replaces NaN and infinity by None, as JSON has neither."""
+    if isinstance(figures, Mapping):
+        return {key: _finite(value) for key, value in figures.items()}
+    if isinstance(figures, list | tuple):
+        return [_finite(value) for value in figures]
+    return None if isinstance(figures, float) and not math.isfinite(figures) else figures
+
+
+def print_summary(folder: Path, metrics: Mapping[str, float]) -> None:
+    """Prints the folder of an artifact and its metrics in one line, without the metrics of single layers."""
+    figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "layer" not in name)
+    print(f"{folder}  {figures}", flush=True)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of msattn, Python, PyTorch and transformers."""
+    import transformers
+
+    return {
+        "msattn": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _card(manifest: Mapping[str, Any]) -> str:
+    """Returns the model card: YAML front matter for the Hub, a description, a usage example and the metrics."""
+    kind, model = manifest["kind"], manifest["model"]
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model["id"]) and not Path(model["id"]).exists()
+    base = f"base_model: {model['id']}\n" if on_hub else ""
+    argument = "gate" if kind == "gate" else "qmodel"
+    figures = [(name, value) for name, value in manifest["metrics"].items() if isinstance(value, int | float | str)]
+    rows = "\n".join(f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |" for name, value in figures)
+    results = f"\n## Measured\n\n| figure | value |\n| --- | --- |\n{rows}\n" if figures else ""
+    return f"""---
+library_name: msattn
+tags: [sparse-attention, long-context, {kind}]
+{base}---
+
+# {CARD_TITLES[kind]}
+
+Made for `{model["id"]}` ({model["num_layers"]} layers, {model["num_heads"]} query heads, {model["num_kv_heads"]} key/value \
+heads, head size {model["head_dim"]}) with msattn {manifest["versions"]["msattn"]}. `manifest.json` records the \
+training data, the seed, the versions and the base model; `config.yaml` holds the resolved configuration of the run.
+
+```python
+import msattn
+
+with msattn.attach(model, {argument}="path/or/hub-id"):
+    model.generate(...)
+```
+{results}"""

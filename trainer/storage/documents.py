@@ -1,0 +1,140 @@
+"""Reading of JSON and YAML that others may have written: bounded in size and depth, plain values, checked types."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msattn.trainer.errors import UserError, first_line
+
+MAX_DEPTH = 32  # nested lists and objects
+Schema = TypeVar("Schema")
+
+
+def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Parameters
+    ----------
+    where : beginning of error messages, such as ``artifact outputs/tiny/base/gate: manifest.json``.
+    max_bytes : largest accepted size of the file.
+
+    Raises
+    ------
+    UserError : the file is missing, not regular, too large or not UTF-8; it is not an object, or holds NaN or nests too deeply.
+    """
+    try:
+        document = json.loads(read_text(path, where, max_bytes), parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{where} is not valid JSON ({first_line(error)})") from error
+    return _plain_object(document, where)
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """Returns the mapping in a YAML text; ``where`` begins error messages.
+
+    Raises
+    ------
+    UserError : it is not valid YAML, nests too deeply, or has a tag, an alias or a value that JSON lacks, such as a date.
+    """
+    import yaml
+
+    try:
+        marks = (yaml.TagToken, yaml.AnchorToken, yaml.AliasToken)
+        marked = next((token for token in yaml.scan(text) if isinstance(token, marks)), None)
+        if marked is not None:
+            line = marked.start_mark.line + 1
+            raise UserError(f"{where} has a tag, an anchor or an alias in line {line}; accepted are plain values")
+        document = yaml.safe_load(text)
+    except RecursionError as error:
+        raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels") from error
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{where} is not valid YAML ({' '.join(str(error).split())})") from error
+    return _plain_object({} if document is None else document, where)
+
+
+def read_text(path: Path, where: str, max_bytes: int) -> str:
+    """Returns the text of a regular file.
+
+    Raises
+    ------
+    UserError : the file is missing, not regular, unreadable, larger than ``max_bytes``, or not UTF-8.
+    """
+    check_regular(path, where)
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise UserError(f"{where} cannot be read ({error.strerror})") from error
+    if len(content) > max_bytes:
+        raise UserError(f"{where} is larger than {max_bytes / 1e6:g} MB")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 at byte {error.start}") from error
+
+
+def check_regular(path: Path, where: str) -> None:
+    """Raises UserError if ``path`` is missing or no regular file, such as a folder or a pipe."""
+    if not path.is_file():
+        raise UserError(f"{where} is not a regular file" if path.exists() else f"{where} is missing")
+
+
+def check_contained(path: Path, root: Path, where: str) -> None:
+    """Raises UserError if ``path`` is a link to a file outside ``root``."""
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise UserError(f"{where} links to a file outside its folder")
+
+
+def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Schema:
+    """Returns ``document`` as an instance of the dataclass ``schema``; other keys, and types that differ, are refused.
+
+    Raises
+    ------
+    UserError : the message names the first key that is missing, unknown or of another type.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(schema).validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise UserError(f"{where} has no key {key}") from error
+        reason = re.sub(r"^Value error, ", "", first["msg"])
+        raise UserError(f"{where}: {key}={first['input']!r:.60}: {reason}") from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _plain_object(document: Any, where: str) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise UserError(f"{where} holds a {type(document).__name__}, accepted is an object")
+    _check_plain(document, where, 0)
+    return document
+
+
+def _check_plain(value: Any, where: str, depth: int) -> None:
+    """Raises UserError for values that JSON lacks, such as dates, and for deep nesting."""
+    if depth > MAX_DEPTH:
+        raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise UserError(f"{where} has the key {key!r:.40}, accepted are strings")
+            _check_plain(each, where, depth + 1)
+    elif isinstance(value, list):
+        for each in value:
+            _check_plain(each, where, depth + 1)
+    elif value is not None and not isinstance(value, str | int | float | bool):
+        raise UserError(f"{where} has the value {value!r:.40}, accepted are strings, numbers, true, false and null")

@@ -1,0 +1,153 @@
+"""Atomic replacement of result files and folders."""
+
+import ctypes
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from msattn.trainer.errors import write_error
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary sibling path to write, which is synced to disk and takes the place of ``path`` when the block ends.
+
+    Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged. The caller holds the
+    lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).
+
+    Raises
+    ------
+    OSError : the file cannot be written.
+    """
+    new = _sibling(path, "new")  # a killed process may have left one, which is written anew
+    try:
+        yield new
+        sync_file(new)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, resumes: bool = True) -> Iterator[Path]:
+    """Yields a temporary sibling folder, which is synced to disk and takes the place of ``folder`` when the block ends.
+
+    After a kill or an error ``folder`` is the old or the complete new one; the next run removes what a kill left beside it. The
+    caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`).
+
+    Parameters
+    ----------
+    keep : returns the path to which the old folder is renamed; None deletes it.
+    resumes : ``resume=true`` continues the run after a failed write, for the error message.
+
+    Raises
+    ------
+    UserError : a file cannot be written, as on a full disk.
+    """
+    new = _sibling(folder, "new")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        clean_up(folder, keep=keep)
+        new.mkdir()
+        yield new
+        _sync(new)
+        if folder.exists():
+            _exchange(new, folder, _sibling(folder, "old"))
+        else:
+            new.rename(folder)
+        _sync_folder(folder.parent)
+        clean_up(folder, keep=keep)
+    except BaseException as error:
+        # Built before the removal, so that the message reports the free space that the write found.
+        failure = write_error(folder, error, resumes=resumes) if isinstance(error, OSError | SafetensorError) else None
+        with suppress(OSError):  # of the same disk; the next run cleans up
+            clean_up(folder, keep=keep)
+        if failure is not None:
+            raise failure from error
+        raise
+
+
+def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> None:
+    """Removes what a killed process left beside ``folder``: an unfinished folder, and the old one, which ``keep`` may keep.
+
+    Raises
+    ------
+    OSError : the folders beside ``folder`` cannot be renamed.
+    """
+    new, old = _sibling(folder, "new"), _sibling(folder, "old")
+    shutil.rmtree(new, ignore_errors=True)
+    if old.is_dir():
+        if not folder.exists():  # killed between two renames
+            old.rename(folder)
+        elif keep is not None:
+            old.rename(keep(old))
+        else:
+            old.rename(new)  # first, so that a partly removed folder is never taken for the old one
+            shutil.rmtree(new, ignore_errors=True)
+
+
+def current_folder(folder: Path) -> Path:
+    """Returns ``folder``, or the old one beside it while a writer on a file system without atomic exchange replaces it."""
+    old = _sibling(folder, "old")
+    return old if os.path.isdir(old) and not os.path.exists(folder) else folder
+
+
+def _sibling(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f".{folder.name}.{suffix}")
+
+
+def _exchange(new: Path, folder: Path, old: Path) -> None:
+    """Puts ``new`` in the place of ``folder``, which is then ``old``; ``folder`` exists at every moment if possible.
+
+    ``new`` is complete, so it may be called ``old`` for a moment: after a kill both names hold complete folders.
+    """
+    new.rename(old)
+    if _rename_exchange(old, folder):
+        return
+    old.rename(new)
+    folder.rename(old)  # readers use `old` until the next line, see current_folder
+    try:
+        new.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+
+
+def _rename_exchange(a: Path, b: Path) -> bool:
+    """Exchanges two folders atomically (renameat2); returns False where the system cannot."""
+    rename = _renameat2()
+    return rename is not None and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+
+@cache
+def _renameat2() -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), "renameat2", None)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until all files and folders below ``folder`` are on the disk."""
+    for path in folder.rglob("*"):
+        _sync_folder(path) if path.is_dir() else sync_file(path)
+    _sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until the content of a file is on the disk; some full disks report an error only then."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
