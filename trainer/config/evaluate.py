@@ -52,7 +52,7 @@ class NeedleConfig:
 
     lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
     depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0], metadata=within("[0, 1]"))
-    samples: int = field(default=8, metadata=within("[1, 1e6]"))
+    samples: int = field(default=8, metadata=within("[1, 10000]"))
     needles: int = field(default=1, metadata=within("[1, 1000]"))
     haystack: str | None = None
     question: str = field(default="sparse", metadata=choices(("dense", "sparse")))
@@ -91,7 +91,7 @@ class LatencyConfig:
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096], metadata=within("[1, 1e9]"))
     sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9, 0.95], metadata=within("[0, 1)"))
-    seconds: float = field(default=1.0, metadata=within("(0, 3600]"))
+    seconds: float = field(default=1.0, metadata=within("(0, 600]"))
     chunk: int | None = field(default=8192, metadata=within("[1, 1e9]"))
     turn: int | None = field(default=8192, metadata=within("[1, 1e9]"))
 
@@ -112,7 +112,7 @@ class DecodingConfig:
     lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
     batches: list[int] = field(default_factory=lambda: [1], metadata=within("[1, 1e6]"))
     max_keys: int | None = field(default=None, metadata=within("[1, 1e9]"))
-    tokens: int = field(default=64, metadata=within("[1, 1e6]"))
+    tokens: int = field(default=64, metadata=within("[1, 65536]"))
     transformers_batch: int = field(default=1, metadata=within("[0, 1e6]"))
 
     def __post_init__(self) -> None:

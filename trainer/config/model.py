@@ -47,7 +47,7 @@ class ModelPresets:
     recent: int = field(default=2047, metadata=within("[1, 1e9]"))
     needles: bool = False
     eval_chunks: int = field(default=16, metadata=within("[1, 1e6]"))
-    needle_samples: int = field(default=8, metadata=within("[1, 1e6]"))
+    needle_samples: int = field(default=8, metadata=within("[1, 10000]"))
     eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32], metadata=within("[0, 1e6]"))
     latency_lengths: list[int] = field(
         default_factory=lambda: [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], metadata=within("[1, 1e9]")
