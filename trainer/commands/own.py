@@ -1,6 +1,6 @@
 """``--model`` and ``--data``: the Hydra overrides for a model and a text of the user's own."""
 
-import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,8 @@ from typing import Any
 
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.config.model import packaged_models
-from msattn.trainer.config.text_files import text_files
+from msattn.trainer.config.text_files import parse_json, read_text, refused, text_files
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, print_once
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
@@ -42,8 +43,9 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
 
 
 def _model_overrides(model: str) -> list[str]:
-    config = _read_config(model)
-    name = re.sub(r"[^\w.-]+", "-", Path(model).expanduser().resolve().name).lower()
+    with refused(f"--model {shown(model)}"):
+        config = _read_config(model)
+    name = re.sub(r"[^\w.-]+", "-", Path(os.path.expanduser(model)).resolve().name).lower()
     positions = config.get("max_position_embeddings")
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
     if sizes:
@@ -79,24 +81,22 @@ def sizes_for(positions: int) -> dict[str, Any]:
 
 def _read_config(model: str) -> dict[str, Any]:
     """Returns ``config.json`` of a local folder or of a Hub model."""
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     if folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():
-            raise UserError(f"--model {model}: the folder has no config.json, so it is not a Hugging Face model")
+            raise UserError(f"--model {shown(model)}: the folder has no config.json, so it is not a Hugging Face model")
     elif folder.exists():
-        raise UserError(f"--model {model}: this is a file; accepted is the folder of a model")
+        raise UserError(f"--model {shown(model)}: this is a file; accepted is the folder of a model")
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         file = _download_config(model)
     else:
         accepted = f"a folder, a Hub id, or one of {', '.join(packaged_models())}"
-        raise UserError(f"--model {model}: no such folder; accepted is {accepted}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"--model {model}: config.json is not valid JSON ({error})") from error
+        raise UserError(f"--model {shown(model)}: no such folder; accepted is {accepted}")
+    where = f"--model {shown(model)}: config.json"
+    config = parse_json(read_text(file, where), where)
     if not isinstance(config, dict):
-        raise UserError(f"--model {model}: config.json is not an object")
+        raise UserError(f"--model {shown(model)}: config.json is not an object")
     return config
 
 
@@ -107,7 +107,7 @@ def _download_config(model: str) -> Path:
         return Path(hf_hub_download(model, "config.json"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--model {model}: not a local folder, and loading it from the Hub failed ({first_line(error)})"
+            f"--model {shown(model)}: not a local folder, and loading it from the Hub failed ({first_line(error)})"
         ) from error
 
 

@@ -97,7 +97,7 @@ def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> Non
 def current_folder(folder: Path) -> Path:
     """Returns ``folder``, or the old one beside it while a writer on a file system without atomic exchange replaces it."""
     old = _sibling(folder, "old")
-    return old if not folder.exists() and old.is_dir() else folder
+    return old if os.path.isdir(old) and not os.path.exists(folder) else folder
 
 
 def _sibling(folder: Path, suffix: str) -> Path:

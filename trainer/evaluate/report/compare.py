@@ -1,6 +1,7 @@
 """Comparison of an evaluation with an earlier one: scores side by side, and the settings that differ."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def read_results(folder: str) -> dict[str, Any]:
     ------
     UserError : there is none in ``folder``, or it is malformed.
     """
-    path = current_folder(Path(folder).expanduser()) / "results.json"
+    path = current_folder(Path(os.path.expanduser(folder))) / "results.json"
     accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -78,7 +79,7 @@ def read_results(folder: str) -> dict[str, Any]:
             raise TypeError
     except OSError as error:
         raise UserError(f"compare={folder}: {accepted} ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"compare={folder}: its results.json is malformed; {accepted}") from error
     return found
 
