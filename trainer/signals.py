@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from msattn.trainer.errors import Terminated
@@ -14,7 +14,7 @@ Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 def handle(handler: Handler) -> None:
-    """Handles Ctrl-C and SIGTERM by ``handler``, unless they are ignored; in other threads than the main one nothing changes."""
+    """Handles Ctrl-C and SIGTERM by ``handler``, unless they are ignored. Only the main thread can change that."""
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -36,11 +36,10 @@ def handled(handler: Handler) -> Iterator[None]:
 
 def end_at_once(number: int, frame: FrameType | None = None) -> None:
     """Ends the process without cleaning up. An exception might be lost, or become another, in the imports of libraries."""
+    handle(lambda number, frame: None)  # a further signal must not print a second line
     if os.environ.get("RANK", "0") == "0":
-        try:
+        with suppress(OSError):  # stderr is closed
             os.write(2, b"msattn: interrupted\n")
-        except OSError:  # stderr is closed
-            pass
     end_silently(number)
 
 
@@ -51,7 +50,7 @@ def end_silently(number: int, frame: FrameType | None = None) -> None:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt inside the context and SIGTERM raises Terminated; another signal ends the process at once.
+    """Ctrl-C raises KeyboardInterrupt inside the context and SIGTERM Terminated; a second signal ends the process at once.
 
     Libraries turn the exception into others, such as ImportError, so an error that follows is replaced by it.
     """

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.adversary.commands import prepared, work  # noqa: F401  # fixtures
 from tests.adversary.tries import Tries
 
 SHARE_OF_FEW = 0.04  # of the cases, in `make test`

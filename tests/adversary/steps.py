@@ -1,8 +1,9 @@
-"""Stops a process at a chosen file operation, or lets the operation fail."""
+"""Forked processes that are stopped at a chosen file operation, or in which the operation fails."""
 
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,67 @@ from typing import Any
 import torch
 
 from msattn.trainer.storage import replace
+from tests.adversary.tries import wait_until
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; opening a file to write is one, too
+
+
+class Child:
+    """A forked process that runs ``body``; its stdout and stderr go to the file ``output``, by default to those of this one."""
+
+    def __init__(self, body: Callable[[], None], output: Path | None = None) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(body, output)
+
+    def poll(self) -> int | None:
+        """Returns None while the process runs, then its exit code, or the number of the signal that ended it, negative."""
+        if self._code is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if found else None
+        return self._code
+
+    def wait(self) -> int:
+        """Waits for the end of the process and returns :meth:`poll`. A process that hangs is killed."""
+        if not wait_until(lambda: self.poll() is not None):
+            self.send(signal.SIGKILL)
+            wait_until(lambda: self.poll() is not None)
+        assert self._code is not None
+        return self._code
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _run(body: Callable[[], None], output: Path | None) -> None:
+    code = 1
+    try:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
+        if output is not None:
+            redirect(output, 1, 2)
+        body()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def redirect(path: Path, *descriptors: int) -> None:
+    """Lets the file ``path`` take the place of ``descriptors``, 1 for stdout and 2 for stderr."""
+    with path.open("ab") as file:
+        for descriptor in descriptors:
+            os.dup2(file.fileno(), descriptor)
+    streams = {1: "stdout", 2: "stderr"}
+    for descriptor in descriptors:  # those of pytest have files of their own
+        setattr(sys, streams[descriptor], os.fdopen(descriptor, "w", closefd=False))
 
 
 def on_each_change(action: Callable[[int], None]) -> None:
@@ -38,32 +98,6 @@ def on_each_change(action: Callable[[int], None]) -> None:
     sys.addaudithook(before)
 
 
-def in_child(body: Callable[[], None]) -> int:
-    """Runs ``body`` in a forked process and returns its process id; see :func:`exit_code`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        torch.set_num_threads(1)  # OpenMP's threads do not survive the fork
-        body()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def exit_code(pid: int) -> int:
-    """Waits for a process of :func:`in_child`; returns its exit code, or the number of the signal that ended it, negative."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def ended(pid: int) -> int | None:
-    """Returns :func:`exit_code` if the process has ended, else None."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
 def killed_at(step: int, body: Callable[[], None], between: Callable[[], None] = lambda: None) -> Callable[[], None]:
     """Returns ``body``, killed by SIGKILL at its file operation ``step``; ``between`` is called before the earlier ones."""
 
@@ -84,5 +118,5 @@ def count_changes(body: Callable[[], None], report: Path) -> int:
         count = len(numbers)
         report.write_text(str(count))
 
-    assert exit_code(in_child(run)) == 0
+    assert Child(run).wait() == 0
     return int(report.read_text())

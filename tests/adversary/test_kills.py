@@ -1,7 +1,6 @@
 """SIGKILL at each file operation, and at random moments, while results or an artifact are replaced."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -18,7 +17,7 @@ from msattn import cli
 from msattn.trainer import artifacts
 from msattn.trainer.storage import replace
 from msattn.trainer.storage.replace import clean_up, current_folder, replace_folder
-from tests.adversary.steps import count_changes, ended, exit_code, in_child, killed_at
+from tests.adversary.steps import Child, count_changes, killed_at
 from tests.adversary.tries import Tries
 from tests.test_artifacts import MODEL
 from tests.test_bad_input import SMALL_EVAL, text
@@ -98,7 +97,7 @@ def test_killed_at_each_step(tries: Tries, tmp_path: Path, exchange: bool, keeps
     for kills in tries.chosen([*((step,) for step in steps), *twice]):
         folder = prepared("tried")
         for number, step in enumerate(kills, before + 1):
-            exit_code(in_child(killed_at(step, partial(write, folder, number, keeps=keeps))))
+            Child(killed_at(step, partial(write, folder, number, keeps=keeps))).wait()
         check = partial(fault, folder, before, before + len(kills), keeps=keeps, exchange=exchange)
         tries.record(f"killed at step {kills} of {len(steps)}", checked(check))
         shutil.rmtree(folder.parent)
@@ -115,10 +114,10 @@ def test_killed_at_random_moments(tries: Tries, tmp_path: Path, exchange: bool, 
 
     for attempt in tries.chosen(range(40)):
         before = generation(current_folder(folder))
-        pid = in_child(partial(write_for_ever, before + 10**3))
+        writer = Child(partial(write_for_ever, before + 10**3))
         time.sleep(draw.uniform(0.01, 0.05))
-        os.kill(pid, signal.SIGKILL)
-        exit_code(pid)
+        writer.send(signal.SIGKILL)
+        writer.wait()
         tries.record(f"kill {attempt}", checked(partial(fault_of_loop, folder, before, keeps=keeps, exchange=exchange)))
 
 
@@ -171,9 +170,9 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
     def fault(step: int) -> str | None:
         before = value(folder)
         new = before + 1
-        pid = in_child(killed_at(step, partial(save, folder, new), between=partial(time.sleep, 0.002)))
+        writer = Child(killed_at(step, partial(save, folder, new), between=partial(time.sleep, 0.002)))
         seen = [before]
-        while (code := ended(pid)) is None:
+        while (code := writer.poll()) is None:
             seen.append(value(folder))
         if set(seen) - {before, new} or seen != sorted(seen):
             return f"a reader saw {seen}"
@@ -216,7 +215,7 @@ def test_eval_killed(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     steps = count_changes(partial(evaluate, 100), tmp_path / "count")
     placed = {0, 100}
     for number, step in enumerate(tries.chosen(range(steps - 1, 0, -max(1, steps // 10))), 1):
-        exit_code(in_child(killed_at(step, partial(evaluate, number))))
+        Child(killed_at(step, partial(evaluate, number))).wait()
         tries.record(f"eval killed at step {step} of {steps}", checked(lambda: placed.add(seed(folder))))
     evaluate(101)
     beside = sorted({path.name for path in folder.parent.iterdir()} - {"eval", "runs"})

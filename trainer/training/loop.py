@@ -9,9 +9,12 @@ logging and before a checkpoint.
 import gc
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -22,11 +25,12 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import Terminated, TrainingDiverged, UserError
+from msattn.trainer.errors import Fault, Terminated, TrainingDiverged, UserError
 from msattn.trainer.training.callbacks import TrainingCallback
 from msattn.trainer.training.checkpoints import (
     WEIGHTS,
     TrainingResult,
+    describe_last_checkpoint,
     handle_write_errors,
     load_weights,
     newest_checkpoint,
@@ -91,6 +95,7 @@ def fit(
     ------
     UserError : contradictory settings, settings other than those of the run to resume, or a full disk.
     TrainingDiverged : a loss, gradient or weight is not finite; the last complete checkpoint is kept.
+    Fault : a data worker was killed.
     KeyboardInterrupt : Ctrl-C, once the step is finished and saved; its subclass ``Terminated`` for SIGTERM.
     """
     checkpoints = Path(folder) / "checkpoints"
@@ -120,15 +125,36 @@ def fit(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.callback = callback
-    with callback.progress_bar(enabled=arguments.process_index == 0), callback.handle_signals():
-        trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
-        stop_signal = stop_consensus.finish(callback.signal)
+    try:
+        with callback.progress_bar(enabled=arguments.process_index == 0), callback.handle_signals():
+            trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
+            stop_signal = stop_consensus.finish(callback.signal)
+        _ignore_data_workers()
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"stopped within a step; {describe_last_checkpoint(checkpoints)}") from stop
+    except (RuntimeError, OSError, EOFError) as error:
+        _ignore_data_workers()
+        if not _is_lost_worker(error):
+            raise
+        reason = " ".join(str(error).split()).rstrip(" .") or type(error).__name__
+        raise Fault(f"a data worker was lost ({reason}); {describe_last_checkpoint(checkpoints)}") from error
     steps = trainer.state.global_step
     if stop_signal:
         raise (Terminated if stop_signal == signal.SIGTERM else KeyboardInterrupt)(
             f"stopped after step {steps} of {train.steps}, saved in {checkpoints}; resume=true continues from there"
         )
     return callback.result(steps)
+
+
+def _ignore_data_workers() -> None:
+    """Removes PyTorch's handler of SIGCHLD, which raises an error wherever the main thread is when a data worker is killed."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _is_lost_worker(error: BaseException) -> bool:
+    """Returns True for errors of the loss of a data worker: PyTorch's own, and those of its connection."""
+    return str(error).startswith("DataLoader worker (pid") or isinstance(error, ConnectionError | EOFError)
 
 
 def release_memory() -> None:
@@ -215,11 +241,20 @@ class _ShuffledPasses(Dataset[Any]):
         return self.dataset[int(self._permutation[1][position])]
 
 
-def _init_worker(seed_worker: Callable[[int], None] | None, worker: int) -> None:
+def _init_worker(main_process: int, seed_worker: Callable[[int], None] | None, worker: int) -> None:
     """Moves the worker to its own process group, so that Ctrl-C and torchrun's signals do not end it before the last step."""
     os.setpgrp()
+    if os.getppid() != main_process:  # it has ended; PyTorch would watch the process that took its place
+        os._exit(1)
+    sys.excepthook = _report_in_worker
     if seed_worker is not None:
         seed_worker(worker)
+
+
+def _report_in_worker(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints an error of a worker's thread, unless it is due to the end of the main process during a transfer."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 class _Trainer(Trainer):
@@ -245,7 +280,8 @@ class _Trainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn)
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders read PyTorch's
+        inner.worker_init_fn = partial(_init_worker, os.getpid(), inner.worker_init_fn)
         return loader
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

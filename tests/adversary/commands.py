@@ -1,0 +1,48 @@
+"""Small commands on a random model, and the folder that they run in."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from msattn import cli
+from tests.test_bad_input import SMALL, SMALL_EVAL, text
+
+TRAINING = [*SMALL, "data.heldout_path=text.txt", "overwrite=true"]
+QMODEL = ["qmodel.num_prompts=2", "qmodel.long_range=8", "qmodel.hidden=16", "qmodel.batch_queries=8"]
+SIZES = ["bench.lengths=[96]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "bench.peers=[]"]
+COMMANDS = {
+    "train-gate": ["train-gate", *TRAINING, "train.steps=4", "train.batch_size=1", "train.save_every=2"],
+    "fit-kmeans": ["fit-kmeans", *TRAINING, "kmeans.num_buckets=4", "kmeans.num_prompts=2"],
+    "train-qmodel": ["train-qmodel", *TRAINING, *QMODEL, "train.steps=4", "train.save_every=2"],
+    "finetune": ["finetune", *TRAINING, "select.sparsity=0", "train.steps=2", "train.batch_size=1", "train.save_every=1"],
+    "eval": ["eval", *SMALL_EVAL, "data.heldout_path=text.txt"],
+    "generate": ["generate", *SMALL, "select=quest", "max_new_tokens=4", "--prompt", "a word"],
+    "bench": ["bench", "op=merge_states", *SIZES, "device=cpu"],
+}
+
+
+def run(arguments: list[str]) -> int:
+    """Runs ``msattn *arguments`` in this process and returns its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and a k-means."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("text.txt").write_text(text(4000))
+        assert run(COMMANDS["fit-kmeans"]) == 0
+    return folder
+
+
+@pytest.fixture
+def work(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the prepared folder, which is also the working directory."""
+    shutil.copytree(prepared, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"

@@ -1,0 +1,144 @@
+"""Ctrl-C, SIGTERM and lost data workers at random moments: exit codes 130 and 143, one line, and a run that can be resumed."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from msattn import cli
+from msattn.trainer.commands import compose
+from msattn.trainer.signals import end_at_once, handle
+from tests.adversary.commands import COMMANDS
+from tests.adversary.steps import Child
+from tests.adversary.tries import Tries, wait_until
+from tests.training.test_checkpoints_survive import TRAIN, Line, final_weights, run
+
+pytestmark = pytest.mark.area("signals")
+
+STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def output_fault(code: int, expected: set[int], output: str) -> str | None:
+    """Returns how an interrupted command ended badly, or None."""
+    lines = [line for line in output.splitlines() if line.startswith("msattn: ") and not line.startswith("msattn: warning")]
+    if any(word in output for word in ("Traceback", "Exception ignored", "Error executing job")):
+        return f"traceback: {output[-500:]}"
+    if code not in expected:
+        return f"exit code {code}: {output[-500:]}"
+    if len(lines) != (code != 0):
+        return f"exit code {code} with {len(lines)} lines: {output[-500:]}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(Line(folder / "seen"), folder)
+    return final_weights(folder)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a short training that takes the place of the job of ``msattn train-gate``."""
+
+    def train(self: compose.Command, cfg: Any, arguments: dict[str, Any]) -> None:
+        train = replace(TRAIN, num_workers=cfg.train.num_workers)
+        run(Line(folder / "seen", pause=0.0005), folder, train, resume=cfg.resume)
+
+    folder = tmp_path / "job"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compose.Command, "run", train)
+    return folder
+
+
+def started(folder: Path, *arguments: str) -> Child:
+    """Starts ``msattn *arguments`` in a forked process that handles signals; its output goes to ``folder/output``."""
+
+    def command() -> None:
+        os.setpgrp()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["msattn", *arguments])
+            handle(end_at_once)  # as when msattn.cli is imported
+            (folder / "ready").touch()
+            cli.main()
+
+    for name in ("output", "ready"):
+        (folder / name).unlink(missing_ok=True)
+    child = Child(command, folder / "output")
+    assert wait_until((folder / "ready").exists)
+    return child
+
+
+def train_gate(job: Path, *overrides: str) -> Child:
+    return started(job, "train-gate", "tracker=none", *overrides)
+
+
+def resumed_fault(job: Path, whole: dict[str, torch.Tensor]) -> str | None:
+    """Resumes the run of ``job`` to its end; says whether its weights differ from those of an uninterrupted run."""
+    run(Line(job / "seen"), job, resume=True)
+    found = final_weights(job)
+    same = all(torch.equal(found[name], whole[name]) for name in whole)
+    return None if same else "the resumed run has other weights"
+
+
+def test_signals_in_training(tries: Tries, job: Path, whole: dict[str, torch.Tensor]) -> None:
+    """Up to three signals, from the start of the command on."""
+    begin = time.monotonic()
+    assert train_gate(job).wait() == 0
+    duration = time.monotonic() - begin
+    draw = random.Random(3)
+    kinds = [*product(STOPS, (1, 2, 3), (0, 0, 2), range(2))]
+    for number, times, workers, _ in tries.chosen(kinds):
+        shutil.rmtree(job)
+        job.mkdir()
+        child = train_gate(job, f"train.num_workers={workers}")
+        pauses = [draw.uniform(0, duration), *(draw.choice([0.0, 0.01, 0.1]) for _ in range(times - 1))]
+        for pause in pauses:
+            time.sleep(pause)
+            if child.poll() is None:
+                os.killpg(child.pid, number)  # as a terminal does
+        case = f"{number.name} after {', '.join(f'{pause:.3f}' for pause in pauses)} s, {workers} data workers"
+        fault = output_fault(child.wait(), {0, STOPS[number]}, (job / "output").read_text())
+        tries.record(case, fault or resumed_fault(job, whole))
+
+
+def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: dict[str, torch.Tensor]) -> None:
+    """One line names the loss and the checkpoint."""
+    draw = random.Random(4)
+    for number, _ in tries.chosen(product((signal.SIGKILL, signal.SIGTERM), range(6))):
+        shutil.rmtree(job)
+        job.mkdir()
+        child = train_gate(job, "train.num_workers=2")
+        wait_until(lambda child=child: child.poll() is not None or psutil.Process(child.pid).children())
+        time.sleep(draw.uniform(0, 0.4))
+        with suppress(IndexError, psutil.NoSuchProcess):  # the training has ended
+            draw.choice(psutil.Process(child.pid).children()).send_signal(number)
+        code, output = child.wait(), (job / "output").read_text()
+        fault = output_fault(code, {0, 1}, output)
+        if code == 1 and not ("data worker was lost" in output and "complete checkpoint" in output):
+            fault = f"the line does not name the checkpoint: {output[-300:]}"
+        tries.record(f"{number.name} to a data worker", fault or resumed_fault(job, whole))
+
+
+def test_signals_to_each_command(tries: Tries, work: Path) -> None:
+    draw = random.Random(5)
+    for command, number, times in tries.chosen(product(COMMANDS, STOPS, (1, 2))):
+        child = started(work, *COMMANDS[command])
+        pauses = [draw.uniform(0, 2), draw.uniform(0, 0.2)][:times]
+        for pause in pauses:
+            time.sleep(pause)
+            child.send(number)
+        case = f"{command}, {number.name} after {', '.join(f'{pause:.2f}' for pause in pauses)} s"
+        tries.record(case, output_fault(child.wait(), {0, STOPS[number]}, (work / "output").read_text()))
