@@ -15,7 +15,7 @@ from msattn.trainer.artifacts import read
 from msattn.trainer.errors import UserError
 from msattn.trainer.training.checkpoints import TrainingResult, handle_write_errors, mark_complete, newest_checkpoint
 from msattn.trainer.training.parts import FinishedParts
-from tests.adversary.steps import exit_code, in_child, on_each_change
+from tests.adversary.steps import Child, on_each_change
 from tests.adversary.tries import Tries
 from tests.test_artifacts import save
 
@@ -39,7 +39,7 @@ def test_writers_with_failing_operations(tries: Tries, tmp_path: Path) -> None:
         folder.mkdir()
         case = f"{writer}, operation {step}: {errno.errorcode[error]}"
 
-        code = exit_code(in_child(partial(_write_twice, writer, folder, failing(step, error, folder))))
+        code = Child(partial(_write_twice, writer, folder, failing(step, error, folder))).wait()
         values = {READERS[writer](folder)}
         WRITERS[writer](folder, 3.0)
         fault = None if code in (0, 2) else f"exit code {code}"

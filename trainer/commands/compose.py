@@ -209,9 +209,11 @@ def launch(
 @contextmanager
 def _settings_of_hydra(started: list[str]) -> Iterator[None]:
     """Raises what Hydra raises for bad values of its own keys, ``hydra.*``, as a UserError, until the first job has started."""
+    from hydra.errors import HydraException
+
     try:
         yield
-    except UserError:
+    except (UserError, HydraException):
         raise
     except (OSError, ValueError, AssertionError) as error:
         if started:
