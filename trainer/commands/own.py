@@ -1,6 +1,6 @@
 """``--model`` and ``--data``: the Hydra overrides for a model and a text of the user's own."""
 
-import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.config.model import packaged_models
 from msattn.trainer.config.text_files import text_files
-from msattn.trainer.errors import UserError, first_line, print_once
+from msattn.trainer.errors import UserError, print_once
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
@@ -79,36 +79,16 @@ def sizes_for(positions: int) -> dict[str, Any]:
 
 def _read_config(model: str) -> dict[str, Any]:
     """Returns ``config.json`` of a local folder or of a Hub model."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        file = folder / "config.json"
-        if not file.is_file():
-            raise UserError(f"--model {model}: the folder has no config.json, so it is not a Hugging Face model")
-    elif folder.exists():
+    from msattn.trainer.models.architecture import read_config
+    from msattn.trainer.models.files import ModelFiles, local_folder
+
+    folder = local_folder(model)
+    if folder is None and os.path.exists(os.path.expanduser(model)):
         raise UserError(f"--model {model}: this is a file; accepted is the folder of a model")
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        file = _download_config(model)
-    else:
+    if folder is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
         accepted = f"a folder, a Hub id, or one of {', '.join(packaged_models())}"
         raise UserError(f"--model {model}: no such folder; accepted is {accepted}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"--model {model}: config.json is not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"--model {model}: config.json is not an object")
-    return config
-
-
-def _download_config(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--model {model}: not a local folder, and loading it from the Hub failed ({first_line(error)})"
-        ) from error
+    return read_config(ModelFiles(f"--model {model}", folder or model))
 
 
 def _quoted(value: str) -> str:
