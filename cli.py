@@ -3,17 +3,20 @@
 Exit codes: 0 success, 1 fault, 2 user error (one line on stderr), 130 interrupted, 143 terminated.
 """
 
+import atexit
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-import typer
-from typer.core import TyperCommand
+from msattn.trainer.signals import end_at_once, end_silently, handle, handled
+
+with handled(end_at_once):
+    import typer
+    from typer.core import TyperCommand
 
 
 class ConfigSection(StrEnum):
@@ -95,21 +98,16 @@ def options(version: Version = False) -> None:
 
 
 @contextmanager
-def _exit_on_signals() -> Iterator[None]:
+def _stopped_by_signals() -> Iterator[None]:
     """Turns Ctrl-C and SIGTERM into exit codes, and prints the message of the job, e.g. the path of its checkpoint."""
     from msattn.trainer.errors import Terminated, print_once
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except KeyboardInterrupt as stop:
         print_once(f"interrupted{f': {stop}' if stop.args else ''}")
+        handle(end_silently)
         raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from stop
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _run(
@@ -126,7 +124,7 @@ def _run(
     from msattn.trainer.commands.own import own_overrides
     from msattn.trainer.errors import warnings_as_lines
 
-    with _exit_on_signals(), warnings_as_lines():
+    with _stopped_by_signals(), warnings_as_lines():
         given = own_overrides(model, data, overrides or []) + (overrides or [])
         if cfg is not None:
             show(command, given, kind=cfg.value, config_dir=config_dir)
@@ -193,7 +191,7 @@ def demo(overrides: Overrides = None) -> None:
     """Train and evaluate on the embedded model, in minutes. Any machine, no download."""
     from msattn.trainer.commands.demo import demo as run
 
-    with _exit_on_signals():
+    with _stopped_by_signals():
         run(overrides or [])
 
 
@@ -215,16 +213,25 @@ def explain(ctx: typer.Context, topic: Topic = None) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs ``msattn`` with ``arguments`` (default: those of the process) and exits."""
+    if arguments is None:  # the process has no other purpose, so signals are handled to its end
+        atexit.register(handle, signal.SIG_IGN)  # the last callback; later no function would be called
+        handle(end_at_once)
+        _main(sys.argv[1:])
+    with handled(end_at_once):
+        _main(arguments or [])
+
+
+def _main(arguments: list[str]) -> NoReturn:
     from msattn.trainer.errors import Fault, UserError, exit_process, print_once
 
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments or ["--help"], prog_name="msattn", standalone_mode=False)
     except (UserError, typer.TyperException) as error:
         message = str(error) if isinstance(error, UserError) else error.format_message()
         print_once(" ".join(message.split()))
-        exit_process(2)
+        code = 2
     except Fault as error:
         print_once(" ".join(str(error).split()))
-        exit_process(1)
+        code = 1
+    handle(end_silently)
     exit_process(code if isinstance(code, int) else 0)

@@ -147,8 +147,8 @@ def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
     [
         ({"select": "quest", "sparsity": "0.8"}, "sparsity='0.8': accepted is a number"),
         ({"select": 3}, "select=3: accepted is a name"),
-        ({"select": {"policy": 1}}, "select.policy=1: accepted is str"),
-        ({"select": {"sparsity": "0.8"}}, "select.sparsity='0.8': accepted is int or float"),
+        ({"select": {"policy": 1}}, "select.policy=1: accepted are topk"),
+        ({"select": {"sparsity": "0.8"}}, "select.sparsity='0.8': accepted is a number"),
         ({"gate": 3}, "gate=3: accepted is a gate"),
         ({"qmodel": 3}, "qmodel=3: accepted is a query classifier"),
         ({"qmodel": "embedded", "probes": 1.5}, "probes=1.5: accepted is an integer"),

@@ -138,7 +138,7 @@ def test_cuda_without_a_gpu_is_rejected(rejected: Callable[..., str]) -> None:
     ("overrides", "message"),
     [
         (["kmeans.num_buckets=100000"], "kmeans.num_buckets=100000"),
-        (["kmeans.iterations=0"], "kmeans.iterations=0: a positive number"),
+        (["kmeans.iterations=0"], "kmeans.iterations=0: in [1, 1e6]"),
         (["kmeans.engine=fais"], "kmeans.engine=fais: accepted are auto, batched, faiss (did you mean faiss?)"),
     ],
 )
@@ -157,8 +157,8 @@ def test_fit_kmeans_rejects(rejected: Callable[..., str], overrides: list[str], 
             ["overwrite=true", "resume=true", "qmodel.causal=true"],
             "cache was made with other settings (data, qmodel); resume=false starts again",
         ),
-        (["name=new", "qmodel.layers_at_once=0"], "qmodel.layers_at_once=0: null or a positive number"),
-        (["name=new", "qmodel.min_distance=-1"], "qmodel.min_distance=-1: null, or 0 or more tokens"),
+        (["name=new", "qmodel.layers_at_once=0"], "qmodel.layers_at_once=0: null, or in [1, 1e6]"),
+        (["name=new", "qmodel.min_distance=-1"], "qmodel.min_distance=-1: null, or in [0, 1e9]"),
         (["name=new", "train.max_grad_norm=1"], "train.max_grad_norm=1.0: accepted is 0"),
     ],
 )

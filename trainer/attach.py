@@ -13,10 +13,11 @@ from torch import nn
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.config.select import select_config
+from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.break_even import break_even, decoding_break_even
 from msattn.trainer.models.devices import compute_devices
-from msattn.trainer.models.families import check_supported, decoder, head_dim, num_kv_heads, num_layers
+from msattn.trainer.models.families import decoder, head_dim, num_kv_heads
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
@@ -25,6 +26,7 @@ from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
+from msattn.trainer.serving.arguments import check_model, check_numbers, check_router, check_selection, check_types
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
@@ -108,7 +110,8 @@ def attach(
     Raises
     ------
     UserError : there is nothing to attach, an artifact has another kind or was made for another model, the model is not
-        supported or already attached, or a number is out of range.
+        supported or already attached, or an argument has another type or is out of range. In a forward pass: ids outside the
+        vocabulary, inputs of another type or shape, no token, or a cache of another model or batch.
 
     Notes
     -----
@@ -123,24 +126,25 @@ def attach(
     On a GPU, single tokens are decoded with CUDA graphs. Forward hooks and adapters that are changed take effect with the next
     pass over several tokens.
     """
-    _check_types(model, gate, select, sparsity, qmodel)
-    if not isinstance(cuda_graphs, bool):
-        raise UserError(f"cuda_graphs={cuda_graphs!r}: accepted are True and False")
-    check_supported(model.config)
+    check_types(
+        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, recent=recent, sink=sink,
+        dense_layers=dense_layers, dense_below=dense_below, strict=strict, cuda_graphs=cuda_graphs,
+        measure_recall=measure_recall, measure_time=measure_time,
+    )  # fmt: skip
+    require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
+    check_model(model)
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
     given = select if isinstance(select, Selection) else _chosen_config(select, sparsity, gate)
     selection = _build_selection(given, gate, sparsity)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
+    gate = None if selection is None else selection.gate
     for warning in _check_same_model(model, gate, router, strict):
         _warn_once(warning)
-    given_numbers = {"probes": probes, "recent": recent, "sink": sink, "dense_layers": dense_layers}
-    _check_integers(given_numbers, router)
-    numbers = serving_numbers(router, given_numbers)
-    _check_numbers(model, router, **numbers)
-    if dense_below is not None and (not isinstance(dense_below, int) or isinstance(dense_below, bool) or dense_below < 0):
-        raise UserError(f"dense_below={dense_below!r}: accepted are 0 or more keys")
+    if selection is not None:
+        check_selection(selection, model.config)
+    numbers = _numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
     device = _move_to_model(model, gate, router)
@@ -191,7 +195,7 @@ def disable(model: "PreTrainedModel") -> None:
     ------
     UserError : :func:`enable` was not called for this model.
     """
-    if model not in _enabled:
+    if not isinstance(model, nn.Module) or model not in _enabled:
         raise UserError("disable: the model is not enabled")
     _enabled.pop(model).__exit__(None, None, None)
 
@@ -209,34 +213,22 @@ def load_router(path: str | Path) -> QModel | KMeans:
     return artifact
 
 
-def _check_types(model: Any, gate: Any, select: Any, sparsity: Any, qmodel: Any) -> None:
-    """Raises UserError for arguments of another type than :func:`attach` documents."""
-    accepted: dict[str, tuple[Any, tuple[type, ...], str]] = {
-        "gate": (gate, (Gate, str, Path), "a gate, or the folder or Hub id of one"),
-        "qmodel": (qmodel, (QModel, KMeans, str, Path), "a query classifier or a k-means, or the folder or Hub id of one"),
-        "select": (select, (Selection, SelectConfig, Mapping, str), "a name, a dictionary, a SelectConfig or a Selection"),
-        "sparsity": (sparsity, (int, float), "a number in [0, 1)"),
-    }
-    for name, (value, types, meaning) in accepted.items():
-        if value is not None and (not isinstance(value, types) or isinstance(value, bool)):
-            raise UserError(f"{name}={value!r}: accepted is {meaning}")
-    if not hasattr(model, "get_decoder"):
-        raise UserError(f"model={model!r}: accepted is a causal language model of transformers")
+def _numbers(model: "PreTrainedModel", router: QModel | KMeans | None, **given: Any) -> dict[str, Any]:
+    """Returns the numbers of decoding with a router, {} without one.
 
-
-def _check_integers(numbers: Mapping[str, Any], router: QModel | KMeans | None) -> None:
-    """Raises UserError for numbers of decoding that are no integers, or that no router uses."""
-    for name, value in numbers.items():
-        if value is None:
-            continue
-        if router is None:
-            raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
-        accepted, values = "an integer", [value]
-        if name == "dense_layers":
-            accepted = "a sequence of integers"
-            values = value if isinstance(value, Sequence) and not isinstance(value, str) else [None]
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
-            raise UserError(f"{name}={value!r}: accepted is {accepted}")
+    Raises
+    ------
+    UserError : a number is out of range or has no use, or the router is for another model.
+    """
+    if router is None:
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
+        return {}
+    check_router(router, model.config)
+    numbers = serving_numbers(router, given)
+    check_numbers(router, model.config, **numbers)
+    return numbers
 
 
 def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None, strict: bool) -> list[str]:
@@ -274,12 +266,19 @@ def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torc
 def serving_numbers(
     router: QModel | KMeans | None, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING
 ) -> dict[str, Any]:
-    """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults."""
+    """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults.
+
+    Raises
+    ------
+    UserError : a value of another type.
+    """
     recorded = router.artifact.manifest["details"].get("serving", {}) if router and router.artifact else {}
     found = {
         name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
     }
-    return found | {"dense_layers": tuple(found["dense_layers"])}
+    check_types(**found)
+    layers = tuple(map(int, found.pop("dense_layers")))
+    return {name: int(value) for name, value in found.items()} | {"dense_layers": layers}
 
 
 def _chosen_config(
@@ -310,8 +309,8 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     """Returns the prompt length in tokens from which attention is sparse; see :class:`SelectConfig`."""
     if select is None or isinstance(select, Selection):
         return 0
-    if isinstance(select.dense_below, int):
-        return select.dense_below
+    if select.dense_below != "auto":
+        return int(select.dense_below)
     if select.scores != "oracle" and isinstance(select, SparsityConfig):  # the oracle needs dense attention anyway
         return break_even(select.sparsity, device)
     return 0
@@ -334,24 +333,3 @@ def _routed_decoding(
     else:
         routed_from = lambda batch: dense_below  # noqa: E731
     return RoutedDecoding(router, **numbers, routed_from=routed_from, measure_recall=measure_recall, statistics=statistics)
-
-
-def _check_numbers(
-    model: "PreTrainedModel",
-    router: QModel | KMeans | None,
-    *,
-    probes: int,
-    recent: int,
-    sink: int,
-    dense_layers: tuple[int, ...],
-) -> None:
-    if router is not None and not 0 <= probes <= router.num_buckets:
-        raise UserError(f"probes={probes}: accepted are 0 to {router.num_buckets}, the number of buckets")
-    if recent < 1:
-        raise UserError(f"recent={recent}: accepted is 1 or more tokens")
-    if sink < 0:
-        raise UserError(f"sink={sink}: accepted is 0 or more tokens")
-    layers = num_layers(model.config)
-    for layer in dense_layers:
-        if not 0 <= layer < layers:
-            raise UserError(f"dense_layers={dense_layers}: accepted are 0 to {layers - 1}")

@@ -1,5 +1,6 @@
 """Exception classes with one-line messages, and functions that report them and end the process."""
 
+import errno
 import os
 import shutil
 import sys
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(ValueError):
@@ -45,19 +48,28 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(" .:") if lines else type(error).__name__
 
 
-def write_error(path: Path, error: Exception, kept: str = "") -> UserError:
+def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bool = True) -> UserError:
     """Returns a one-line error for a failed write to ``path``.
 
     Parameters
     ----------
     error : the exception that the write raised.
     kept : a clause that names the checkpoint a later run can resume from, or "".
+    resumes : ``resume=true`` continues the run.
     """
     # PyTorch's writer reports a position in the file but no reason.
-    reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or str(error)
-    free = shutil.disk_usage(path.parent).free
-    parts = [f"{path} cannot be written ({reason})", f"{free / 1e9:.1f} GB are free in {path.parent}", kept]
-    return UserError("; ".join(filter(None, parts)) + ". Free some disk space, then resume=true continues the run")
+    reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or first_line(error)
+    parts = [f"{path} cannot be written ({reason})", free_space(path), kept]
+    next_run = "resume=true continues the run" if resumes else "run the command again"
+    if getattr(error, "errno", None) in (None, *NO_SPACE):
+        return UserError(f"{'; '.join(filter(None, parts))}. Free some disk space, then {next_run}")
+    return UserError("; ".join(filter(None, [*parts, next_run if resumes else ""])))
+
+
+def free_space(path: Path) -> str:
+    """Returns a clause that tells the free space of the disk of ``path``, which need not exist."""
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
 
 
 def print_once(line: str) -> None:

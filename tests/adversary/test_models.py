@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -164,11 +164,11 @@ def test_values_of_rope(tries: Tries, copies: Copies, expected: Outcome) -> None
             edit(at, "config.json", f"{place}.{key}", value)
 
         folder = copies.damaged(damage)
-        number = type(value) in (int, float) and value > 0 or (key == "truncate" and isinstance(value, bool))
+        number = (type(value) in (int, float) and value > 0) or (key == "truncate" and isinstance(value, bool))
 
         def served(found: Outcome, folder: Path = folder, number: bool = number, kind: str = kind) -> bool:
             unchanged = found.equals(expected) and kind == "default"
-            return unchanged or (number or value is REMOVED) and another_model(folder, found, expected)
+            return unchanged or ((number or value is REMOVED) and another_model(folder, found, expected))
 
         tries.python(f"{place} {kind} {key}={name}", lambda folder=folder: load_folder(folder), served)
 

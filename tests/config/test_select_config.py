@@ -106,7 +106,7 @@ def test_the_policy_changes_with_the_keys_that_both_have() -> None:
         ("calibrated", -0.1, r"select.sparsity=-0.1: in \[0, 1\)"),
         ("threshold", 1.0, r"select.threshold=1.0: in \[0, 1\)"),
         ("nucleus", 0.0, r"select.mass=0.0: in \(0, 1\]"),
-        ("token_budget", 0, "select.tokens=0: a positive number"),
+        ("token_budget", 0, r"select.tokens=0: in \[1, 1e9\]"),
         ("multiscale", [0.5, 0.5], r"select.shares=\[0.5, 0.5\]: four shares"),
     ],
 )

@@ -295,7 +295,7 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
         ("cut.txt.gz", gzip.compress(bytes(range(256)), mtime=0)[:-90], r"data\.path=.*cut\.txt\.gz: .*[Tt]runcated"),
         ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
         ("cut.parquet", b"PAR1" + bytes(40), r"data\.path=.*cut\.parquet: .*[Pp]arquet"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl: line 2 is not JSON"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl, line 2: not JSON"),
         ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(it has: body\)"),
         ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(it has: a list, not an object\)"),
         ("number.jsonl", b'{"text": 7}', r"data\.column=text: .*line 1 has 7 in this column, accepted is text"),

@@ -23,6 +23,7 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "kernels.bench": 4,
     "trainer.errors": 5,
     "trainer.progress": 5,
+    "trainer.signals": 6,
     "trainer.config": 6,
     "trainer.storage": 6,
     "trainer.artifacts": 7,

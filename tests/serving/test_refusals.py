@@ -1,6 +1,7 @@
 """Caches, prompts and calls that are refused by name, or left to the model."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
-from tests.factory import random_tokens, tiny_model
+from msattn.trainer.serving.inputs import check_inputs
+from tests.factory import random_tokens, tiny_config, tiny_model
 from tests.serving.decoding import ROUTED
 
 
@@ -39,6 +41,39 @@ def test_a_prompt_beyond_the_positions_is_refused() -> None:
         with pytest.raises(UserError, match="prompt of 57 tokens after 200 cached ones"):
             model(random_tokens(1, 57), past_key_values=cache)
         assert cache.get_seq_length() == 200
+
+
+@torch.no_grad()
+def test_ids_masks_and_caches_of_another_shape() -> None:
+    model, ids = tiny_model(), random_tokens(2, 40)
+    past, deeper = DynamicCache(config=model.config), DynamicCache(config=tiny_config(num_hidden_layers=3))
+    model(ids, past_key_values=past)
+    inputs: dict[str, dict[str, Any]] = {
+        "input_ids: 128 is no token; accepted are 0 to 127": {"input_ids": ids + 128 - ids.max()},
+        "input_ids: -1 is no token": {"input_ids": ids - ids.min() - 1},
+        r"input_ids of float32 \[2, 40\]: accepted is int64 \[batch, tokens\]": {"input_ids": ids.float()},
+        r"inputs_embeds of float64 \[2, 40, 64\]: accepted is float32": {"inputs_embeds": torch.zeros(2, 40, 64).double()},
+        r"attention_mask of int64 \[1, 40\]: accepted is a 2D mask \[2, 40\]": {"input_ids": ids, "attention_mask": ids[:1]},
+        r"position_ids of type list: accepted is integers \[2, 40\]": {"input_ids": ids, "position_ids": ids.tolist()},
+        r"it holds \[2, 2, 40, 16\] .*; accepted is \[1, 2, 40, 16\]": {"input_ids": ids[:1], "past_key_values": past},
+        "it has 3 layers; accepted are 2": {"input_ids": ids, "past_key_values": deeper},
+    }
+    with attach(model, select="quest"):
+        for message, arguments in inputs.items():
+            with pytest.raises(UserError, match=message):
+                model(**arguments)
+
+
+@pytest.mark.gpu
+def test_ids_of_single_tokens_are_not_read() -> None:
+    decoder, ids = tiny_model().get_decoder().to("cuda"), random_tokens(2, 3).to("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        check_inputs(decoder, {"input_ids": ids[:, :1]}, cached=5)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            check_inputs(decoder, {"input_ids": ids}, cached=5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Tests of resuming after SIGKILL, signals, lost ranks and full disks: bit-identical results, with one rank or several."""
 
-import json
 import os
 import resource
 import signal
@@ -23,7 +22,14 @@ from torch.utils.data import Dataset
 from msattn.trainer.config import TrackerConfig, TrainConfig
 from msattn.trainer.errors import Fault, Terminated, UserError, exit_process, print_once
 from msattn.trainer.training import checkpoints as checkpoint_files
-from msattn.trainer.training.checkpoints import MARKER, MAX_CHECKPOINTS, WEIGHTS, newest_checkpoint
+from msattn.trainer.training.checkpoints import (
+    MARKER,
+    MAX_CHECKPOINTS,
+    WEIGHTS,
+    mark_complete,
+    newest_checkpoint,
+    read_marker,
+)
 from msattn.trainer.training.distributed import LOST_RANK_MESSAGE, fail_together
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
@@ -255,9 +261,10 @@ def test_a_failed_checkpoint_write_keeps_the_last_complete_one(tmp_path: Path, l
     run(Wide(tmp_path / "seen-0"), tmp_path, replace(TRAIN, steps=4, save_every=4, schedule="constant"))
     good = newest_checkpoint(tmp_path / "checkpoints")
     assert good is not None
-    marker = json.loads((good / MARKER).read_text())
-    marker["settings"]["train.steps"] = 8  # as if a longer run had written it and then met the limit
-    (good / MARKER).write_text(json.dumps(marker))
+    marker = read_marker(good)
+    settings = marker.settings | {"train.steps": 8}  # as if a longer run had written it and then met the limit
+    (good / MARKER).unlink()
+    mark_complete(good, settings, marker.result)
     longer = replace(TRAIN, steps=8, save_every=4, schedule="constant")
     with files_of_at_most(limit), pytest.raises(UserError, match=r"checkpoint-8 cannot be written .* are free in") as stopped:
         run(Wide(tmp_path / "seen-0"), tmp_path, longer, resume=True)

@@ -1,10 +1,12 @@
 """Folders of artifacts: their places under ``outputs``, and what a path or a Hub id stands for."""
 
+import os
 import re
 from pathlib import Path
 
 from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
 from msattn.trainer.config import RunConfig
+from msattn.trainer.config.values import UNPRINTABLE, require, shown
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.storage.replace import current_folder
 
@@ -53,17 +55,17 @@ def find(path: str | Path, *kinds: str) -> Path:
 
 
 def _local_folder(path: str | Path) -> Path:
+    require(isinstance(path, str | Path), "artifact", repr(path), "accepted is a folder or the id of a Hub repository")
+    require(not UNPRINTABLE.search(str(path)), "artifact", path, "accepted is a path without control characters, in UTF-8")
     if path == "embedded":
         return SHIPPED
-    try:
-        folder = Path(path).expanduser()
-        if current_folder(folder).is_dir():
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):  # unlike Path.is_dir, also False for a name that is too long
+        return folder
+    if isinstance(path, Path) or os.path.exists(folder) or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        if os.path.isdir(current_folder(folder)):
             return current_folder(folder)
-        exists = folder.exists()
-    except (OSError, RuntimeError) as error:  # too long a name, no such home
-        raise UserError(f"artifact {str(path)!r:.80}: no such folder ({first_line(error)})") from error
-    if isinstance(path, Path) or exists or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        raise UserError(f"artifact {path!s:.200}: no such folder")
+        raise UserError(f"artifact {shown(path)}: no such folder")
     from huggingface_hub import snapshot_download
 
     try:

@@ -62,11 +62,11 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
         format version; the message names the field.
     """
     for attempt in range(1, ATTEMPTS + 1):
-        before = _inodes(path)
+        before = _identities(path)
         try:
             return _read(find(path, *([kind] if kind else [])), path, kind)
         except UserError:
-            if attempt == ATTEMPTS or _inodes(path) == before:
+            if attempt == ATTEMPTS or _identities(path) == before:
                 raise
     raise AssertionError("the last attempt returns or raises")
 
@@ -99,16 +99,17 @@ def check_tensors(artifact: Artifact, shapes: Mapping[str, Sequence[int]]) -> No
             raise UserError(f"artifact {artifact.path}: {name} is {found}, its manifest asks for float32 {list(shapes[name])}")
 
 
-def _inodes(path: str | Path) -> list[int]:
-    """Returns the inodes of the folder ``path`` and of its kinds, which change when a writer replaces one."""
-    return [_inode(os.path.join(os.path.expanduser(path), kind)) for kind in ("", *KINDS)]
+def _identities(path: str | Path) -> list[tuple[int, ...]]:
+    """Returns numbers of the folder ``path`` and of its kinds, which change when a writer replaces one."""
+    return [_identity(os.path.join(os.path.expanduser(str(path)), kind)) for kind in ("", *KINDS)]
 
 
-def _inode(path: str) -> int:
+def _identity(path: str) -> tuple[int, ...]:
     try:
-        return os.stat(path).st_ino
+        status = os.stat(path)
     except (OSError, ValueError):
-        return 0
+        return ()
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns  # inodes of deleted folders are used again
 
 
 def _read(folder: Path, path: str | Path, kind: str | None) -> Artifact:
@@ -137,6 +138,6 @@ def _read_tensors(folder: Path, path: str | Path, manifest: Mapping[str, Any]) -
     if content_hash(tensors) != manifest["content_hash"]:
         raise UserError(f"artifact {path}: content_hash of {WEIGHTS} differs from {MANIFEST}; the file was altered")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise UserError(f"artifact {path}: {name:.80} of {WEIGHTS} has values that are not finite")
     return tensors

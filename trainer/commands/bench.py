@@ -14,10 +14,11 @@ from msattn.kernels import tuned
 from msattn.kernels.bench import SHIPPED, BenchRow, Options, ReferenceMismatch, Shape
 from msattn.trainer.commands import bench_report, tiles
 from msattn.trainer.config import BenchRunConfig
-from msattn.trainer.errors import CheckFailed, UserError
+from msattn.trainer.errors import CheckFailed, UserError, write_error
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.progress import duration, report
+from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ def bench(cfg: BenchRunConfig) -> Path:
     about = context(f"{cfg.op} on this machine", asdict(cfg), {}, notes, torch.device(shape.device))
     name = "-".join([cfg.bench.direction, *(["sweep"] if sweep else []), _device_name(shape.device)])
     partial = cfg.folder / f"{name}.partial.csv"
-    rows = _measure(cfg, shape, options, partial, about.commit, console)
-    _publish(partial, cfg.folder / name, rows, notes)
+    with locked(cfg.folder / name):
+        rows = _measure(cfg, shape, options, partial, about.commit, console)
+        _publish(partial, cfg.folder / name, rows, notes)
     bench_report.print_report(rows, notes, console)
     console.print(f"Results: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True)
     if cfg.bench.tune:
@@ -180,7 +182,7 @@ def _write_csv(table: Path, records: list[dict[str, Any]]) -> None:
             writer.writeheader()
             writer.writerows(records)
     except OSError as error:
-        raise _unwritable(table.parent, error) from error
+        raise write_error(table, error, resumes=False) from error
 
 
 def _publish(partial: Path, results: Path, rows: list[BenchRow], notes: list[str]) -> None:
@@ -188,11 +190,7 @@ def _publish(partial: Path, results: Path, rows: list[BenchRow], notes: list[str
     figure = bench_report.figure(rows, notes)
     try:
         with replace_file(results.with_name(f"{results.name}.png")) as temporary:
-            figure.savefig(temporary, dpi=150)
+            figure.savefig(temporary, dpi=150, format="png")
         partial.replace(results.with_name(f"{results.name}.csv"))
     except OSError as error:
-        raise _unwritable(results.parent, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"outputs={folder}: cannot be written ({error.strerror})")
+        raise write_error(results, error, kept=f"the rows are in {partial}", resumes=False) from error

@@ -6,9 +6,10 @@ Each run keeps its composed configuration in ``.hydra`` of its own folder, as Hy
 
 import functools
 import importlib
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,16 @@ from typing import Any
 from msattn.trainer import config as schemas
 from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, typed
 from msattn.trainer.config.select import foreign_key, keys_of
+from msattn.trainer.config.text_files import refused
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, first_line
+from msattn.trainer.signals import raised
 
 MAIN_RANK = "0"
+MOST_JOBS = 10_000  # of a sweep
+UNDERSCORED = re.compile(  # a number with underscores that is a whole value or item; quoted text is matched without a number
+    r"""(['"]).*?(?<!\\)\1|[=\[{,:(] *(?P<number>[+-]?\d[\d.]*_[\d_.]*) *(?=$|[]},):])"""
+)
 QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
 
 
@@ -171,8 +179,9 @@ def launch(
     """
     name = COMMANDS[command].config
     overrides = _with_search_path(overrides, config_dir)
-    task = functools.partial(_run_job, command=command, arguments=arguments)
-    with initialized_hydra(command) as hydra:
+    started: list[str] = []
+    task = functools.partial(_run_job, command=command, arguments=arguments, started=started)
+    with initialized_hydra(command) as hydra, _settings_of_hydra(started):
         if multirun:
             sweep = compose_raw(hydra, command, overrides, "MULTIRUN")
             _check_points(hydra, sweep, command)
@@ -195,6 +204,19 @@ def launch(
         if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
     return results
+
+
+@contextmanager
+def _settings_of_hydra(started: list[str]) -> Iterator[None]:
+    """Raises what Hydra raises for bad values of its own keys, ``hydra.*``, as a UserError, until the first job has started."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, AssertionError) as error:
+        if started:
+            raise
+        raise UserError(f"hydra.*: a setting of Hydra's own is refused ({first_line(error)})") from error
 
 
 def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
@@ -223,11 +245,23 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     swept = [f"{key}={values}" for key, values in (sweep.hydra.sweeper.params or {}).items()]
     given = sweep.hydra.overrides
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
+    if not math.prod(map(_number_of_values, parsed)) <= MOST_JOBS:
+        raise UserError(f"--multirun: accepted are at most {MOST_JOBS:,} jobs")
     for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
         try:
             _check_files(_typed(compose_raw(hydra, command, [*given.hydra, *point]), command))
         except UserError as error:
             raise UserError(f"job {number}: {error}") from error
+
+
+def _number_of_values(override: Any) -> float:
+    """Returns the number of values of a swept override, which may be infinite or not a number; 1 for others."""
+    from hydra.core.override_parser.types import ChoiceSweep, RangeSweep
+
+    value = override.value()
+    if isinstance(value, RangeSweep):
+        return abs((value.stop - value.start) / value.step) if value.step else math.inf
+    return len(value.list) if isinstance(value, ChoiceSweep) else 1
 
 
 def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path | None = None) -> None:
@@ -238,23 +272,22 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
         hydra.show_cfg(COMMANDS[command].config, overrides, cfg_type=kind, package=None)
 
 
-def _run_job(config: Any, *, command: str, arguments: dict[str, Any]) -> Any:
+def _run_job(config: Any, *, command: str, arguments: dict[str, Any], started: list[str]) -> Any:
     """Runs a job as Hydra's task function. One-line errors are returned, because Hydra would add lines to raised ones."""
     from msattn.trainer.progress import activity
 
+    started.append(command)
     with activity(command):
         return _guarded_job(config, command, arguments)
 
 
 def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
-    import torch
-
     from msattn.trainer.storage.lock import locked
     from msattn.trainer.training.distributed import fail_together
 
     cfg = typed(config, COMMANDS[command].schema)
     try:
-        with fail_together(), ExitStack() as stack:
+        with fail_together(), raised(), ExitStack() as stack:
             for name in COMMANDS[command].writes:
                 stack.enter_context(locked(cfg.folder / name))
             return COMMANDS[command].run(cfg, arguments)
@@ -262,9 +295,24 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
         return error
     except TrainingDiverged as error:
         return UserError(str(error))
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        return UserError(f"device=cuda: the GPU has too little memory ({reason}); reduce data.seq_len or the batch size")
+    except (MemoryError, RuntimeError, OSError) as error:
+        if (shortage := _shortage(error)) is None:
+            raise
+        return UserError(shortage)
+
+
+def _shortage(error: Exception) -> str | None:
+    """Returns one line for an error that means that the machine is too small for the job; None for other errors."""
+    import torch
+
+    reason = first_line(error).partition(". ")[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"device=cuda: the GPU has too little memory ({reason}); reduce data.seq_len or the batch size"
+    if isinstance(error, MemoryError) or re.search("can't allocate memory|Storage size calculation overflowed", str(error)):
+        return f"this machine has too little memory ({reason}); reduce data.seq_len or the batch size"
+    if "Too many open files" in str(error):
+        return f"{reason}; train.num_workers=0 needs none, and ulimit -n raises the limit"
+    return None
 
 
 def _typed(composed: Any, command: str) -> JobConfig:
@@ -282,17 +330,32 @@ def compose_raw(hydra: Any, command: str, overrides: Sequence[str] = (), mode: s
     """Returns the configuration of ``command`` with Hydra's own keys; ``mode`` is ``RUN`` or ``MULTIRUN``."""
     from hydra.types import RunMode
 
+    _check_numbers(overrides)
     try:
         return hydra.compose_config(COMMANDS[command].config, list(overrides), RunMode[mode])
     except ValueError as error:  # not a HydraException: a group is null
         raise UserError(f"{first_line(error)}; a group takes one of its options, as in select=topk") from error
 
 
+def _check_numbers(overrides: Sequence[str]) -> None:
+    """Raises UserError for numbers that Hydra would read differently from how they are written.
+
+    Hydra takes ``1_000`` for 1000, so that ``name=1_000`` would be called 1000, and cannot read thousands of digits.
+    """
+    for override in overrides:
+        for match in UNDERSCORED.finditer(override):
+            if number := match["number"]:
+                raise UserError(f"{shown(override)}: write {number.replace('_', '')} for a number, and '\"{number}\"' for text")
+        if re.search(r"\d{400}", override):
+            raise UserError(f"{shown(override)}: accepted are numbers of fewer than 400 digits")
+
+
 def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     if config_dir is None:
         return list(overrides)
-    if not config_dir.is_dir():
-        raise UserError(f"--config-dir {config_dir}: no such folder")
+    with refused(f"--config-dir {shown(config_dir)}"):
+        if not config_dir.is_dir():
+            raise UserError(f"--config-dir {shown(config_dir)}: no such folder")
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*overrides, f"hydra.searchpath=['file://{path}']"]
 
@@ -331,14 +394,20 @@ def initialized_hydra(command: str) -> Iterator[Any]:
         assert hydra is not None
         try:
             yield hydra
+        except RecursionError as error:
+            raise UserError("an override nests lists or mappings too deeply") from error
         except (HydraException, OmegaConfBaseException) as error:
-            chosen = compose_raw(hydra, command).hydra.runtime.choices
-            keys = [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
-            raise UserError(_explain(error, keys)) from error
+            raise UserError(_explain(error, functools.partial(_accepted, hydra, command))) from error
 
 
-def _explain(error: Exception, accepted: list[str]) -> str:
-    """Returns one line for an error of Hydra, with the nearest of the ``accepted`` groups and keys."""
+def _accepted(hydra: Any, command: str) -> list[str]:
+    """Returns the groups and keys of a command."""
+    chosen = compose_raw(hydra, command).hydra.runtime.choices
+    return [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
+
+
+def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
+    """Returns one line for an error of Hydra, with the nearest of the accepted groups and keys."""
     from hydra.errors import MissingConfigException, OverrideParseException
 
     message = str(error)
@@ -347,14 +416,17 @@ def _explain(error: Exception, accepted: list[str]) -> str:
         options = list(error.options or [])
         return f"{group}={choice}: accepted are {', '.join(options)}{nearest(choice, options)}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: not understood; write key=value, {QUOTING}"
+        return f"{shown(error.override)}: not understood; write key=value, {QUOTING}"
     if ambiguous := re.match(r"Ambiguous value for argument '(.+)'", message):
         return f"{ambiguous[1]}: a comma is a sweep: add --multirun, write a list as key=[a,b], {QUOTING}"
-    if refused := re.match(r"Could not (?:override|append to config|delete|append)[^']*'(.+?)'", message):
-        group, _, key = refused[1].rpartition(".")
-        if group == "select" and refused[1] in accepted:  # a key of another policy than the one composed
+    if unfit := re.match(r"Could not (?:override|append to config|delete|append)[^']*'(.+?)'", message):
+        group, _, key = unfit[1].rpartition(".")
+        accepted = accepted_keys()
+        if group == "select" and unfit[1] in accepted:  # a key of another policy than the one composed
             policy = getattr(getattr(error.__cause__, "parent_node", None), "policy", None)
             if policy in POLICIES and key not in keys_of(POLICIES[policy]):
                 return foreign_key(POLICIES[policy], key)
-        return f"unknown key {refused[1]}{nearest(refused[1], accepted)}"
+        if unfit[1] in accepted:
+            return f"+{unfit[1]}: the key exists; leave out the plus sign"
+        return f"unknown key {unfit[1]}{nearest(unfit[1], accepted)}"
     return " ".join(message.split())

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from msattn.trainer.config import GenerateConfig
+from msattn.trainer.config.text_files import is_unicode, read_text
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,21 +32,17 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
     Raises
     ------
-    UserError : none or both are given, the file is missing or not UTF-8, or the prompt is empty.
+    UserError : none or both are given, the file cannot be read, or the prompt is not UTF-8 or empty.
     """
     if (prompt is None) == (prompt_file is None):
         raise UserError("give one of --prompt and --prompt-file, or --chat")
-    if prompt_file is not None:
-        try:
-            prompt = prompt_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"--prompt-file {prompt_file}: not UTF-8 (byte {error.start})") from error
-        except OSError as error:
-            raise UserError(f"--prompt-file {prompt_file}: {error.strerror}") from error
-    assert prompt is not None
-    if not prompt.strip():
-        raise UserError(f"{'--prompt' if prompt_file is None else f'--prompt-file {prompt_file}'}: empty")
-    return prompt
+    where = "--prompt" if prompt_file is None else f"--prompt-file {shown(prompt_file)}"
+    text = str(prompt) if prompt_file is None else read_text(prompt_file, where)
+    if not is_unicode(text):
+        raise UserError(f"{where}: not UTF-8")
+    if not text.strip():
+        raise UserError(f"{where}: empty")
+    return text
 
 
 def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Generation]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.config.model import packaged_models
-from msattn.trainer.config.text_files import text_files
+from msattn.trainer.config.text_files import refused, text_files
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.storage.model_files import ModelFiles, local_folder
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
@@ -42,8 +44,9 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
 
 
 def _model_overrides(model: str) -> list[str]:
-    config = _read_config(model)
-    name = re.sub(r"[^\w.-]+", "-", Path(model).expanduser().resolve().name).lower()
+    with refused(f"--model {shown(model)}"):
+        config = _read_config(model)
+    name = re.sub(r"[^\w.-]+", "-", Path(os.path.expanduser(model)).resolve().name).lower()
     positions = config.get("max_position_embeddings")
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
     if sizes:
@@ -79,16 +82,12 @@ def sizes_for(positions: int) -> dict[str, Any]:
 
 def _read_config(model: str) -> dict[str, Any]:
     """Returns ``config.json`` of a local folder or of a Hub model."""
-    from msattn.trainer.models.architecture import read_config
-    from msattn.trainer.models.files import ModelFiles, local_folder
-
-    folder = local_folder(model)
+    name, folder = f"--model {shown(model)}", local_folder(model)
     if folder is None and os.path.exists(os.path.expanduser(model)):
-        raise UserError(f"--model {model}: this is a file; accepted is the folder of a model")
+        raise UserError(f"{name}: this is a file; accepted is the folder of a model")
     if folder is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
-        accepted = f"a folder, a Hub id, or one of {', '.join(packaged_models())}"
-        raise UserError(f"--model {model}: no such folder; accepted is {accepted}")
-    return read_config(ModelFiles(f"--model {model}", folder or model))
+        raise UserError(f"{name}: no such folder; accepted is a folder, a Hub id, or one of {', '.join(packaged_models())}")
+    return ModelFiles(name, folder or model).config()
 
 
 def _quoted(value: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from msattn.kernels import tuned
 from msattn.kernels.tuned import Tile
 from msattn.trainer.errors import UserError
+from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
 
 
@@ -57,11 +58,12 @@ def save_tiles(
         for kernel, (tile, speedup) in faster.items()
     ]
     try:
-        kept = [row for row in _records(gpu, path) if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)]
-        document = json.dumps({**tuned.user_tiles_header(gpu), "tiles": kept + new}, indent=1) + "\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path) as temporary:
-            temporary.write_text(document, encoding="utf-8")
+        with locked(path):
+            kept = [row for row in _records(gpu, path) if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)]
+            document = json.dumps({**tuned.user_tiles_header(gpu), "tiles": kept + new}, indent=1) + "\n"
+            with replace_file(path) as temporary:
+                temporary.write_text(document, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); set MSATTN_CACHE to another folder") from error
     return path

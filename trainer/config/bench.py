@@ -1,8 +1,9 @@
 """Configuration of ``msattn bench``."""
 
+import re
 from dataclasses import dataclass, field
 
-from msattn.trainer.config.values import DTYPES, check_choices, choices, require
+from msattn.trainer.config.values import DTYPES, check, choices, require, within
 
 PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")
 
@@ -27,14 +28,14 @@ class BenchConfig:
     tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they replace shipped tiles.
     """
 
-    lengths: list[int] | None = None
-    heads: list[int] | None = None
+    lengths: list[int] | None = field(default=None, metadata=within("[1, 1e9]"))
+    heads: list[int] | None = field(default=None, metadata=within("[1, 65536]"))
     head_size: int = 128
     dtype: str = field(default="auto", metadata=choices(DTYPES))
-    batch: int = 1
-    sparsities: list[float] = field(default_factory=lambda: [0.9, 0.8, 0.5])
+    batch: int = field(default=1, metadata=within("[1, 1e6]"))
+    sparsities: list[float] = field(default_factory=lambda: [0.9, 0.8, 0.5], metadata=within("[0, 1)"))
     direction: str = field(default="forward", metadata=choices(("forward", "backward")))
-    queries: list[int] = field(default_factory=lambda: [1, 4, 16])
+    queries: list[int] = field(default_factory=lambda: [1, 4, 16], metadata=within("[1, 16]"))
     kernels: list[str] = field(default_factory=lambda: ["6x11"])
     peers: list[str] = field(
         default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"], metadata=choices(PEERS)
@@ -43,22 +44,15 @@ class BenchConfig:
     tune: bool = False
 
     def __post_init__(self) -> None:
+        check(self, "bench.")
         for key in ("lengths", "sparsities", "queries", "kernels"):
             require(getattr(self, key) != [], f"bench.{key}", getattr(self, key), "one or more")
-        for length in self.lengths or ():
-            require(length > 0, "bench.lengths", self.lengths, "each a positive number of tokens")
-        for sparsity in self.sparsities:
-            require(0 <= sparsity < 1, "bench.sparsities", self.sparsities, "each in [0, 1)")
-        for number in self.queries:
-            require(1 <= number <= 16, "bench.queries", self.queries, "each from 1 to 16")
         for kernel in self.kernels:
-            taps = [int(x) for x in kernel.split("x") if x.isdecimal()]
-            ok = kernel.count("x") == 1 and len(taps) == 2 and all(1 <= x <= 32 for x in taps)
+            taps = re.fullmatch("([0-9]{1,2})x([0-9]{1,2})", kernel)
+            ok = taps is not None and all(1 <= int(tap) <= 32 for tap in taps.groups())
             require(ok, "bench.kernels", self.kernels, "each as in 6x11, of 1 to 32 queries and keys")
         heads = self.heads or [1, 1]
-        ok = len(heads) == 2 and min(heads) > 0 and heads[0] % heads[1] == 0
+        ok = len(heads) == 2 and heads[0] % heads[1] == 0
         require(ok, "bench.heads", self.heads, "query heads and key/value heads, the first a multiple of the second")
         ok = 0 < self.head_size <= 256 and self.head_size % 8 == 0
         require(ok, "bench.head_size", self.head_size, "a multiple of 8 up to 256")
-        require(self.batch > 0, "bench.batch", self.batch, "a positive number of sequences")
-        check_choices(self, "bench.")

@@ -1,6 +1,5 @@
 """The configuration schema of each command."""
 
-import math
 import shlex
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,7 +12,7 @@ from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
 from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
-from msattn.trainer.config.values import DTYPES, check_choices, choices, require
+from msattn.trainer.config.values import DTYPES, check, choices, folder_name, require, within
 
 TASK_TOKENS = 256  # shortest chunk that fits a retrieval task and some text
 
@@ -31,12 +30,11 @@ class JobConfig:
 
     outputs: str = "outputs"
     device: str = field(default="auto", metadata=choices(("auto", "cpu", "cuda")))
-    seed: int = 0
+    seed: int = field(default=0, metadata=within("[0, 4294967295]"))
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check(self)
         require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
-        require(0 <= self.seed < 2**32, "seed", self.seed, "0 to 4294967295")
 
     @property
     def folder(self) -> Path:
@@ -82,7 +80,7 @@ class RunConfig(JobConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.name not in ("", ".", "..") and "/" not in self.name, "name", self.name, "a folder name")
+        folder_name("name", self.name)
 
     @property
     def folder(self) -> Path:
@@ -133,6 +131,9 @@ class ArtifactsConfig:
     kmeans: str | None = None
     qmodel: str | None = None
 
+    def __post_init__(self) -> None:
+        check(self, "artifacts.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainQModelConfig(RunConfig):
@@ -169,15 +170,13 @@ class FinetuneConfig(RunConfig):
     select: SelectConfig
     train: FinetuneTrainConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
-    gate_weight: float = 1.0
-    tasks: float = 0.0
+    gate_weight: float = field(default=1.0, metadata=within("[0, 1e6]"))
+    tasks: float = field(default=0.0, metadata=within("[0, 1]"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.dtype != "float16", "dtype", self.dtype, "auto, bfloat16 or float32: float16 loses small gradients")
         require(self.data.seq_len > 1, "data.seq_len", self.data.seq_len, "2 tokens or more")
-        require(0 <= self.gate_weight < math.inf, "gate_weight", self.gate_weight, "0 or more")
-        require(0 <= self.tasks <= 1, "tasks", self.tasks, "in [0, 1]")
         ok = self.tasks == 0 or self.data.seq_len >= TASK_TOKENS
         require(ok, "data.seq_len", self.data.seq_len, f"{TASK_TOKENS} tokens or more with tasks={self.tasks}")
         if self.sparse:
@@ -221,18 +220,11 @@ class ServingConfig(RunConfig):
     select: SelectConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
     chat: bool | None = None
-    probes: int | None = None
-    recent: int | None = None
-    sink: int | None = None
-    dense_layers: list[int] | None = None
-    dense_below: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.dense_below is None or self.dense_below >= 0, "dense_below", self.dense_below, "0 or more keys")
-        require(self.probes is None or self.probes >= 0, "probes", self.probes, "0 or more buckets")
-        require(self.recent is None or self.recent >= 1, "recent", self.recent, "1 or more tokens")
-        require(self.sink is None or self.sink >= 0, "sink", self.sink, "0 or more tokens")
+    probes: int | None = field(default=None, metadata=within("[0, 1e6]"))
+    recent: int | None = field(default=None, metadata=within("[1, 1e9]"))
+    sink: int | None = field(default=None, metadata=within("[0, 1e9]"))
+    dense_layers: list[int] | None = field(default=None, metadata=within("[0, 1e6]"))
+    dense_below: int | None = field(default=None, metadata=within("[0, 1e9]"))
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -257,8 +249,4 @@ class EvalRunConfig(ServingConfig):
 class GenerateConfig(ServingConfig):
     """``msattn generate``: ``max_new_tokens`` greedy tokens, with dense and with sparse attention."""
 
-    max_new_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "a positive number of tokens")
+    max_new_tokens: int = field(default=64, metadata=within("[1, 1e6]"))

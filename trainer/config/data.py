@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from msattn.trainer.config.text_files import SUFFIXES, text_files
-from msattn.trainer.config.values import check_choices, choices, require
+from msattn.trainer.config.values import check, choices, require, within
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,15 @@ class DataConfig:
     subset: str | None = None
     split: str = "train"
     column: str = "text"
-    seq_len: int = 4096
-    num_chunks: int | None = None
+    seq_len: int = field(default=4096, metadata=within("[1, 1e9]"))
+    num_chunks: int | None = field(default=None, metadata=within("[1, 1e9]"))
     needles: bool = False
 
     def __post_init__(self) -> None:
-        check_choices(self, "data.")
+        check(self, "data.")
         require(self.source == "stdlib" or bool(self.path), "data.path", self.path, f"data={self.source} needs a path")
         ok = self.source != "stdlib" or not self.path or ("/" not in self.path and not self.path.endswith(SUFFIXES))
         require(ok, "data.path", self.path, "data=stdlib reads no files, only modules by name; add data=text or data=hub")
-        require(self.seq_len > 0, "data.seq_len", self.seq_len, "a positive number of tokens")
-        require(self.num_chunks is None or self.num_chunks > 0, "data.num_chunks", self.num_chunks, "null or positive")
 
     def check_files(self) -> None:
         """Raises UserError if a path to local text names no file."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from msattn.trainer.config.select import BASELINES
-from msattn.trainer.config.values import check_choices, choices, require
+from msattn.trainer.config.values import check, choices, require, within
 
 TASKS = ("perplexity", "recall", "needle", "prompts", "latency", "decoding")
 QUALITY = TASKS[:3]  # the default; the other tasks measure speed
@@ -13,15 +13,12 @@ QUALITY = TASKS[:3]  # the default; the other tasks measure speed
 class PerplexityConfig:
     """Perplexity of ``num_chunks`` held-out chunks of ``length`` tokens, at each of ``sparsities``."""
 
-    length: int = 4096
-    num_chunks: int = 16
-    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
+    length: int = field(default=4096, metadata=within("[2, 1e9]"))
+    num_chunks: int = field(default=16, metadata=within("[1, 1e6]"))
+    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9], metadata=within("[0, 1)"))
 
     def __post_init__(self) -> None:
-        for sparsity in self.sparsities:
-            require(0 <= sparsity < 1, "eval.perplexity.sparsities", self.sparsities, "each in [0, 1)")
-        for key in ("length", "num_chunks"):
-            require(getattr(self, key) > 0, f"eval.perplexity.{key}", getattr(self, key), "a positive number")
+        check(self, "eval.perplexity.")
 
 
 @dataclass(frozen=True)
@@ -33,20 +30,15 @@ class RecallConfig:
     query group.
     """
 
-    length: int = 4096
-    num_chunks: int = 2
-    num_queries: int = 64
-    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9])
-    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
+    length: int = field(default=4096, metadata=within("[1, 1e9]"))
+    num_chunks: int = field(default=2, metadata=within("[1, 1e6]"))
+    num_queries: int = field(default=64, metadata=within("[1, 1e6]"))
+    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9], metadata=within("[0, 1)"))
+    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4], metadata=within("[0, 1e6]"))
     independent: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("length", "num_chunks", "num_queries"):
-            require(getattr(self, key) > 0, f"eval.recall.{key}", getattr(self, key), "a positive number")
-        for sparsity in self.sparsities:
-            require(0 <= sparsity < 1, "eval.recall.sparsities", self.sparsities, "each in [0, 1)")
-        for probes in self.probes:
-            require(probes >= 0, "eval.recall.probes", self.probes, "each 0 or more buckets")
+        check(self, "eval.recall.")
 
 
 @dataclass(frozen=True)
@@ -58,29 +50,19 @@ class NeedleConfig:
     ``sparse``, the attention of the question's tokens in routing; the answer is always decoded with sparse attention.
     """
 
-    lengths: list[int] = field(default_factory=lambda: [4096])
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
-    samples: int = 8
-    needles: int = 1
+    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
+    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0], metadata=within("[0, 1]"))
+    samples: int = field(default=8, metadata=within("[1, 1e6]"))
+    needles: int = field(default=1, metadata=within("[1, 1000]"))
     haystack: str | None = None
     question: str = field(default="sparse", metadata=choices(("dense", "sparse")))
-    sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9])
-    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
+    sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
+    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4], metadata=within("[0, 1e6]"))
 
     def __post_init__(self) -> None:
-        check_choices(self, "eval.needle.")
-        for key in ("samples", "needles"):
-            require(getattr(self, key) > 0, f"eval.needle.{key}", getattr(self, key), "a positive number")
+        check(self, "eval.needle.")
         for key in ("lengths", "depths"):
             require(bool(getattr(self, key)), f"eval.needle.{key}", getattr(self, key), "one or more")
-        for length in self.lengths:
-            require(length > 0, "eval.needle.lengths", self.lengths, "each a positive number of tokens")
-        for depth in self.depths:
-            require(0 <= depth <= 1, "eval.needle.depths", self.depths, "each in [0, 1]")
-        for sparsity in self.sparsities:
-            require(0 <= sparsity < 1, "eval.needle.sparsities", self.sparsities, "each in [0, 1)")
-        for probes in self.probes:
-            require(probes >= 0, "eval.needle.probes", self.probes, "each 0 or more buckets")
 
 
 @dataclass(frozen=True)
@@ -91,13 +73,11 @@ class PromptsConfig:
     """
 
     path: str | None = None
-    max_new_tokens: int = 64
-    sparsities: list[float] = field(default_factory=lambda: [0.9])
+    max_new_tokens: int = field(default=64, metadata=within("[1, 1e6]"))
+    sparsities: list[float] = field(default_factory=lambda: [0.9], metadata=within("[0, 1)"))
 
     def __post_init__(self) -> None:
-        require(self.max_new_tokens > 0, "eval.prompts.max_new_tokens", self.max_new_tokens, "a positive number of tokens")
-        for sparsity in self.sparsities:
-            require(0 <= sparsity < 1, "eval.prompts.sparsities", self.sparsities, "each in [0, 1)")
+        check(self, "eval.prompts.")
 
 
 @dataclass(frozen=True)
@@ -109,22 +89,15 @@ class LatencyConfig:
     least ``2 * turn`` tokens, after cached ones. None leaves these out.
     """
 
-    lengths: list[int] = field(default_factory=lambda: [1024, 4096])
-    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9, 0.95])
-    seconds: float = 1.0
-    chunk: int | None = 8192
-    turn: int | None = 8192
+    lengths: list[int] = field(default_factory=lambda: [1024, 4096], metadata=within("[1, 1e9]"))
+    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9, 0.95], metadata=within("[0, 1)"))
+    seconds: float = field(default=1.0, metadata=within("(0, 3600]"))
+    chunk: int | None = field(default=8192, metadata=within("[1, 1e9]"))
+    turn: int | None = field(default=8192, metadata=within("[1, 1e9]"))
 
     def __post_init__(self) -> None:
+        check(self, "eval.latency.")
         require(bool(self.lengths), "eval.latency.lengths", self.lengths, "one or more")
-        for length in self.lengths:
-            require(length > 0, "eval.latency.lengths", self.lengths, "each a positive number of tokens")
-        for sparsity in self.sparsities:
-            require(0 <= sparsity < 1, "eval.latency.sparsities", self.sparsities, "each in [0, 1)")
-        require(self.seconds > 0, "eval.latency.seconds", self.seconds, "a positive number")
-        for key in ("chunk", "turn"):
-            tokens = getattr(self, key)
-            require(tokens is None or tokens > 0, f"eval.latency.{key}", tokens, "a positive number of tokens, or null")
 
 
 @dataclass(frozen=True)
@@ -136,24 +109,16 @@ class DecodingConfig:
     ``transformers_batch``, transformers alone is measured too.
     """
 
-    lengths: list[int] = field(default_factory=lambda: [4096])
-    batches: list[int] = field(default_factory=lambda: [1])
-    max_keys: int | None = None
-    tokens: int = 64
-    transformers_batch: int = 1
+    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
+    batches: list[int] = field(default_factory=lambda: [1], metadata=within("[1, 1e6]"))
+    max_keys: int | None = field(default=None, metadata=within("[1, 1e9]"))
+    tokens: int = field(default=64, metadata=within("[1, 1e6]"))
+    transformers_batch: int = field(default=1, metadata=within("[0, 1e6]"))
 
     def __post_init__(self) -> None:
-        for key, unit in {"lengths": "keys", "batches": "sequences"}.items():
-            values = getattr(self, key)
-            require(bool(values), f"eval.decoding.{key}", values, "one or more")
-            for value in values:
-                require(value > 0, f"eval.decoding.{key}", values, f"each a positive number of {unit}")
-        require(self.tokens > 0, "eval.decoding.tokens", self.tokens, "a positive number")
-        require(
-            self.max_keys is None or self.max_keys > 0, "eval.decoding.max_keys", self.max_keys, "a positive number, or null"
-        )
-        batch = self.transformers_batch
-        require(batch >= 0, "eval.decoding.transformers_batch", batch, "0 or more sequences")
+        check(self, "eval.decoding.")
+        for key in ("lengths", "batches"):
+            require(bool(getattr(self, key)), f"eval.decoding.{key}", getattr(self, key), "one or more")
 
 
 @dataclass(frozen=True)
@@ -170,4 +135,4 @@ class EvalConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
     def __post_init__(self) -> None:
-        check_choices(self, "eval.")
+        check(self, "eval.")

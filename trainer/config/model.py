@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.config.values import check_choices, choices, require
+from msattn.trainer.config.values import check, choices, folder_name, require, within
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,32 @@ class ModelPresets:
     latency_lengths, decoding_lengths : prompt lengths and cache lengths at which speed is measured, in tokens.
     """
 
-    seq_len: int = 65536
-    num_buckets: int = 1024
-    long_range: int = 1024
-    qmodel_hidden: int = 1024
-    qmodel_steps: int = 40000
-    qmodel_lr: float = 1e-5
-    gate_steps: int = 500
-    gate_batch: int = 16
+    seq_len: int = field(default=65536, metadata=within("[1, 1e9]"))
+    num_buckets: int = field(default=1024, metadata=within("[1, 1e6]"))
+    long_range: int = field(default=1024, metadata=within("[0, 1e9]"))
+    qmodel_hidden: int = field(default=1024, metadata=within("[1, 16384]"))
+    qmodel_steps: int = field(default=40000, metadata=within("[1, 1e7]"))
+    qmodel_lr: float = field(default=1e-5, metadata=within("(0, 1000]"))
+    gate_steps: int = field(default=500, metadata=within("[1, 1e7]"))
+    gate_batch: int = field(default=16, metadata=within("[1, 65536]"))
     gate_loss: str = "mse"
     gate_q_pool: list[str] = field(default_factory=lambda: ["avg"])
     gate_k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
-    kmeans_prompts: int = 8
-    qmodel_prompts: int = 48
-    probes: int = 32
-    recent: int = 2047
+    kmeans_prompts: int = field(default=8, metadata=within("[1, 1e6]"))
+    qmodel_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
+    probes: int = field(default=32, metadata=within("[0, 1e6]"))
+    recent: int = field(default=2047, metadata=within("[1, 1e9]"))
     needles: bool = False
-    eval_chunks: int = 16
-    needle_samples: int = 8
-    eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32])
-    latency_lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])
-    decoding_lengths: list[int] = field(default_factory=lambda: [131072, 524288])
+    eval_chunks: int = field(default=16, metadata=within("[1, 1e6]"))
+    needle_samples: int = field(default=8, metadata=within("[1, 1e6]"))
+    eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32], metadata=within("[0, 1e6]"))
+    latency_lengths: list[int] = field(
+        default_factory=lambda: [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], metadata=within("[1, 1e9]")
+    )
+    decoding_lengths: list[int] = field(default_factory=lambda: [131072, 524288], metadata=within("[1, 1e9]"))
+
+    def __post_init__(self) -> None:
+        check(self, "model.presets.")
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,9 @@ class ModelConfig:
     presets: ModelPresets = field(default_factory=ModelPresets)
 
     def __post_init__(self) -> None:
-        check_choices(self, "model.")
+        check(self, "model.")
+        folder_name("model.name", self.name)
+        require(bool(self.path.strip()), "model.path", self.path, "a Hub id, a folder, or embedded")
         require(
             self.init == "pretrained" or self.architecture is not None,
             "model.init",

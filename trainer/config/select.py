@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from msattn.trainer.config.values import check_choices, choices, nearest, one_of, power_of_two, require
+from msattn.trainer.config.values import check, choices, nearest, one_of, power_of_two, require, within
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ class SelectConfig:
     policy: str = field(default="topk", metadata=choices(POLICIES))
     _: KW_ONLY
     scores: str = field(default="gate", metadata=choices(SCORES))
-    sink_blocks: int = 0
+    sink_blocks: int = field(default=0, metadata=within("[0, 1e9]"))
     dense_below: int | str = "auto"
-    block_size: int = 64
-    seed: int = 0
+    block_size: int = field(default=64, metadata=within("[16, 128]"))
+    seed: int = field(default=0, metadata=within("[0, 4294967295]"))
 
-    def __new__(cls, policy: str | None = None, **keys: Any) -> "Self":
+    def __new__(cls, /, policy: str | None = None, **keys: Any) -> "Self":
         kind: Any = policy_class(policy or cls.policy)
         require(issubclass(kind, cls), "select.policy", policy, f"a {cls.__name__} has {cls.policy}; with_policy changes it")
         check_keys(kind, keys)
@@ -58,12 +58,10 @@ class SelectConfig:
         def __init__(self, policy: str = "topk", **keys: Any) -> None: ...
 
     def __post_init__(self) -> None:
-        check_choices(self, "select.")
-        require(self.sink_blocks >= 0, "select.sink_blocks", self.sink_blocks, "0 or more")
-        number = isinstance(self.dense_below, int) and self.dense_below >= 0
-        require(number or self.dense_below == "auto", "select.dense_below", self.dense_below, "auto, or 0 or more tokens")
-        ok = power_of_two(self.block_size) and 16 <= self.block_size <= 128
-        require(ok, "select.block_size", self.block_size, "a power of two from 16 to 128")
+        check(self, "select.")
+        ok = self.dense_below == "auto" if isinstance(self.dense_below, str) else 0 <= self.dense_below <= 1e9
+        require(ok, "select.dense_below", self.dense_below, "auto, or 0 or more tokens")
+        require(power_of_two(self.block_size), "select.block_size", self.block_size, "a power of two from 16 to 128")
 
     def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
         """Returns a selection by another policy; the keys that both policies have keep their values."""
@@ -80,11 +78,7 @@ class SparsityConfig(SelectConfig):
     sparsity : share of the causally visible blocks that is not read, in [0, 1).
     """
 
-    sparsity: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.sparsity < 1, "select.sparsity", self.sparsity, "in [0, 1)")
+    sparsity: float = field(default=0.9, metadata=within("[0, 1)"))
 
 
 @dataclass(frozen=True)
@@ -109,11 +103,7 @@ class ThresholdConfig(SelectConfig):
     """Selects every block whose row-normalised score is at least ``threshold``, in [0, 1)."""
 
     policy: str = field(default="threshold", metadata=choices(POLICIES))
-    threshold: float = 0.002
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.threshold < 1, "select.threshold", self.threshold, "in [0, 1)")
+    threshold: float = field(default=0.002, metadata=within("[0, 1)"))
 
 
 @dataclass(frozen=True)
@@ -121,11 +111,7 @@ class NucleusConfig(SelectConfig):
     """Selects the fewest blocks of each row whose row-normalised scores sum to ``mass``, in (0, 1]."""
 
     policy: str = field(default="nucleus", metadata=choices(POLICIES))
-    mass: float = 0.95
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 < self.mass <= 1, "select.mass", self.mass, "in (0, 1]")
+    mass: float = field(default=0.95, metadata=within("(0, 1]"))
 
 
 @dataclass(frozen=True)
@@ -133,11 +119,7 @@ class TokenBudgetConfig(SelectConfig):
     """Selects the best blocks of each row that together hold ``tokens`` keys."""
 
     policy: str = field(default="token_budget", metadata=choices(POLICIES))
-    tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.tokens > 0, "select.tokens", self.tokens, "a positive number of keys")
+    tokens: int = field(default=1024, metadata=within("[1, 1e9]"))
 
 
 @dataclass(frozen=True)
@@ -151,11 +133,11 @@ class MultiscaleConfig(SelectConfig):
     """
 
     policy: str = field(default="multiscale", metadata=choices(POLICIES))
-    shares: list[float] = field(default_factory=lambda: [0.1, 0.1, 0.2, 0.4])
+    shares: list[float] = field(default_factory=lambda: [0.1, 0.1, 0.2, 0.4], metadata=within("[0, 1]"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = len(self.shares) == 4 and min(self.shares) >= 0 and 0 < sum(self.shares) <= 1 + 1e-9
+        fits = len(self.shares) == 4 and 0 < sum(self.shares) <= 1 + 1e-9
         require(fits, "select.shares", self.shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
 
 
@@ -179,24 +161,9 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
         one_of("select", select, (*POLICIES, *BASELINES))
         select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
     elif isinstance(select, Mapping):
-        _check_value_types(select)
-        select = SelectConfig(**select)
+        select = SelectConfig(**{key if isinstance(key, str) else repr(key): value for key, value in select.items()})
     given: dict[str, Any] = {} if sparsity is None else {"sparsity": sparsity}
     return replace(select, **given)
-
-
-def _check_value_types(keys: Mapping[str, Any]) -> None:
-    """Raises UserError for keys of a selection whose values have another type than the defaults."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "policy": (str,),
-        "scores": (str,),
-        "dense_below": (str, int),
-        "shares": (list, tuple),
-    }
-    for key, value in keys.items():
-        accepted = kinds.get(key, (int, float))
-        if not isinstance(value, accepted) or isinstance(value, bool):
-            raise UserError(f"select.{key}={value!r}: accepted is {' or '.join(kind.__name__ for kind in accepted)}")
 
 
 def policy_class(policy: str) -> type[SelectConfig]:

@@ -1,9 +1,8 @@
 """Configuration of training: optimizer, tracker, gates, k-means and query classifiers."""
 
-import math
 from dataclasses import dataclass, field
 
-from msattn.trainer.config.values import check_choices, choices, power_of_two, require
+from msattn.trainer.config.values import check, choices, power_of_two, require, within
 
 POOLINGS = ("avg", "max", "min")
 HEADS = ("query", "kv")
@@ -29,28 +28,23 @@ class TrainConfig:
     compile : run the trained module through ``torch.compile``.
     """
 
-    lr: float
-    steps: int
-    batch_size: int = 1
-    micro_batch_size: int = 1
+    lr: float = field(metadata=within("(0, 1000]"))
+    steps: int = field(metadata=within("[1, 1e7]"))
+    batch_size: int = field(default=1, metadata=within("[1, 65536]"))
+    micro_batch_size: int = field(default=1, metadata=within("[1, 65536]"))
     schedule: str = "cosine"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    beta2: float = 0.999
-    log_every: int = 10
-    eval_every: int = 0
-    save_every: int = 100
-    num_workers: int = 0
+    warmup_steps: int = field(default=0, metadata=within("[0, 1e7]"))
+    weight_decay: float = field(default=0.0, metadata=within("[0, 1000]"))
+    max_grad_norm: float = field(default=1.0, metadata=within("[0, 1e9]"))
+    beta2: float = field(default=0.999, metadata=within("[0, 1)"))
+    log_every: int = field(default=10, metadata=within("[1, 1e7]"))
+    eval_every: int = field(default=0, metadata=within("[0, 1e7]"))
+    save_every: int = field(default=100, metadata=within("[1, 1e7]"))
+    num_workers: int = field(default=0, metadata=within("[0, 64]"))
     compile: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("lr", "steps", "batch_size", "micro_batch_size", "log_every", "save_every"):
-            ok = 0 < getattr(self, key) < math.inf
-            require(ok, f"train.{key}", getattr(self, key), "a positive number")
-        for key in ("warmup_steps", "weight_decay", "max_grad_norm", "eval_every", "num_workers"):
-            require(0 <= getattr(self, key) < math.inf, f"train.{key}", getattr(self, key), "0 or more")
-        require(0 <= self.beta2 < 1, "train.beta2", self.beta2, "in [0, 1)")
+        check(self, "train.")
         require(
             self.batch_size % self.micro_batch_size == 0,
             "train.batch_size",
@@ -81,7 +75,7 @@ class TrackerConfig:
     project: str = "msattn"
 
     def __post_init__(self) -> None:
-        check_choices(self, "tracker.")
+        check(self, "tracker.")
 
 
 @dataclass(frozen=True)
@@ -99,18 +93,18 @@ class GateConfig:
     skip_rows : number of first row blocks that the loss leaves out.
     """
 
-    block_size: int = 64
+    block_size: int = field(default=64, metadata=within("[16, 128]"))
     q_pool: list[str] = field(default_factory=lambda: ["avg"], metadata=choices(POOLINGS))
     k_pool: list[str] = field(default_factory=lambda: ["max", "min"], metadata=choices(POOLINGS))
-    hidden: int | None = None
+    hidden: int | None = field(default=None, metadata=within("[2, 16384]"))
     heads: str = field(default="query", metadata=choices(HEADS))
     rope: bool = True
     loss: str = field(default="mse", metadata=choices(LOSSES))
-    skip_rows: int = 0
+    skip_rows: int = field(default=0, metadata=within("[0, 1e9]"))
 
     def __post_init__(self) -> None:
-        ok = power_of_two(self.block_size) and 16 <= self.block_size <= 128
-        require(ok, "gate.block_size", self.block_size, "a power of two from 16 to 128")
+        check(self, "gate.")
+        require(power_of_two(self.block_size), "gate.block_size", self.block_size, "a power of two from 16 to 128")
         for key, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
             require(
                 bool(pools) and len(set(pools)) == len(pools),
@@ -118,14 +112,7 @@ class GateConfig:
                 pools,
                 f"one or more of {', '.join(POOLINGS)}, each once",
             )
-        check_choices(self, "gate.")
-        require(
-            self.hidden is None or (self.hidden > 0 and self.hidden % 2 == 0),
-            "gate.hidden",
-            self.hidden,
-            "null or even",
-        )
-        require(self.skip_rows >= 0, "gate.skip_rows", self.skip_rows, "0 or more")
+        require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "null or even")
 
 
 @dataclass(frozen=True)
@@ -143,17 +130,15 @@ class KMeansConfig:
         Faiss supports it) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
     """
 
-    num_buckets: int = 1024
-    iterations: int = 10
-    num_prompts: int = 8
+    num_buckets: int = field(default=1024, metadata=within("[1, 1e6]"))
+    iterations: int = field(default=10, metadata=within("[1, 1e6]"))
+    num_prompts: int = field(default=8, metadata=within("[1, 1e6]"))
     normalize_keys: bool = False
     rope: bool = False
     engine: str = field(default="auto", metadata=choices(("auto", "batched", "faiss")))
 
     def __post_init__(self) -> None:
-        for key in ("num_buckets", "iterations", "num_prompts"):
-            require(getattr(self, key) > 0, f"kmeans.{key}", getattr(self, key), "a positive number")
-        check_choices(self, "kmeans.")
+        check(self, "kmeans.")
 
 
 @dataclass(frozen=True)
@@ -174,23 +159,16 @@ class QModelConfig:
     layers_at_once : layers that train together on one device (None: as many as fit its free memory); does not change results.
     """
 
-    hidden: int = 1024
+    hidden: int = field(default=1024, metadata=within("[1, 16384]"))
     heads: str = field(default="kv", metadata=choices(HEADS))
-    num_prompts: int = 48
-    queries_per_prompt: int = 1000
-    long_range: int = 1024
+    num_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
+    queries_per_prompt: int = field(default=1000, metadata=within("[1, 1e6]"))
+    long_range: int = field(default=1024, metadata=within("[0, 1e9]"))
     causal: bool = False
-    min_distance: int | None = None
-    batch_queries: int = 1000
+    min_distance: int | None = field(default=None, metadata=within("[0, 1e9]"))
+    batch_queries: int = field(default=1000, metadata=within("[1, 1e6]"))
     residual: bool = False
-    layers_at_once: int | None = None
+    layers_at_once: int | None = field(default=None, metadata=within("[1, 1e6]"))
 
     def __post_init__(self) -> None:
-        for key in ("hidden", "num_prompts", "queries_per_prompt", "batch_queries"):
-            require(getattr(self, key) > 0, f"qmodel.{key}", getattr(self, key), "a positive number")
-        at_once = self.layers_at_once
-        require(at_once is None or at_once > 0, "qmodel.layers_at_once", at_once, "null or a positive number")
-        require(self.long_range >= 0, "qmodel.long_range", self.long_range, "0 or more tokens")
-        ok = self.min_distance is None or self.min_distance >= 0
-        require(ok, "qmodel.min_distance", self.min_distance, "null, or 0 or more tokens")
-        check_choices(self, "qmodel.")
+        check(self, "qmodel.")

@@ -6,7 +6,6 @@ shuffled by the seed. Chunk ``i`` is the same on every machine, on every rank an
 
 import hashlib
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.progress import Progress
 
 _BATCH_SIZE = 64  # documents that are encoded at once
+_BATCH_CHARACTERS = 2**20  # after so many, no more documents join
 
 
 class Chunks(Dataset[dict[str, Tensor]]):
@@ -99,6 +99,20 @@ def _source_name(cfg: DataConfig, heldout: bool) -> str:
     return f"held-out documents of {setting}" if heldout else f"documents of {setting}"
 
 
+def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
+    """Yields documents that are encoded at once: few if they are long, as encoding takes much memory."""
+    batch: list[Document] = []
+    size = 0
+    for document in source:
+        batch.append(document)
+        size += len(document.text)
+        if len(batch) == _BATCH_SIZE or size > _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
 def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None) -> np.ndarray:
     """Returns the tokens of the documents, int32 [n], each document followed by the end-of-text token.
 
@@ -108,7 +122,7 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
     total = 0
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("tokens of text", total=at_least)
-        while batch := list(islice(source, _BATCH_SIZE)):
+        for batch in _batches(source):
             encoded = tokenizer([document.text for document in batch], add_special_tokens=False, verbose=False)["input_ids"]
             pieces += [np.asarray([*ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
             total += sum(len(ids) + 1 for ids in encoded)

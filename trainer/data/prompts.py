@@ -1,11 +1,11 @@
 """Prompts of the user's own with the answers that are expected, from a jsonl file."""
 
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from msattn.trainer.config.text_files import is_unicode, parse_json, read_text
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError
 
 FORMAT = 'each line is {"prompt": ..., "answer": ...}, or {"messages": [{"role": ..., "content": ...}], "answer": ...}'
@@ -33,17 +33,12 @@ def read_prompts(path: str | None) -> list[Prompt]:
 
     Raises
     ------
-    UserError : there is no path, the file is missing, not UTF-8, empty, or a line has another form; the message names the line.
+    UserError : there is no path, the file cannot be read or is empty, or a line has another form; the message names the line.
     """
-    key = f"eval.prompts.path={path}"
+    key = f"eval.prompts.path={shown(path)}"
     if path is None:
         raise UserError(f"{key}: a jsonl file; {FORMAT}")
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").split("\n")  # strings may hold other line ends
-    except UnicodeDecodeError as error:
-        raise UserError(f"{key}: not UTF-8 (byte {error.start})") from error
-    except OSError as error:
-        raise UserError(f"{key}: {error.strerror}") from error
+    lines = read_text(path, key).split("\n")  # strings may hold other line ends
     prompts = [_parse(line, f"{key}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise UserError(f"{key}: the file is empty; {FORMAT}")
@@ -51,10 +46,7 @@ def read_prompts(path: str | None) -> list[Prompt]:
 
 
 def _parse(line: str, where: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error})") from error
+    entry = parse_json(line, where)
     entry = entry if isinstance(entry, dict) else {}
     kinds = {"prompt": _is_text, "messages": _are_messages}
     given = [key for key in kinds if key in entry]
@@ -64,7 +56,7 @@ def _parse(line: str, where: str) -> Prompt:
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, str) and bool(value.strip()) and is_unicode(value)
 
 
 def _are_messages(value: Any) -> bool:

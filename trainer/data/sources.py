@@ -1,8 +1,7 @@
 """Documents of a data source: the standard library, local files, or a Hugging Face dataset."""
 
 import hashlib
-import io
-import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer.config import DataConfig
-from msattn.trainer.config.text_files import SUFFIXES, file_type, text_files
+from msattn.trainer.config.text_files import (
+    SUFFIXES,
+    check_size,
+    decode,
+    file_type,
+    is_unicode,
+    largest_corpus,
+    largest_text,
+    open_bytes,
+    parse_json,
+    read_stream,
+    refused,
+    text_files,
+)
+from msattn.trainer.config.values import shown
 from msattn.trainer.data.retrieval import inject_needles
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, first_line
 
 HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
 
@@ -103,70 +116,71 @@ def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
 
 def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:
     """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row."""
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))
+    most, left = largest_text(), largest_corpus()
     for file in text_files(key, path):
-        name = str(file.relative_to(root)) if root.is_dir() else file.name
-        for document in _read_file(file, name, column, f"{key}={file}"):
+        where = f"{key}={shown(file)}"
+        name = os.fsencode(file.relative_to(root) if root.is_dir() else file.name).decode("utf-8", "backslashreplace")
+        for document in _read_file(file, name, column, where, left):
+            check_size(len(document.text), min(most, left), f"{where}, {document.name}")
+            left -= len(document.text)
             if document.text:
                 yield document
 
 
-def _read_file(file: Path, name: str, column: str, where: str) -> Iterator[Document]:
+def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Iterator[Document]:
+    """Yields the documents of a file that has at most ``most`` bytes after decompression."""
     kind = file_type(file)
     if kind is None:
         raise UserError(f"{where}: accepted are {', '.join(SUFFIXES)}, also compressed as .gz or .zst")
-    content = _decompress(file, where)
+    content = _decompress(file, where, most)
     if kind in (".txt", ".md"):
-        yield Document(name, _decode(content, where))
+        yield Document(name, decode(content, where))
     else:
         rows = _parquet_rows(content, column, where) if kind == ".parquet" else _json_rows(content, column, where)
         yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
 
 
-def _decompress(file: Path, where: str) -> bytes:
+def _decompress(file: Path, where: str, most: int) -> bytearray:
     import pyarrow
 
-    try:
-        with pyarrow.input_stream(str(file), compression="detect") as stream:  # decompresses .gz and .zst
-            return stream.read()
-    except OSError as error:
-        raise UserError(f"{where}: {error}") from error
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
+    with refused(where), open_bytes(file, where, most) as raw:
+        return read_stream(pyarrow.input_stream(raw, compression=codec) if codec else raw, where, most)
 
 
-def _decode(content: bytes, where: str) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}") from error
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def _json_rows(content: bytes, column: str, where: str) -> Iterator[str]:
+def _json_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
     # Not splitlines(), which also splits at characters that JSON strings may contain unescaped, such as U+2028.
-    for number, line in enumerate(_decode(content, where).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: line {number} is not JSON ({error.msg})") from error
-        yield _text_of(row, column, f"{where}, line {number}")
+    for number, line in enumerate(decode(content, where).split("\n"), start=1):
+        if line.strip():
+            place = f"{where}, line {number}"
+            yield _text_of(parse_json(line, place), column, place)
 
 
-def _parquet_rows(content: bytes, column: str, where: str) -> Iterator[str]:
+def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
+    from pyarrow import types
 
     try:
-        table = pyarrow.parquet.ParquetFile(io.BytesIO(content))
-        names = table.schema_arrow.names
-        texts = table.read(columns=[column]).column(column).to_pylist() if column in names else []
+        schema = pyarrow.parquet.read_schema(pyarrow.BufferReader(content))
+        if schema.names.count(column) != 1:
+            found = "several columns of this name" if column in schema.names else "no such column"
+            raise UserError(f"data.column={column}: {where} has {found} (it has: {', '.join(schema.names)})")
+        stored = schema.field(column).type
+        kind = stored.value_type if types.is_dictionary(stored) else stored
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise UserError(f"data.column={column}: {where} has {kind} in this column, accepted is text")
+        # A dictionary keeps one copy of equal texts, of which a small file may hold very many.
+        shared = [column] if types.is_string(stored) else []
+        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), read_dictionary=shared)
+        rows = (text for batch in table.iter_batches(columns=[column]) for text in batch.column(0))
+        for number, text in enumerate(rows):
+            yield _text_of({column: text.as_py()}, column, f"{where}, row {number}")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: a text that is not UTF-8") from error
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{where}: {error}") from error
-    if column not in names:
-        raise UserError(f"data.column={column}: {where} has no such column (it has: {', '.join(names)})")
-    for number, text in enumerate(texts):
-        yield _text_of({column: text}, column, f"{where}, row {number}")
+        raise UserError(f"{where}: {first_line(error)}") from error
 
 
 def _text_of(row: Any, column: str, where: str) -> str:
@@ -175,6 +189,8 @@ def _text_of(row: Any, column: str, where: str) -> str:
         raise UserError(f"data.column={column}: {where} has no such column (it has: {names})")
     if not isinstance(row[column], str):
         raise UserError(f"data.column={column}: {where} has {row[column]!r:.40} in this column, accepted is text")
+    if not is_unicode(row[column]):
+        raise UserError(f"data.column={column}: {where} has half of a surrogate pair in this column, accepted is Unicode text")
     return row[column]
 
 

@@ -1,16 +1,18 @@
 """``msattn eval``: runs the evaluation tasks and writes tables, figures and a report."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
+from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import clean_up, replace_folder
 
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.methods import ComparedMethods
@@ -36,8 +38,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from msattn.trainer.data.prompts import read_prompts
     from msattn.trainer.evaluate.report import compare
 
-    folder = Path(cfg.outputs) / cfg.model.name / cfg.name / "eval"
-    _check_folder_is_writable(folder)
+    folder = cfg.folder / "eval"
+    _prepare(folder)
     other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
     if "prompts" in cfg.eval.tasks:
         read_prompts(cfg.eval.prompts.path)  # refuses a wrong file before the imports
@@ -55,7 +57,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
     comparison = compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
-    with _replace_on_success(folder, keep=not cfg.overwrite) as draft:
+    keep = None if cfg.overwrite else partial(_kept_path, folder)
+    with locked(folder), replace_folder(folder, keep=keep, resumes=False) as draft:
         figures = report.write(draft, rows, about, comparison)
     with Tracker.start(cfg.tracker, folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", config=asdict(cfg)) as tracker:
         for name, path in figures.items():
@@ -141,32 +144,18 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
                 )
 
 
-def _check_folder_is_writable(folder: Path) -> None:
-    """Raises UserError, before the first task runs, if results could not be written."""
+def _prepare(folder: Path) -> None:
+    """Removes leftovers of a killed run. Raises UserError, before the first task runs, if results could not be written."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"outputs={folder}: this is a file; results need a folder of this name")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder.parent, prefix=".eval-"):
-            pass
-    except OSError as error:
-        raise UserError(f"outputs={folder.parent}: the folder is not writable ({error.strerror})") from error
+    with locked(folder):
+        clean_up(folder, keep=partial(_kept_path, folder))
 
 
-@contextmanager
-def _replace_on_success(folder: Path, keep: bool) -> Iterator[Path]:
-    """Yields an empty folder that replaces ``folder`` if the block succeeds, so that readers never see partial results.
-
-    With ``keep``, the old folder is renamed to ``<folder>-<time it was written>``; otherwise it is deleted.
-    """
-    with TemporaryDirectory(dir=folder.parent, prefix=".eval-") as scratch:
-        draft, old = Path(scratch, "new"), Path(scratch, "old")
-        draft.mkdir()
-        yield draft
-        if folder.exists():
-            stamp = datetime.fromtimestamp(folder.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-            kept = folder.with_name(f"{folder.name}-{stamp}")
-            folder.rename(kept if keep else old)
-            if keep:
-                print_once(f"the earlier evaluation is now {kept}")
-        draft.rename(folder)
+def _kept_path(folder: Path, old: Path) -> Path:
+    """Returns an unused path ``<folder>-<time at which old was written>`` and prints it."""
+    stamp = datetime.fromtimestamp(old.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
+    paths = (folder.with_name(f"{folder.name}-{stamp}{f'-{number}' if number else ''}") for number in count())
+    kept = next(path for path in paths if not path.exists())
+    print_once(f"the earlier evaluation is now {kept}")
+    return kept

@@ -12,9 +12,9 @@ from annotated_types import Ge, Gt, Interval, Lt
 
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.families import FAMILIES
-from msattn.trainer.models.files import ModelFiles
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
+from msattn.trainer.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -110,18 +110,6 @@ class Generation:
     repetition_penalty: Annotated[float, Interval(gt=0, le=100)] | None = None
 
 
-def read_config(files: ModelFiles) -> dict[str, Any]:
-    """Returns ``config.json``, of a model of any family.
-
-    Raises
-    ------
-    UserError : the file is missing or damaged.
-    """
-    found = files.json(CONFIG, required=True)
-    assert found is not None
-    return found
-
-
 def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     """Returns the configuration of a model, from the keys of :class:`Architecture`.
 
@@ -132,7 +120,7 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    document = read_config(files)
+    document = files.config()
     family = document.get("model_type")
     if family not in FAMILIES and document.get("auto_map"):
         raise files.brings_code()

@@ -14,10 +14,10 @@ from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads, num_layers
-from msattn.trainer.models.files import ModelFiles
 from msattn.trainer.models.identity import has_values
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import check_regular, checked
+from msattn.trainer.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

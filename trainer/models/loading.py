@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msattn.trainer.config import ModelConfig, nearest
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.architecture import generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, check_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, ROPE_TYPES, check_supported
-from msattn.trainer.models.files import ModelFiles, local_folder
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
 from msattn.trainer.progress import activity
+from msattn.trainer.storage.model_files import ModelFiles, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -145,7 +146,7 @@ def no_progress_bar() -> Iterator[None]:
 
 def _files(cfg: ModelConfig) -> ModelFiles:
     """Returns the files of the local folder or of the Hub model that ``model.path`` names."""
-    name, folder = f"model.path={cfg.path}", EMBEDDED if cfg.path == "embedded" else local_folder(cfg.path)
+    name, folder = f"model.path={shown(cfg.path)}", EMBEDDED if cfg.path == "embedded" else local_folder(cfg.path)
     if folder is None and (os.path.exists(cfg.path) or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1):
         raise UserError(f"{name}: no such folder")
     return ModelFiles(name, folder or cfg.path, cfg.revision)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "msattn_tap"
 DENSE = "msattn_dense"
+_entering = threading.Lock()  # of two threads that attach one model, the second one is refused
 
 
 @dataclass(frozen=True)
@@ -250,17 +251,20 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
         mask, packed sequences or a static cache.
     """
     _register()
-    before = model.config._attn_implementation
-    if before == IMPLEMENTATION:
-        raise UserError("model: it is already attached; leave that context (or call disable) first")
     taps: list[_LayerTap] = []
     try:
-        for layer in decoder(model).layers:
-            taps.append(_LayerTap(layer.self_attn, attend))
-        model.config._attn_implementation = IMPLEMENTATION
-        yield
+        with _entering:
+            before = model.config._attn_implementation
+            if before == IMPLEMENTATION:
+                raise UserError("model: it is already attached; leave that context (or call disable) first")
+            for layer in decoder(model).layers:
+                taps.append(_LayerTap(layer.self_attn, attend))
+            model.config._attn_implementation = IMPLEMENTATION
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = before
     finally:
-        model.config._attn_implementation = before
         for item in taps:
             item.remove()
 

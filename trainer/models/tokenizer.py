@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Interval
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.files import ModelFiles, no_retry_warnings
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
+from msattn.trainer.storage.model_files import ModelFiles, no_retry_warnings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

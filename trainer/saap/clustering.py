@@ -84,7 +84,7 @@ def faiss_kmeans(
     faiss = require_faiss()
     _, num_points, size = points.shape
     settings = faiss.ClusteringParameters()
-    settings.niter, settings.seed, settings.spherical = iterations, seed, True
+    settings.niter, settings.seed, settings.spherical = iterations, seed % 2**31, True  # Faiss takes a signed int
     settings.min_points_per_centroid = 1
     settings.max_points_per_centroid = math.ceil(num_points / num_buckets)  # Faiss would silently keep 256
     result = []

@@ -211,6 +211,13 @@ class Gate(nn.Module):
         """Returns the manifest entries from which :meth:`load` rebuilds this gate."""
         return {"gate": asdict(self.cfg), "thresholds": self.thresholds}
 
+    def model_shape(self) -> dict[str, int]:
+        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
+        layer = cast(AttnGate, self.layers[0])
+        size = layer.key_weight.shape[2] // len(self.cfg.k_pool)
+        heads = {"num_heads": layer.heads * layer.shared_queries, "num_kv_heads": layer.num_kv_heads}
+        return {"num_layers": len(self.layers), **heads, "head_dim": size}
+
     def logits(self, x: "LayerInputs") -> Tensor:
         """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
 

@@ -187,6 +187,11 @@ class Selection:
         """Number of tokens in a block of the scorer."""
         return self.scorer.block_size
 
+    @property
+    def gate(self) -> "Gate | None":
+        """The gate whose scores are used, if they are those of a gate."""
+        return self.scorer.gate if isinstance(self.scorer, GateScores) else None
+
     @classmethod
     def from_config(cls, cfg: SelectConfig, gate: "Gate | None" = None) -> "Selection":
         """Builds the selection that ``select.*`` describes.

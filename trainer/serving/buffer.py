@@ -32,7 +32,7 @@ class Buffer:
 
     def reserve(self, end: int, like: Tensor) -> None:
         """Makes room for ``end`` positions; new memory has the shape of ``like [B, H, N, ...]`` otherwise."""
-        held = self.memory
+        held = self.memory if self.length or _is_alike(self.memory, like) else None
         # A tensor of inference mode cannot be written outside of it.
         writable = held is not None and (torch.is_inference_mode_enabled() or not held.is_inference())
         if writable and end <= self.capacity:
@@ -61,6 +61,11 @@ class Buffer:
             filled.copy_(selected)
         else:
             self.memory = selected
+
+
+def _is_alike(held: Tensor | None, new: Tensor) -> bool:
+    """Returns whether empty memory serves for ``new``: that of another batch or dtype is allocated again."""
+    return held is not None and (held.dtype, held.device, held[:, :, :0].shape) == (new.dtype, new.device, new[:, :, :0].shape)
 
 
 def grown_capacity(end: int) -> int:

@@ -128,7 +128,14 @@ class GrowingLayer(DynamicLayer):
             self.pooled.select_rows(rows)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
+        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE.
+
+        Raises
+        ------
+        UserError : those in the cache have another dtype or lie on another device, as in a cache of another model.
+        """
+        for buffer, new in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
+            _check_kind(buffer, new)
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.key_buffer.append(key_states)
         self.value_buffer.append(value_states)
@@ -342,6 +349,16 @@ def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: tor
             f"past_key_values: a cache of {wanted:,} positions for {batch} sequences needs {needed:,} bytes more, and {free:,} "
             "bytes are free; shorten the prompt or make the batch smaller"
         )
+
+
+def _check_kind(held: Buffer, new: Tensor) -> None:
+    """Raises UserError unless ``new`` can follow what is held; under autocast dtypes may differ."""
+    x = held.filled
+    if x is None or held.length == 0:
+        return
+    if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
+        there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
+        raise UserError(f"past_key_values: it holds {there}; accepted is {here}, as in this pass")
 
 
 def _is_replaceable(layer: Any) -> bool:

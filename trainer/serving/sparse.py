@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
 
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
@@ -20,8 +21,9 @@ from msattn.trainer.models.families import check_length, num_layers
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
-from msattn.trainer.seer.select import GateScores, Selection, selected_attention, sparsity
+from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import FEW_TOKENS, BucketLayer, GrowingLayer, check_memory, install_layers
+from msattn.trainer.serving.inputs import check_held, check_inputs
 from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
 from msattn.trainer.serving.statistics import Statistics
 
@@ -41,7 +43,7 @@ class Sparse(NotCopied):
     ) -> None:
         self.selection, self.routed, self.statistics = selection, routed, statistics
         self.dense_below, self.rotation, self.measure_recall = dense_below, rotation, measure_recall
-        self.gate = selection.scorer.gate if selection is not None and isinstance(selection.scorer, GateScores) else None
+        self.gate = None if selection is None else selection.gate
         self.routed_layers: frozenset[int] = frozenset() if routed is None else routed.layers
         self.attached = True
         self._prepared: WeakSet[Any] = WeakSet()  # caches
@@ -198,8 +200,6 @@ class Sparse(NotCopied):
 
     def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder, which installs its layers in the cache."""
-        from transformers import DynamicCache
-
         if args:
             names = list(signature(type(module).forward).parameters)[1:]
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
@@ -208,18 +208,30 @@ class Sparse(NotCopied):
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
-        if cache is not None:
-            if cache not in self._prepared:
-                dense = tuple(set(range(num_layers(config))) - self.routed_layers)
-                router, every = (None, 1) if self.routed is None else (self.routed.router, self.routed.rebuild_every)
-                install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
-                self._check_partition(cache)
-                self._prepared.add(cache)
-            tokens = kwargs.get("inputs_embeds") if kwargs.get("input_ids") is None else kwargs["input_ids"]
-            if tokens is not None:  # else the model has a message of its own
-                self._check_prompt(config, cache.get_seq_length(), tokens.shape[1])
-                check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
+        if cache is None:
+            check_inputs(module, kwargs)
+        else:
+            self._prepare(cache, module, kwargs)
         return args, {**kwargs, "past_key_values": cache}
+
+    def _prepare(self, cache: Any, module: Any, kwargs: dict[str, Any]) -> None:
+        """Installs the decoder's layers in a cache that is new to it, and checks the pass over it."""
+        config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
+        static = is_new and getattr(cache, "is_compileable", False)
+        if is_new:
+            dense = tuple(set(range(num_layers(config))) - self.routed_layers)
+            router, every = (None, 1) if self.routed is None else (self.routed.router, self.routed.rebuild_every)
+            install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
+        cached = cache.get_seq_length()
+        tokens = check_inputs(module, kwargs, cached=cached, static=static)
+        if tokens is None:  # the model has a message of its own
+            return
+        check_held(cache, config, len(tokens), every_layer=is_new)
+        if is_new:
+            self._check_partition(cache)
+            self._prepared.add(cache)
+        self._check_prompt(config, cached, tokens.shape[1])
+        check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
 
     def _check_prompt(self, config: Any, cached: int, tokens: int) -> None:
         """Raises UserError for a prompt that exceeds the model's positions; decoded tokens and drafts may."""
@@ -263,5 +275,10 @@ class Sparse(NotCopied):
                 continue
             if layer.partition is None:
                 layer.partition = partition
-            elif layer.partition is not partition and not torch.equal(layer.partition.centroids, partition.centroids):
+            elif not _same_partition(layer.partition, partition):
                 raise UserError("past_key_values: its buckets were made with another k-means than the one attached now")
+
+
+def _same_partition(a: Any, b: Any) -> bool:
+    """Returns whether two k-means assign each key to the same bucket."""
+    return a is b or (a.rope == b.rope and torch.equal(a.centroids, b.centroids))

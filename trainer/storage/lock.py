@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.errors import UserError, free_space, print_once
 
 _held: dict[Path, int] = {}  # locked folders of this process and the threads that hold them
 _registry = threading.Lock()
@@ -57,7 +57,9 @@ def _file_lock(folder: Path, path: Path) -> Iterator[None]:
     descriptor = _open_locked(folder, path)
     try:
         if descriptor is not None:
-            os.pwrite(descriptor, json.dumps(_own()).encode(), 0)
+            with suppress(OSError):  # the lock holds on a full disk, too; only refusals name less
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(_own()).encode(), 0)
         yield
     finally:
         if descriptor is not None:
@@ -76,7 +78,8 @@ def _open_locked(folder: Path, path: Path) -> int | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UserError(f"outputs={folder.parent}: the folder is not writable ({error.strerror})") from error
+            reason = f"{error.strerror}; {free_space(path)}"
+            raise UserError(f"outputs={folder.parent}: the folder is not writable ({reason})") from error
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_open(path, descriptor):

@@ -4,10 +4,9 @@ import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError
 
@@ -18,30 +17,36 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write, which then replaces ``path``.
+    """Yields a temporary sibling path to write, which is synced to disk and takes the place of ``path`` when the block ends.
 
-    Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged.
+    Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged. The caller holds the
+    lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).
 
     Raises
     ------
-    OSError : the folder of ``path`` cannot be written.
+    OSError : the file cannot be written.
     """
-    with TemporaryDirectory(dir=path.parent, prefix=".writing-") as folder:
-        temporary = Path(folder, path.name)
-        yield temporary
-        os.replace(temporary, path)
+    new = _sibling(path, "new")  # a killed process may have left one, which is written anew
+    try:
+        yield new
+        sync_file(new)
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
-def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> Iterator[Path]:
+def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, resumes: bool = True) -> Iterator[Path]:
     """Yields a temporary sibling folder, which is synced to disk and takes the place of ``folder`` when the block ends.
 
-    After a kill ``folder`` is the old or the complete new one. After an error it is the old one and the sibling is removed.
-    The caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`).
+    After a kill or an error ``folder`` is the old or the complete new one; the next run removes what a kill left beside it. The
+    caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`).
 
     Parameters
     ----------
     keep : returns the path to which the old folder is renamed; None deletes it.
+    resumes : ``resume=true`` continues the run after a failed write, for the error message.
 
     Raises
     ------
@@ -59,18 +64,24 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None) 
         else:
             new.rename(folder)
         _sync_folder(folder.parent)
+        clean_up(folder, keep=keep)
     except BaseException as error:
         # Built before the removal, so that the message reports the free space that the write found.
-        failure = write_error(folder, error) if isinstance(error, OSError | SafetensorError) else None
-        shutil.rmtree(new, ignore_errors=True)
+        failure = write_error(folder, error, resumes=resumes) if isinstance(error, OSError | SafetensorError) else None
+        with suppress(OSError):  # of the same disk; the next run cleans up
+            clean_up(folder, keep=keep)
         if failure is not None:
             raise failure from error
         raise
-    clean_up(folder, keep=keep)
 
 
 def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> None:
-    """Removes what a killed process left beside ``folder``: an unfinished folder, and the old one, which ``keep`` may keep."""
+    """Removes what a killed process left beside ``folder``: an unfinished folder, and the old one, which ``keep`` may keep.
+
+    Raises
+    ------
+    OSError : the folders beside ``folder`` cannot be renamed.
+    """
     new, old = _sibling(folder, "new"), _sibling(folder, "old")
     shutil.rmtree(new, ignore_errors=True)
     if old.is_dir():
@@ -79,13 +90,14 @@ def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> Non
         elif keep is not None:
             old.rename(keep(old))
         else:
-            shutil.rmtree(old, ignore_errors=True)
+            old.rename(new)  # first, so that a partly removed folder is never taken for the old one
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def current_folder(folder: Path) -> Path:
     """Returns ``folder``, or the old one beside it while a writer on a file system without atomic exchange replaces it."""
     old = _sibling(folder, "old")
-    return old if not folder.exists() and old.is_dir() else folder
+    return old if os.path.isdir(old) and not os.path.exists(folder) else folder
 
 
 def _sibling(folder: Path, suffix: str) -> Path:

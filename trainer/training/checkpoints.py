@@ -82,7 +82,8 @@ def describe_last_checkpoint(checkpoints: Path) -> str:
 
 
 def _complete_checkpoints(checkpoints: Path) -> list[Path]:
-    found = [marker.parent for marker in checkpoints.glob(f"checkpoint-*/{MARKER}") if _steps(marker.parent) is not None]
+    markers = (marker for marker in checkpoints.glob(f"checkpoint-*/{MARKER}") if marker.is_file())
+    found = [marker.parent for marker in markers if _steps(marker.parent) is not None]
     return sorted(found, key=lambda path: _steps(path) or 0)
 
 
@@ -92,7 +93,8 @@ def _steps(checkpoint: Path) -> int | None:
 
 
 def _remove(checkpoint: Path) -> None:
-    (checkpoint / MARKER).unlink(missing_ok=True)  # first, so that a partly removed checkpoint is ignored
+    if (checkpoint / MARKER).is_file():
+        (checkpoint / MARKER).unlink()  # first, so that a partly removed checkpoint is ignored
     shutil.rmtree(checkpoint)
 
 
@@ -152,7 +154,7 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
             continue
         _check_settings(checkpoints, marker.settings, settings)
         for line in damage:
-            print_once(f"warning: {line}; the run continues from {checkpoint}")
+            print_once(f"warning: {line}; the run continues from {checkpoint.name}")
         return checkpoint
     if damage:
         raise UserError(f"resume=true: no checkpoint is intact ({'; '.join(damage)}); resume=false starts again")

@@ -1,6 +1,7 @@
 """Comparison of an evaluation with an earlier one: scores side by side, and the settings that differ."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.storage.replace import current_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +69,7 @@ def read_results(folder: str) -> dict[str, Any]:
     ------
     UserError : there is none in ``folder``, or it is malformed.
     """
-    path = Path(folder, "results.json").expanduser()
+    path = current_folder(Path(os.path.expanduser(folder))) / "results.json"
     accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -77,7 +79,7 @@ def read_results(folder: str) -> dict[str, Any]:
             raise TypeError
     except OSError as error:
         raise UserError(f"compare={folder}: {accepted} ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"compare={folder}: its results.json is malformed; {accepted}") from error
     return found
 

@@ -66,6 +66,12 @@ class ModelFiles:
         path = self.find(file, required)
         return None if path is None else read_json(path, f"{self.name}: {file}", MAX_BYTES)
 
+    def config(self) -> dict[str, Any]:
+        """Returns ``config.json``; raises UserError if it is missing or damaged."""
+        found = self.json("config.json", required=True)
+        assert found is not None
+        return found
+
     def error(self, error: BaseException) -> UserError:
         """Returns the refusal of a model whose files raise ``error``."""
         if "custom code" in str(error):

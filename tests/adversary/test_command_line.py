@@ -1,0 +1,310 @@
+"""Hostile command lines: values of every key, malformed overrides and options, and runs at the ends of ranges."""
+
+import copy
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from msattn.trainer.commands.compose import COMMANDS, Command, compose, compose_raw, initialized_hydra, without_hydra
+from msattn.trainer.config import POLICIES, SelectConfig, typed
+from msattn.trainer.config.select import own_keys
+from msattn.trainer.config.values import CHOICES
+from tests.adversary.tries import Tries
+
+pytestmark = pytest.mark.area("command line")
+
+HUGE = int("9" * 30)
+LIMIT = 2**32  # no integer beyond is sane
+VALUES: dict[str, Any] = {  # the text of a value, and its meaning in Hydra's grammar
+    "": "",
+    "' '": " ",
+    "'1'": "1",
+    "1.0": 1.0,
+    "1e3": 1000.0,
+    "1e400": math.inf,
+    "0": 0,
+    "-1": -1,
+    "1": 1,
+    str(HUGE): HUGE,
+    str(-(2**63) - 1): -(2**63) - 1,
+    "nan": math.nan,
+    "null": None,
+    "true": True,
+    "'false'": "false",
+    "[]": [],
+    "[1]": [1],
+    "['1']": ["1"],
+    "[[1]]": [[1]],
+    "[true,nan]": [True, math.nan],
+    f"[{HUGE}]": [HUGE],
+    "{a:1}": {"a": 1},
+    "${nowhere}": None,
+    "${oc.env:MSATTN_HOSTILE}": "from the environment",
+    "???": None,
+    "x" * 10_000: "x" * 10_000,
+    "'a\0b'": "a\0b",
+    "'a\nb'": "a\nb",
+    "'\udce9'": "\udce9",
+    "'١٢'": "١٢",
+    "../../x": "../../x",
+}
+
+
+def leaves_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Yields every key of a schema that is no section: its name, annotation and choices."""
+    for item in fields(schema):
+        kinds = list(POLICIES.values()) if item.type is SelectConfig else [item.type]
+        for kind in kinds:
+            if isinstance(kind, type) and is_dataclass(kind):
+                yield from leaves_of(kind, f"{prefix}{item.name}.")
+            else:
+                yield prefix + item.name, kind, tuple(item.metadata.get(CHOICES, ()))
+
+
+KEYS = {  # name: the first command that has the key, its annotation and choices
+    name: (command, kind, choices)
+    for command in reversed(COMMANDS)
+    for name, kind, choices in leaves_of(COMMANDS[command].schema)
+}
+
+
+def base_overrides(command: str, key: str) -> tuple[str, ...]:
+    """Returns overrides with which ``command`` composes and has ``key``."""
+    owners = [name for name, kind in POLICIES.items() if key.removeprefix("select.") in own_keys(kind)]
+    if key.startswith("select.") and owners:
+        return (f"select={owners[0]}", "artifacts.gate=gate")
+    return ("artifacts.gate=gate",) if command == "finetune" else ()
+
+
+@functools.cache
+def composed_once(command: str, overrides: tuple[str, ...]) -> Any:
+    with initialized_hydra(command) as hydra:
+        return without_hydra(compose_raw(hydra, command, overrides))
+
+
+def compose_value(command: str, key: str, text: str) -> Any:
+    """Returns what ``compose`` returns for ``key=text``, with the other keys composed once, which is faster."""
+    overrides = base_overrides(command, key)
+    config = copy.deepcopy(composed_once(command, overrides))
+    try:
+        value = OverridesParser.create().parse_override(f"{key}={text}").value()
+        OmegaConf.update(config, key, value, merge=True)
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError):
+        return compose(command, [*overrides, f"{key}={text}"])
+    return typed(config, COMMANDS[command].schema)
+
+
+def holds(config: Any, key: str, value: Any, kind: Any, choices: tuple[str, ...]) -> bool:
+    """Returns True if ``key`` of ``config`` is ``value``, and this has the annotated type and is sane."""
+    found = value_of(config, key)
+    if choices and not set(found if isinstance(found, list) else [found]) <= set(choices):
+        return False
+    if key in ("name", "model.name") and "/" in found:
+        return False
+    return fits(found, value, kind)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Returns the value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def fits(found: Any, value: Any, kind: Any) -> bool:
+    if isinstance(kind, types.UnionType):
+        return any(fits(found, value, each) for each in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        same = isinstance(value, list) and isinstance(found, list) and len(value) == len(found)
+        return same and all(fits(*pair, typing.get_args(kind)[0]) for pair in zip(found, value, strict=True))
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and found == value
+    if kind is types.NoneType:
+        return found is None and value is None
+    if kind is float:
+        return type(found) is float and type(value) in (int, float) and math.isfinite(found) and found == value
+    if kind is int:
+        return type(found) is int and type(value) is int and found == value and abs(found) <= LIMIT
+    if kind is str and type(value) is int:
+        value = str(value)
+    return type(found) is kind and found == value and (kind is not str or found.isprintable())
+
+
+def test_values_of_every_key(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSATTN_HOSTILE", "from the environment")
+    for key, text in tries.chosen([(key, text) for key in KEYS for text in VALUES]):
+        command, kind, choices = KEYS[key]
+        tries.python(
+            f"{command} {key}={text[:40]!r}",
+            lambda command=command, key=key, text=text: compose_value(command, key, text),
+            lambda config, key=key, text=text, kind=kind, choices=choices: holds(config, key, VALUES[text], kind, choices),
+        )
+
+
+DAMAGED_KEYS: tuple[Callable[[str], str], ...] = (
+    lambda key: key[:-1],
+    lambda key: key[1:],
+    lambda key: key + "x",
+    lambda key: key.upper(),
+    lambda key: key.replace("a", "\u0430"),  # Cyrillic
+    lambda key: f".{key}",
+    lambda key: f"{key}.",
+    lambda key: f"{key}.x",
+    lambda key: key.replace(".", "..") + "..",
+    lambda key: key.replace(".", "/") + "/",
+    lambda key: f"{key}@x",
+    lambda key: f"{key}[0]",
+    lambda key: f"{key} ",
+    lambda key: f" {key}",
+    lambda key: f"{key}\0",
+    lambda key: f"{key}\n",
+    lambda key: f"+{key}",
+    lambda key: f"+{key}x",
+    lambda key: f"++{key}x",
+    lambda key: f"+++{key}",
+    lambda key: f"~{key}x",
+    lambda key: f"--{key}",
+    lambda key: f"\udce9{key}",
+    lambda key: f"hydra.{key}",
+    lambda key: "",
+)
+
+
+def test_damaged_keys(tries: Tries) -> None:
+    keys = ("seed", "bench.batch", "bench.queries", "op", "bench")
+    for damaged, key in tries.chosen([(damage(key), key) for damage in DAMAGED_KEYS for key in keys if damage(key) != key]):
+        tries.python(
+            repr(damaged),
+            lambda damaged=damaged: compose("bench", [f"{damaged}=1"]),
+            lambda config, key=key: value_of(config, key) in (1, "1"),
+        )
+
+
+BROKEN = """
+' " [ ] { } ( ) [1 [1, {a {a: ${ ${} $ \\ = , 1, ,1 1,2 choice(1,2) range(1,3) interval(0,1) glob(*) sort(2,1) shuffle(1,2)
+tag(x,1) extend_list(1) nothing(1) int( int(1,2) int('x') ${seed ${${seed}} ${seed:1} ${nowhere:1} ${.x} ${..} ${...} 'a'b
+{{ }} {1:{2:3}} [[1,2],[3]] {null:null} !x &x *x %x @x :x :: `x` ~x #x 1# 1; 0x10 010 1e 1.. .. ١٢ １
+"""
+SYNTAXES: dict[str, Any] = {  # values that are refused, or that have a meaning in Hydra's grammar
+    **dict.fromkeys(BROKEN.split()),
+    "\u00a0": None,
+    "\u2028": None,
+    "9" * 5000: None,
+    "[" * 3000: None,
+    "[" * 1000 + "]" * 1000: None,
+    "{a:" * 300 + "1" + "}" * 300: None,
+    "${" * 300 + "}" * 300: None,
+    "\0": None,
+    "\n": None,
+    "1\n2": None,
+    "\ud800": None,
+    "\x1b]0;x\x07": None,
+    "int(7)": 7,
+    "int('7')": 7,
+    " 7": 7,
+    "+7": 7,
+}
+
+
+def test_syntax_of_values(tries: Tries) -> None:
+    keys = ("seed", "data.seq_len", "dense_below", "probes")
+    for key, text in tries.chosen([(key, text) for key in keys for text in SYNTAXES]):
+        tries.python(
+            f"{key}={text[:40]!r}",
+            lambda key=key, text=text: compose_value("generate", key, text),
+            lambda config, key=key, text=text: SYNTAXES[text] is not None and value_of(config, key) == SYNTAXES[text],
+        )
+
+
+LONG = "x" * 5000
+PATHS = [
+    "",
+    " ",
+    LONG,
+    "a\0b",
+    "a\nb",
+    "\udce9",
+    "~no-such-user/x",
+    "nowhere",
+    "/dev/null",
+    "/dev/zero",
+    "./file/x",
+    "**",
+    "[",
+    "{a,b}",
+]
+OPTIONS = (
+    "--model --data --config-dir --cfg --prompt --cgf -x - --- --no-model -mx --multirun=1 --chat=1 hydra=null hydra/launcher=x"
+)
+ENDINGS: list[list[str]] = [
+    *([option, path] for option in ("--model", "--data", "--config-dir", "--prompt-file") for path in PATHS),
+    *(["--cfg", text] for text in ("", "x", "JOB", "\0", LONG)),
+    *(["--multirun", text] for text in ("--chat", "seed=1,x", "seed=range(0,1000000000)", "seed=range(0,inf)")),
+    *(["--multirun", text] for text in ("seed=range(0,1,0.0)", "hydra.sweep.dir='a\0b'", f"name={LONG}", "seed=1,-1")),
+    *([text] for text in ("", " ", "\0", "\udce9", "\n", "=", "==", "@", "~", "+", *OPTIONS.split(" "))),
+    ["--model", "tiny", "model=tiny"],
+    ["--data", "a.txt", "data=stdlib"],
+    ["--prompt", ""],
+    ["--prompt", "\udce9"],
+    ["--prompt", "a", "--prompt-file", "b"],
+    ["seed=1", "seed=x"],
+    ["experiment=nothing"],
+    *([f"seed={text}"] for text in ("1_000", "[1_0]", "{a: 1_0}", "-1_0.5", "9" * 5000)),
+]
+HYDRA = f"""
+run.dir=/dev/null/x run.dir= run.dir=null run.dir='a\0b' run.dir={LONG} run=null job=null mode=nothing mode=1 job.chdir=maybe
+job.env_set={{A:1}} searchpath=3 searchpath=[nowhere] verbose={{a:1}} output_subdir=/dev/null output_subdir='a\0b'
+job_logging=null job_logging.version=7 hydra_logging.root.level=nothing callbacks={{a:{{_target_:nothing.at.all}}}}
+sweeper._target_=nothing.at.all launcher._target_=nothing.at.all sweep.dir='a\0b' nothing=1 run.dir=${{nowhere}} job.name=a/b
+"""
+NO_COMMANDS = [
+    "",
+    " ",
+    "train_gate",
+    "EVAL",
+    "eval ",
+    "\0",
+    "\udce9",
+    "-",
+    "--",
+    "--version=1",
+    "--halp",
+    "help eval.",
+    "help \0",
+]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces all jobs in an empty folder; collects the configurations that they are called with."""
+    configs: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: configs.append(cfg))
+    return configs
+
+
+def test_options(tries: Tries, started: list[Any]) -> None:
+    """The job of a command that is not refused gets the configuration of the command without its hostile ending."""
+    cases = [(command, ending) for command in ("fit-kmeans", "generate") for ending in ENDINGS]
+    cases += [("bench", [f"hydra.{override}"]) for override in HYDRA.split()]
+    expected = {command: compose(command) for command in ("fit-kmeans", "generate", "bench")}
+    for command, ending in tries.chosen(cases):
+        prompt = ["--prompt", "a"] if command == "generate" and "--prompt" not in str(ending) else []
+        started.clear()
+        tries.command(
+            [command, *(word[:40] for word in ending)],
+            *[command, *prompt, *ending],
+            served=lambda out, command=command: started == [expected[command]],
+        )
+    for line in tries.chosen(NO_COMMANDS):
+        tries.command(repr(line), *line.split(" "))

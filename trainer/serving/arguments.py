@@ -1,0 +1,119 @@
+"""Checks of the arguments of :func:`msattn.trainer.attach.attach`: their types and ranges, and artifacts that fit the model."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.values import has_type, require
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import check_supported, head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.select import Selection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MOST_TOKENS = 10**9
+TYPES: dict[str, tuple[Any, str]] = {
+    "gate": (Gate | str | Path | None, "a gate, or the folder or Hub id of one"),
+    "select": (Selection | SelectConfig | Mapping | str | None, "a name, a dictionary, a SelectConfig or a Selection"),
+    "sparsity": (float | None, "a number in [0, 1)"),
+    "qmodel": (QModel | KMeans | str | Path | None, "a query classifier or a k-means, or the folder or Hub id of one"),
+    "probes": (int | None, "an integer"),
+    "recent": (int | None, "an integer"),
+    "sink": (int | None, "an integer"),
+    "dense_layers": (list[int] | range | None, "a sequence of integers"),
+    "dense_below": (int | None, "an integer"),
+    "strict": (bool, "True or False"),
+    "cuda_graphs": (bool, "True or False"),
+    "measure_recall": (bool, "True or False"),
+    "measure_time": (bool, "True or False"),
+}
+
+
+def check_types(**options: object) -> None:
+    """Raises UserError for an option of another type than :data:`TYPES` accepts."""
+    for name, value in options.items():
+        kind, accepted = TYPES[name]
+        require(has_type(value, kind), name, repr(value), f"accepted is {accepted}")
+
+
+def check_model(model: Any) -> None:
+    """Raises UserError for what is no model, and as :func:`msattn.trainer.models.families.check_supported`."""
+    is_model = isinstance(model, nn.Module) and hasattr(model, "get_decoder") and hasattr(model, "config")
+    require(is_model, "model", repr(model), "accepted is a causal language model of transformers")
+    check_supported(model.config)
+
+
+def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
+    """Raises UserError for a selection whose parts are no policy or scorer, or that is for another model."""
+    policy, scorer = selection.policy, selection.scorer
+    policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
+    ok = len(policies) == num_layers(config) and all(map(callable, policies))
+    require(ok, "select.policy", repr(policy), f"accepted is a policy, or one for each of {num_layers(config)} layers")
+    ok = callable(scorer) and has_type(getattr(scorer, "block_size", None), int)
+    require(ok, "select.scorer", repr(scorer), "accepted is a scorer, e.g. Quest()")
+    if selection.gate is not None:
+        check_gate(selection.gate, config)
+
+
+def check_gate(gate: Gate, config: "PreTrainedConfig") -> None:
+    """Raises UserError for gates of a model of another shape, or with weights that are not finite."""
+    _check_shape("gate", gate.model_shape(), config)
+    _check_finite("gate", gate)
+
+
+def check_router(router: QModel | KMeans, config: "PreTrainedConfig") -> None:
+    """Raises UserError for a router of a model of another shape, or with weights that are not finite."""
+    partition = router.partition if isinstance(router, QModel) else router
+    layers, centroids = partition.layers, partition.centroids
+    require(
+        centroids.ndim == 4 and centroids.numel() > 0 and centroids.dtype == torch.float32,
+        "qmodel.centroids",
+        f"{centroids.dtype} {list(centroids.shape)}",
+        "accepted is float32 [layers, key/value heads, buckets, size], none of them 0",
+    )
+    fits = len(layers) == len(centroids) == len({*layers} & {*range(num_layers(config))})
+    require(fits, "qmodel.layers", layers, f"accepted are {len(centroids)} different layers from 0 to {num_layers(config) - 1}")
+    _check_shape("qmodel", {"num_kv_heads": centroids.shape[1], "head_dim": centroids.shape[3]}, config)
+    if isinstance(router, QModel) and router.weight_in.shape[1] != num_kv_heads(config):
+        _check_shape("qmodel", {"num_heads": router.weight_in.shape[1]}, config)
+    _check_finite("qmodel", router)
+
+
+def check_numbers(
+    router: QModel | KMeans, config: "PreTrainedConfig", *, probes: int, recent: int, sink: int, dense_layers: tuple[int, ...]
+) -> None:
+    """Raises UserError for numbers of decoding that are out of range."""
+    buckets, layers = router.num_buckets, num_layers(config)
+    require(0 <= probes <= buckets, "probes", probes, f"accepted are 0 to {buckets}, the number of buckets")
+    require(1 <= recent <= MOST_TOKENS, "recent", recent, f"accepted are 1 to {MOST_TOKENS:,} tokens")
+    require(0 <= sink <= MOST_TOKENS, "sink", sink, f"accepted are 0 to {MOST_TOKENS:,} tokens")
+    ok = all(0 <= layer < layers for layer in dense_layers)
+    require(ok, "dense_layers", dense_layers, f"accepted are 0 to {layers - 1}")
+
+
+def _check_shape(name: str, made_for: Mapping[str, int], config: "PreTrainedConfig") -> None:
+    """Raises UserError if a number of ``made_for`` is not that of the model."""
+    model = {
+        "num_layers": num_layers(config),
+        "num_heads": num_heads(config),
+        "num_kv_heads": num_kv_heads(config),
+        "head_dim": head_dim(config),
+    }
+    for key, value in made_for.items():
+        if value != model[key]:
+            raise UserError(f"{name}: it is for another model; its {key} is {value}, this model's is {model[key]}")
+
+
+def _check_finite(name: str, module: nn.Module) -> None:
+    """Raises UserError if a weight is NaN or infinite."""
+    for key, weight in module.state_dict().items():
+        if not weight.isfinite().all():
+            raise UserError(f"{name}: its {key} holds values that are not finite; accepted are numbers")

@@ -1,0 +1,123 @@
+"""Checks of what a caller gives to an attached model's forward pass, before the pass changes the cache.
+
+Types and shapes are always checked. Ids are read from the device once for a prompt, but not for single tokens after it, which
+would have to wait for a GPU.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
+
+INTEGERS = (torch.int64, torch.int32)
+
+
+def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, static: bool = False) -> Tensor | None:
+    """Returns the ids ``[B, N]`` or embeddings ``[B, N, hidden]`` of a pass; None if the model has a message of its own.
+
+    Parameters
+    ----------
+    inputs : arguments of the decoder's forward pass; their ``attention_mask`` covers cached tokens too.
+    cached : number of tokens in its cache.
+    static : the caller's cache is a static one; for these ``generate`` converts the mask to ``kv_start`` before the pass.
+
+    Raises
+    ------
+    UserError : an input of another type or shape, no token, or an id outside the vocabulary.
+    """
+    ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
+    if (ids is None) == (embeddings is None):
+        return None
+    tokens = _checked_embeddings(decoder, embeddings) if ids is None else _checked_ids(decoder, ids, cached)
+    batch, length = tokens.shape[:2]
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None and not (static and _is_converted(mask, batch)):
+        fits = _is_ordinary(mask) and mask.shape == (batch, cached + length)
+        _require(fits, "attention_mask", mask, f"a 2D mask [{batch}, {cached + length}], cached tokens included")
+    if positions is not None:
+        fits = _is_ordinary(positions) and positions.shape in ((batch, length), (1, length)) and positions.dtype in INTEGERS
+        _require(fits, "position_ids", positions, f"integers [{batch}, {length}]")
+    return tokens
+
+
+def _checked_ids(decoder: Any, ids: Any, cached: int) -> Tensor:
+    """Returns the ids of a pass after checking them."""
+    fits = _is_ordinary(ids) and ids.ndim == 2 and ids.numel() > 0 and ids.dtype in INTEGERS
+    _require(
+        fits, "input_ids", ids, "int64 [batch, tokens], one token or more" + (f" after {cached} cached ones" if cached else "")
+    )
+    decodes, captures = cached > 0 and ids.shape[1] == 1, ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    if ids.device.type == "cpu" or not (decodes or captures):
+        lowest, highest = torch.stack(ids.aminmax()).tolist()  # one synchronization with the device
+        size = decoder.config.vocab_size
+        if lowest < 0 or highest >= size:
+            raise UserError(f"input_ids: {lowest if lowest < 0 else highest} is no token; accepted are 0 to {size - 1}")
+    return ids
+
+
+def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
+    """Returns the embeddings of a pass after checking them; autocast converts those of other types."""
+    width, dtype = decoder.config.hidden_size, decoder.dtype
+    fits = _is_ordinary(embeddings) and embeddings.ndim == 3 and embeddings.numel() > 0 and embeddings.shape[2] == width
+    converts = fits and embeddings.is_floating_point() and torch.is_autocast_enabled(embeddings.device.type)
+    fits = fits and (embeddings.dtype == dtype or converts)
+    _require(fits, "inputs_embeds", embeddings, f"{_name(dtype)} [batch, tokens, {width}], one token or more")
+    return embeddings
+
+
+def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> None:
+    """Checks that the keys and values of a cache are those of ``batch`` sequences of this model.
+
+    Parameters
+    ----------
+    cache : its layers are of :class:`msattn.trainer.serving.cache.GrowingLayer`.
+    every_layer : check every layer, once for each cache. The first and the last one show whether a pass was interrupted.
+
+    Raises
+    ------
+    UserError : another number of layers, layers of unequal length, or keys and values of another shape.
+    """
+    layers, length = cache.layers, cache.get_seq_length()
+    if len(layers) != num_layers(config):
+        raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers(config)}, as in the model")
+    accepted = [batch, num_kv_heads(config), length, head_dim(config)]
+    for layer in layers if every_layer else (layers[0], layers[-1]):
+        for buffer in (layer.key_buffer, layer.value_buffer):
+            held = list(buffer.memory.shape) if buffer.length else accepted.copy()
+            held[2] = min(buffer.length, held[2])
+            if held != accepted:
+                raise UserError(f"past_key_values: it holds {held} [sequences, heads, tokens, size]; accepted is {accepted}")
+
+
+def _is_converted(mask: Any, batch: int) -> bool:
+    """Returns True for the ``kv_start`` of a batch, or one for each type of layer."""
+    starts = mask.values() if isinstance(mask, Mapping) else [mask]
+    return all(x is None or (_is_ordinary(x) and x.dtype == torch.int32 and x.shape == (batch,)) for x in starts)
+
+
+def _is_ordinary(x: Any) -> bool:
+    """Returns True for a tensor whose values lie in memory: none that is sparse, nested, quantized or on the meta device."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
+
+
+def _require(condition: bool, name: str, value: Any, accepted: str) -> None:
+    """Raises UserError if ``condition`` is False."""
+    if not condition:
+        raise UserError(f"{name} of {_described(value)}: accepted is {accepted}")
+
+
+def _described(value: Any) -> str:
+    """Returns dtype and shape of an ordinary tensor, and the type of another value."""
+    if not isinstance(value, Tensor):
+        return f"type {type(value).__name__}"
+    kind = "" if _is_ordinary(value) else "nested " if value.is_nested else f"{_name(value.layout)} {value.device.type} "
+    return f"{kind}{_name(value.dtype)}" + ("" if value.is_nested else f" {list(value.shape)}")
+
+
+def _name(attribute: Any) -> str:
+    """Returns the name of a dtype or layout."""
+    return str(attribute).removeprefix("torch.")

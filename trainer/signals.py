@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM on the command line: exit code 130 or 143 and at most one line, whatever the process is doing."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from msattn.trainer.errors import Terminated
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+
+
+def handle(handler: Handler) -> None:
+    """Handles Ctrl-C and SIGTERM by ``handler``, unless they are ignored; in other threads than the main one nothing changes."""
+    if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def handled(handler: Handler) -> Iterator[None]:
+    """Handles Ctrl-C and SIGTERM by ``handler`` inside the context."""
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handle(handler)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, each in previous.items():
+                signal.signal(number, each)
+
+
+def end_at_once(number: int, frame: FrameType | None = None) -> None:
+    """Ends the process without cleaning up. An exception might be lost, or become another, in the imports of libraries."""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            os.write(2, b"msattn: interrupted\n")
+        except OSError:  # stderr is closed
+            pass
+    end_silently(number)
+
+
+def end_silently(number: int, frame: FrameType | None = None) -> None:
+    """Ends the process without cleaning up, after it printed its last line."""
+    os._exit(128 + number)
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt inside the context and SIGTERM raises Terminated; another signal ends the process at once.
+
+    Libraries turn the exception into others, such as ImportError, so an error that follows is replaced by it.
+    """
+    stop: KeyboardInterrupt | None = None
+
+    def stop_once(number: int, frame: FrameType | None) -> None:
+        nonlocal stop
+        handle(end_at_once)
+        stop = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+        raise stop
+
+    with handled(stop_once):
+        try:
+            yield
+        except Exception as error:
+            if stop is None:
+                raise
+            raise stop from error
