@@ -84,7 +84,7 @@ def test_mistakes_are_named(
 
 def test_damaged_configurations_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path)
-    for content, message in (("{", "config.json: not JSON"), ("[]", "not an object")):
+    for content, message in (("{", "not valid JSON"), ("[]", "holds a list, accepted is an object")):
         (path / "config.json").write_text(content)
         with pytest.raises(UserError, match=message):
             own_overrides(str(path), None)

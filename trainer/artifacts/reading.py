@@ -22,7 +22,7 @@ from msattn.trainer.artifacts.manifest import (
     read_manifest,
 )
 from msattn.trainer.errors import UserError
-from msattn.trainer.storage.documents import check_contained, check_regular, parse_yaml, read_text
+from msattn.trainer.storage.documents import check_contained, check_regular, parse_yaml, read_text, root_of_links
 
 MAX_CONFIG_BYTES = 256_000  # real ones take 2 kB
 ATTEMPTS = 5  # of reading an artifact that another process replaces at the same time
@@ -115,7 +115,7 @@ def _identity(path: str) -> tuple[int, ...]:
 def _read(folder: Path, path: str | Path, kind: str | None) -> Artifact:
     for name in (MANIFEST, WEIGHTS, CONFIG):
         check_regular(folder / name, f"artifact {path}: {name}")
-        check_contained(folder / name, _root(folder), f"artifact {path}: {name}")
+        check_contained(folder / name, root_of_links(folder), f"artifact {path}: {name}")
     manifest = read_manifest(folder, path, kind)
     where = f"artifact {path}: {CONFIG}"
     text = read_text(folder / CONFIG, where, MAX_CONFIG_BYTES)
@@ -123,14 +123,6 @@ def _read(folder: Path, path: str | Path, kind: str | None) -> Artifact:
         raise UserError(f"artifact {path}: checksum of {MANIFEST} and {CONFIG} differs; one of them was altered")
     config = parse_yaml(text, where)
     return Artifact(manifest["kind"], _read_tensors(folder, path, manifest), config, manifest, folder)
-
-
-def _root(folder: Path) -> Path:
-    """Returns the folder that links must not leave: files of the Hub's cache link to its ``blobs``."""
-    for parent in (folder.parent, folder.parent.parent):
-        if parent.name == "snapshots":
-            return parent.parent
-    return folder
 
 
 def _read_tensors(folder: Path, path: str | Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.config.model import packaged_models
-from msattn.trainer.config.text_files import parse_json, read_text, refused, text_files
+from msattn.trainer.config.text_files import refused, text_files
 from msattn.trainer.config.values import shown
-from msattn.trainer.errors import UserError, first_line, print_once
+from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.storage.model_files import ModelFiles, local_folder
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
@@ -81,34 +82,12 @@ def sizes_for(positions: int) -> dict[str, Any]:
 
 def _read_config(model: str) -> dict[str, Any]:
     """Returns ``config.json`` of a local folder or of a Hub model."""
-    folder = Path(os.path.expanduser(model))
-    if folder.is_dir():
-        file = folder / "config.json"
-        if not file.is_file():
-            raise UserError(f"--model {shown(model)}: the folder has no config.json, so it is not a Hugging Face model")
-    elif folder.exists():
-        raise UserError(f"--model {shown(model)}: this is a file; accepted is the folder of a model")
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        file = _download_config(model)
-    else:
-        accepted = f"a folder, a Hub id, or one of {', '.join(packaged_models())}"
-        raise UserError(f"--model {shown(model)}: no such folder; accepted is {accepted}")
-    where = f"--model {shown(model)}: config.json"
-    config = parse_json(read_text(file, where), where)
-    if not isinstance(config, dict):
-        raise UserError(f"--model {shown(model)}: config.json is not an object")
-    return config
-
-
-def _download_config(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--model {shown(model)}: not a local folder, and loading it from the Hub failed ({first_line(error)})"
-        ) from error
+    name, folder = f"--model {shown(model)}", local_folder(model)
+    if folder is None and os.path.exists(os.path.expanduser(model)):
+        raise UserError(f"{name}: this is a file; accepted is the folder of a model")
+    if folder is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
+        raise UserError(f"{name}: no such folder; accepted is a folder, a Hub id, or one of {', '.join(packaged_models())}")
+    return ModelFiles(name, folder or model).config()
 
 
 def _quoted(value: str) -> str:

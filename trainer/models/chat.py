@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.limited import limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,16 +25,15 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, 
 
     Raises
     ------
-    UserError : there is no chat template, or it refuses the messages.
+    UserError : there is no chat template, it or the tokenizer refuses the messages, or nothing is left of them.
     """
     if isinstance(prompt, str):
         if not uses_chat(tokenizer, chat):
-            return tokenizer(prompt, return_tensors="pt").input_ids
+            return torch.tensor([_tokens(tokenizer, prompt)])
         prompt = [{"role": "user", "content": prompt}]
     elif tokenizer.chat_template is None:
         raise UserError("messages: the tokenizer has no chat template; give a prompt as text instead")
-    rendered = _render(tokenizer, prompt)
-    return tokenizer(rendered, return_tensors="pt", add_special_tokens=False).input_ids
+    return torch.tensor([_tokens(tokenizer, _render(tokenizer, prompt), add_special_tokens=False)])
 
 
 def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages, chat: bool | None) -> Tensor:
@@ -74,11 +75,16 @@ def uses_chat(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> bool:
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str:
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         raise UserError("chat: the tokenizer has no chat template; chat=false sends prompts as they are")
-    try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
-        raise UserError(f"messages: the model's chat template refuses them ({first_line(error)})") from error
+    return limited(
+        lambda: str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)),
+        "messages: the model's chat template refuses them",
+    )
+
+
+def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, **options: bool) -> list[int]:
+    tokens = limited(lambda: list(tokenizer(text, **options).input_ids), "prompt: the model's tokenizer refuses it")
+    if not tokens:
+        raise UserError("prompt: the model's tokenizer leaves no token of it")
+    return tokens

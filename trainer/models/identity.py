@@ -62,10 +62,10 @@ def _weights_hash(model: "PreTrainedModel") -> str | None:
     layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
     projections = [module for layer in layers for module in (layer.self_attn.q_proj, layer.mlp.down_proj)]
     weights: list[Any] = [getattr(module, "weight", None) for module in (base.embed_tokens, *projections, base.norm)]
-    return _hash(*map(_sample, weights)) if all(map(_has_values, weights)) else None
+    return _hash(*map(_sample, weights)) if all(map(has_values, weights)) else None
 
 
-def _has_values(weight: Any) -> bool:
+def has_values(weight: Any) -> bool:
     """Returns False for weights of quantized modules (none, a method, or a tensor subclass) and for offloaded ones."""
     return type(weight) in (Tensor, Parameter) and weight.is_floating_point() and not weight.is_meta
 

@@ -1,6 +1,6 @@
 """Loading of language models and tokenizers, from checkpoints or with random weights."""
 
-import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msattn.trainer.config import ModelConfig, nearest
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.models.architecture import generation_config, pretrained_config
+from msattn.trainer.models.checkpoint import check_loaded, check_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, ROPE_TYPES, check_supported
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
 from msattn.trainer.progress import activity
+from msattn.trainer.storage.model_files import ModelFiles, local_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "model"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,14 @@ def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTraine
     ------
     UserError : as :func:`load`.
     """
-    config = random_config(cfg) if cfg.init == "random" else _pretrained_config(cfg)
+    config = random_config(cfg) if cfg.init == "random" else _config(cfg)
     if cfg.rope_scaling is not None:
         _scale_rope(config, cfg.rope_scaling)
     check_supported(config)
-    tokenizer = _tokenizer(cfg)
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {len(tokenizer)} tokens")
+    tokenizer = _tokenizer(cfg, config)
+    tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
+    if tokens > config.vocab_size:
+        raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {tokens} tokens")
     return config, tokenizer
 
 
@@ -85,7 +90,7 @@ def _public_id(cfg: ModelConfig, seed: int) -> str:
     """Returns the id of a model in manifests and model cards, which may be published: never a local path."""
     if cfg.init == "random":
         return f"{cfg.name} (random weights, seed {seed})"
-    return cfg.name if Path(cfg.path).expanduser().is_dir() else cfg.path
+    return cfg.path if local_folder(cfg.path) is None else cfg.name
 
 
 def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
@@ -126,18 +131,6 @@ def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype
 
 
 @contextmanager
-def _no_retry_warnings() -> Iterator[None]:
-    """Silences huggingface_hub's warning for each retry; the final error is raised anyway."""
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@contextmanager
 def no_progress_bar() -> Iterator[None]:
     """Disables transformers' progress bar inside the context, for local files, which load and save in seconds."""
     from transformers.utils import logging as transformers_logging
@@ -151,77 +144,63 @@ def no_progress_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _folder_or_hub_id(path: str) -> str | Path:
-    """Returns the path of a local folder, or the Hub id unchanged."""
-    if path == "embedded":
-        return EMBEDDED
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"model.path={path}: no such folder")
-    return path
+def _files(cfg: ModelConfig) -> ModelFiles:
+    """Returns the files of the local folder or of the Hub model that ``model.path`` names."""
+    name, folder = f"model.path={shown(cfg.path)}", EMBEDDED if cfg.path == "embedded" else local_folder(cfg.path)
+    if folder is None and (os.path.exists(cfg.path) or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1):
+        raise UserError(f"{name}: no such folder")
+    return ModelFiles(name, folder or cfg.path, cfg.revision)
 
 
-def _pretrained_config(cfg: ModelConfig) -> "PreTrainedConfig":
-    from huggingface_hub.errors import StrictDataclassError
+def _config(cfg: ModelConfig) -> "PreTrainedConfig":
+    """Returns the configuration of a pretrained model; code that the user trusts may decide it."""
     from transformers import AutoConfig
 
-    source = _folder_or_hub_id(cfg.path)
-    if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise UserError(f"model.path={cfg.path}: the folder has no config.json, so it is not a Hugging Face model")
+    files = _files(cfg)
+    if not cfg.trust_remote_code:
+        return pretrained_config(files)
     try:
-        with _no_retry_warnings():
-            return AutoConfig.from_pretrained(source, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code)
-    except (StrictDataclassError, OSError, ValueError, KeyError) as error:
-        raise _load_error(cfg.path, source, error) from error
+        return AutoConfig.from_pretrained(files.source, revision=cfg.revision, trust_remote_code=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise files.error(error) from error
 
 
 def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    source = _folder_or_hub_id(cfg.path)
+    files = _files(cfg)
+    own = None if cfg.trust_remote_code else generation_config(files, config)
     try:
-        with no_progress_bar() if isinstance(source, Path) else nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
+        check_weights(files, config)
+        with nullcontext() if files.folder is None else no_progress_bar():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                files.source,
                 config=config,
+                generation_config=own,
                 revision=cfg.revision,
                 trust_remote_code=cfg.trust_remote_code,
                 dtype=dtype,
                 device_map={"": device},
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UserError):
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _load_error(cfg.path, source, error) from error
-    model, info = loaded
-    if info["missing_keys"]:  # transformers would initialize them at random
-        raise UserError(
-            f"model.path={cfg.path}: the checkpoint has no weights for {', '.join(sorted(info['missing_keys'])[:3])}"
-        )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise files.error(error) from error
+    check_loaded(files, model, info)
     return model
 
 
-def _tokenizer(cfg: ModelConfig) -> "PreTrainedTokenizerBase":
+def _tokenizer(cfg: ModelConfig, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    local = Path(cfg.path).expanduser()
-    if cfg.path == "embedded" or (cfg.init == "random" and not (local / "tokenizer.json").is_file()):
+    folder = local_folder(cfg.path)
+    if cfg.path == "embedded" or (cfg.init == "random" and (folder is None or not (folder / VOCABULARY).is_file())):
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    source = _folder_or_hub_id(cfg.path)
-    if isinstance(source, Path) and not any((source / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"model.path={cfg.path}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
-    try:
-        with _no_retry_warnings():
-            return AutoTokenizer.from_pretrained(  # pyrefly: ignore[bad-return]
-                source, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise _load_error(cfg.path, source, error) from error
+    return load_tokenizer(_files(cfg), config, cfg.trust_remote_code)
 
 
 def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
@@ -238,17 +217,3 @@ def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
         config.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(f"model.rope_scaling={scaling}: {first_line(error)}") from error
-
-
-def _load_error(path: str, source: str | Path, error: Exception) -> UserError:
-    if "custom code" in str(error):
-        return UserError(
-            f"model.path={path}: its files bring Python code of their own (auto_map), which is not run; "
-            "model.trust_remote_code=true allows it, if you trust them"
-        )
-    if isinstance(source, Path):
-        return UserError(f"model.path={path}: the files there cannot be loaded ({first_line(error)})")
-    return UserError(
-        f"model.path={path}: not a local folder, and loading it from the Hugging Face Hub failed ({first_line(error)}); "
-        "model.init=random builds the architecture without a download"
-    )

@@ -93,8 +93,18 @@ def check_contained(path: Path, root: Path, where: str) -> None:
         raise UserError(f"{where} links to a file outside its folder")
 
 
+def root_of_links(folder: Path) -> Path:
+    """Returns the folder that links in ``folder`` must not leave: files of the Hub's cache link to its ``blobs``."""
+    for parent in (folder.parent, folder.parent.parent):
+        if parent.name == "snapshots":
+            return parent.parent
+    return folder
+
+
 def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Schema:
-    """Returns ``document`` as an instance of the dataclass ``schema``; other keys, and types that differ, are refused.
+    """Returns ``document`` as an instance of the dataclass ``schema``; types that differ are refused.
+
+    Keys that the schema lacks are ignored, or refused if its ``__pydantic_config__`` forbids them.
 
     Raises
     ------

@@ -1,0 +1,126 @@
+"""The weights of a model: checks of the files in a local folder before they are loaded, and of the model after that."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from annotated_types import Len
+from pydantic import StringConstraints
+from safetensors import safe_open
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.models.identity import has_values
+from msattn.trainer.models.limited import limited
+from msattn.trainer.storage.documents import check_regular, checked
+from msattn.trainer.storage.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+INDEX = ".index.json"
+FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
+ADAPTER = "adapter_config.json"
+DISTRIBUTED = re.compile(r"shard-\d{5}-model-")  # transformers would read these files instead
+FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=255)]
+
+
+@dataclass(frozen=True)
+class Index:
+    """The file that says which file has which weights."""
+
+    weight_map: Annotated[dict[str, FileName], Len(1)]
+    metadata: dict[str, Any]
+
+
+def check_weights(files: ModelFiles, config: "PreTrainedConfig") -> None:
+    """Checks the weight files of a local folder, before a model of the size in ``config`` takes memory.
+
+    Raises
+    ------
+    UserError : there are none, adapters or several checkpoints; a file is missing or no regular file, lies elsewhere, or holds
+        code; two files have the same weights; or there are fewer bytes than the model has weights.
+    """
+    if files.folder is None:
+        return
+    for name in sorted(os.listdir(files.folder)):
+        if name == ADAPTER or DISTRIBUTED.match(name):
+            raise UserError(f"{files.name}: {name}: accepted are whole models with their weights in {FILES[0]}, or in parts")
+    first = next((name for name in FILES if os.path.lexists(files.folder / name)), None)
+    if first is None:
+        raise UserError(f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(FILES)})")
+    parts = [files.folder / name for name in (_parts(files, first) if first.endswith(INDEX) else [first])]
+    for part in parts:
+        check_regular(part, f"{files.name}: {part.name}")
+    _check_size(files, config, sum(part.stat().st_size for part in parts))
+    if first.startswith("pytorch"):
+        for part in parts:
+            limited(lambda part=part: _check_pickle(part), f"{files.name}: {part.name} does not hold weights alone")
+    else:
+        _check_headers(files, parts, quantized=is_quantized(config))
+
+
+def check_loaded(files: ModelFiles, model: "PreTrainedModel", info: Mapping[str, Any]) -> None:
+    """Checks that the files have exactly the model's weights, and that these are finite; ``info`` is transformers' report.
+
+    Raises
+    ------
+    UserError : weights are missing, of another shape, left over, or not finite.
+    """
+    if missing := sorted(info["missing_keys"]):  # transformers initialized them at random
+        raise UserError(f"{files.name}: the checkpoint has no weights for {', '.join(missing[:3])}")
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise UserError(f"{files.name}: {name} has the shape {list(found)}, by config.json it is {list(expected)}")
+    left_over = sorted(info["unexpected_keys"])
+    if left_over and not is_quantized(model.config):
+        raise UserError(f"{files.name}: by config.json the model has no {', '.join(left_over[:3])}, which the checkpoint has")
+    for name, weight in model.named_parameters():
+        if has_values(weight) and not torch.isfinite(weight).all():
+            raise UserError(f"{files.name}: {name} has values that are not finite")
+
+
+def is_quantized(config: "PreTrainedConfig") -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _parts(files: ModelFiles, index: str) -> list[str]:
+    """Returns the names of the files in an index."""
+    found = files.json(index)
+    return sorted(set(checked(found or {}, Index, f"{files.name}: {index}").weight_map.values()))
+
+
+def _check_headers(files: ModelFiles, parts: list[Path], quantized: bool) -> None:
+    """Raises UserError if two files have weights of the same name, or weights that are not quantized are no real numbers."""
+    seen: dict[str, str] = {}
+    for part in parts:
+        with safe_open(part, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if name in seen:
+                    raise UserError(f"{files.name}: {name} is in {seen[name]} and in {part.name}")
+                seen[name] = part.name
+                dtype = opened.get_slice(name).get_dtype()
+                if not quantized and not dtype.startswith(("F", "BF")):
+                    raise UserError(f"{files.name}: {name} has the dtype {dtype}, accepted are real numbers")
+
+
+def _check_pickle(path: Path) -> None:
+    """Raises an error of any kind unless ``path`` holds tensors by name, and neither code nor other objects."""
+    content = torch.load(path, map_location="meta", weights_only=True)
+    if not isinstance(content, dict):
+        raise TypeError(f"it is a {type(content).__name__}")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise TypeError(f"{name!r:.80} is no tensor of real numbers")
+
+
+def _check_size(files: ModelFiles, config: "PreTrainedConfig", size: int) -> None:
+    """Raises UserError if the model has more weights than ``size`` bytes hold: a bit each if quantized, else a byte."""
+    hidden, heads = config.hidden_size, num_heads(config) + num_kv_heads(config)
+    layer = 2 * hidden * heads * head_dim(config) + 3 * hidden * config.intermediate_size
+    weights = num_layers(config) * layer + config.vocab_size * hidden
+    if weights > size * (8 if is_quantized(config) else 1):
+        raise files.error(ValueError(f"{weights:,} weights by config.json in {size:,} bytes"))

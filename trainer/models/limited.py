@@ -1,0 +1,66 @@
+"""Calls whose time and memory a file of a model decides, such as its chat template: in a copy of the process, with limits."""
+
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import psutil
+
+from msattn.trainer.errors import UserError, first_line
+
+SECONDS = 20  # of computing
+BYTES = 2 * 2**30
+Result = TypeVar("Result")
+
+
+def limited(call: Callable[[], Result], where: str) -> Result:
+    """Returns ``call()``, computed in a forked copy of this process; the result is pickled, other effects are lost.
+
+    Libraries raise many kinds of errors for damaged files, or abort the process. Here each is the same refusal.
+
+    Parameters
+    ----------
+    where : beginning of error messages, which the reason follows in parentheses.
+
+    Raises
+    ------
+    UserError : ``call`` raised an exception, ended the process, or took more than :data:`SECONDS` or :data:`BYTES`.
+    """
+    forks = multiprocessing.get_context("fork")
+    receiver, sender = forks.Pipe(duplex=False)
+    copy = forks.Process(target=_answer, args=(call, sender))
+    copy.start()
+    sender.close()
+    result, reason = None, None
+    with receiver, suppress(EOFError):  # the end of the copy, without an answer
+        result, reason = receiver.recv()
+    copy.join()
+    if copy.exitcode == -signal.SIGXCPU:
+        reason = f"it takes more than {SECONDS} s"
+    elif copy.exitcode:
+        reason = f"it ended early; it may take {BYTES / 2**30:g} GiB of memory"
+    if reason is not None:
+        raise UserError(f"{where} ({reason})")
+    return result  # pyrefly: ignore[bad-return]
+
+
+def _answer(call: Callable[[], Any], sender: Connection) -> None:
+    """Sends the result of ``call``, or the reason why there is none."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)  # libraries written in Rust print a backtrace
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+    memory = psutil.Process().memory_info().vms + BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer = call(), None
+    except MemoryError:
+        answer = None, f"it takes more than {BYTES / 2**30:g} GiB of memory"
+    except BaseException as error:  # the panics of Rust too
+        answer = None, first_line(error)
+    sender.send(answer)

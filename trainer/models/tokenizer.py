@@ -1,0 +1,143 @@
+"""The tokenizer of a model: ``tokenizer.json``, with the settings and the chat template that transformers saves beside it."""
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Interval
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.limited import limited
+from msattn.trainer.storage.documents import checked
+from msattn.trainer.storage.model_files import ModelFiles, no_retry_warnings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+SLOW = ("tokenizer.model", "vocab.json")  # of which transformers makes a tokenizer
+PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京."  # encoded once, to see that it can be
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token with a meaning of its own; None stands for the default of the library ``tokenizers``."""
+
+    content: str
+    lstrip: bool | None = None
+    rstrip: bool | None = None
+    normalized: bool | None = None
+    single_word: bool | None = None
+    special: bool | None = None
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """One of several chat templates."""
+
+    name: str
+    template: str
+
+
+Token = str | AddedToken
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of ``tokenizer_config.json``; the vocabulary and how text is split are in ``tokenizer.json``."""
+
+    bos_token: Token | None = None
+    eos_token: Token | None = None
+    unk_token: Token | None = None
+    pad_token: Token | None = None
+    sep_token: Token | None = None
+    cls_token: Token | None = None
+    mask_token: Token | None = None
+    additional_special_tokens: list[Token] | None = None
+    extra_special_tokens: list[Token] | dict[str, Token] | None = None
+    added_tokens_decoder: dict[int, AddedToken] | None = None
+    chat_control_tokens: list[str] | None = None
+    chat_template: str | list[NamedTemplate] | None = None
+    clean_up_tokenization_spaces: bool | None = None
+    split_special_tokens: bool = False
+    model_max_length: Annotated[float, Interval(gt=0, le=1e31)] | None = None
+    padding_side: Literal["left", "right"] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    auto_map: dict[str, Any] | list[Any] | None = None
+
+
+def load_tokenizer(files: ModelFiles, config: "PreTrainedConfig", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Returns the tokenizer of a model: that of ``tokenizer.json``, else the one that transformers makes of older files.
+
+    Raises
+    ------
+    UserError : there is no tokenizer, a file is damaged, encoding a short text takes long or fails, tokens are drawn at random,
+        or there is code that ``trust_remote_code`` does not allow.
+    """
+    if trust_remote_code or files.find(VOCABULARY) is None:
+        return _of_transformers(files, config, trust_remote_code)
+    document = {**(files.json(SPECIAL) or {}), **(files.json(SETTINGS) or {})}
+    settings = checked(document, Settings, f"{files.name}: {SETTINGS}")
+    if isinstance(settings.auto_map, list) or "AutoTokenizer" in (settings.auto_map or ()):
+        raise files.brings_code()
+    vocabulary, template = files.text(VOCABULARY), files.text(TEMPLATE)
+    assert vocabulary is not None
+    settings = settings if template is None else replace(settings, chat_template=template)
+    limited(lambda: _tokenizer(vocabulary, settings)(PROBE).input_ids, f"{files.name}: {VOCABULARY} gives no tokenizer")
+    return _tokenizer(vocabulary, settings)
+
+
+def _tokenizer(vocabulary: str, settings: Settings) -> "PreTrainedTokenizerBase":
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_str(vocabulary)
+    if getattr(backend.model, "dropout", None):
+        raise ValueError("dropout: accepted is null")
+    ids = backend.get_vocab(with_added_tokens=False).values()
+    if len(set(ids)) < len(ids):
+        raise ValueError("two tokens have the same id")
+    backend.no_padding()
+    backend.no_truncation()
+    given = {item.name: getattr(settings, item.name) for item in fields(Settings) if item.name != "auto_map"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, **{key: _of_libraries(value) for key, value in given.items() if value is not None}
+    )
+
+
+def _of_libraries(value: Any) -> Any:
+    """Returns a value of :class:`Settings` with the classes of the libraries."""
+    import tokenizers
+
+    if isinstance(value, AddedToken):
+        return tokenizers.AddedToken(**{key: each for key, each in vars(value).items() if each is not None})
+    if isinstance(value, NamedTemplate):
+        return vars(value)
+    if isinstance(value, list):
+        return [_of_libraries(each) for each in value]
+    return {key: _of_libraries(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _of_transformers(files: ModelFiles, config: "PreTrainedConfig", trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """Returns the tokenizer that transformers chooses; code that the user trusts runs once, without limits."""
+    from transformers import AutoTokenizer
+
+    if files.folder is not None and not any(files.find(name) for name in (VOCABULARY, *SLOW)):
+        raise UserError(f"{files.name}: the folder has no tokenizer (none of {', '.join((VOCABULARY, *SLOW))})")
+
+    def load() -> Any:
+        with no_retry_warnings():
+            return AutoTokenizer.from_pretrained(
+                files.source, config=config, revision=files.revision, trust_remote_code=trust_remote_code
+            )
+
+    try:
+        if not trust_remote_code:
+            limited(lambda: load()(PROBE).input_ids, f"{files.name}: no tokenizer")
+        return load()
+    except (OSError, ValueError, KeyError) as error:
+        raise files.error(error) from error

@@ -1,0 +1,120 @@
+"""The files of a model, in a local folder or on the Hub: found, and read as text or JSON that anyone may have written."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.storage.documents import check_contained, check_regular, read_json, read_text, root_of_links
+
+MAX_BYTES = 100_000_000  # of a file that is no weights: tokenizers take up to 35 MB
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model.
+
+    Attributes
+    ----------
+    name : the argument that names the model, such as ``model.path=meta-llama/Llama-3.1-8B``, for messages.
+    source : a local folder, or a Hub id.
+    revision : branch, tag or commit of a Hub model.
+    """
+
+    name: str
+    source: Path | str
+    revision: str | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder; None of a Hub model."""
+        return self.source if isinstance(self.source, Path) else None
+
+    @property
+    def kind(self) -> str:
+        return "Hub model" if self.folder is None else "folder"
+
+    def find(self, file: str, required: bool = False) -> Path | None:
+        """Returns the path of a file; None if there is none.
+
+        Raises
+        ------
+        UserError : it is no regular file, or a link that leaves the folder; a ``required`` file cannot be found.
+        """
+        if self.folder is None:
+            found = self._download(file, required)
+        else:
+            found = self.folder / file if os.path.lexists(self.folder / file) else None
+        if found is None and required:
+            raise UserError(f"{self.name}: the {self.kind} has no {file}, so it is not a Hugging Face model")
+        if found is not None:
+            check_regular(found, f"{self.name}: {file}")
+            check_contained(found, root_of_links(found.parent), f"{self.name}: {file}")
+        return found
+
+    def text(self, file: str) -> str | None:
+        """Returns the text of a file; None if there is none. Errors as :func:`msattn.trainer.storage.documents.read_text`."""
+        path = self.find(file)
+        return None if path is None else read_text(path, f"{self.name}: {file}", MAX_BYTES)
+
+    def json(self, file: str, required: bool = False) -> dict[str, Any] | None:
+        """Returns the object in a JSON file; None if there is none. Errors as for :meth:`find` and ``read_json``."""
+        path = self.find(file, required)
+        return None if path is None else read_json(path, f"{self.name}: {file}", MAX_BYTES)
+
+    def config(self) -> dict[str, Any]:
+        """Returns ``config.json``; raises UserError if it is missing or damaged."""
+        found = self.json("config.json", required=True)
+        assert found is not None
+        return found
+
+    def error(self, error: BaseException) -> UserError:
+        """Returns the refusal of a model whose files raise ``error``."""
+        if "custom code" in str(error):
+            return self.brings_code()
+        if self.folder is not None:
+            return UserError(f"{self.name}: the files there cannot be loaded ({first_line(error)})")
+        return UserError(
+            f"{self.name}: not a local folder, and loading it from the Hugging Face Hub failed ({first_line(error)}); "
+            "model.init=random builds the architecture of a packaged model without a download"
+        )
+
+    def brings_code(self) -> UserError:
+        """Returns the refusal of a model whose files name Python code of their own."""
+        return UserError(
+            f"{self.name}: its files bring Python code of their own (auto_map), which is not run; "
+            "model.trust_remote_code=true allows it, if you trust them"
+        )
+
+    def _download(self, file: str, required: bool) -> Path | None:
+        from transformers.utils import cached_file
+
+        try:
+            with no_retry_warnings():
+                options = {"revision": self.revision, "_raise_exceptions_for_missing_entries": required}
+                found = cached_file(str(self.source), file, **options)
+        except (OSError, ValueError) as error:
+            raise self.error(error) from error
+        return None if found is None else Path(found)
+
+
+def local_folder(path: str) -> Path | None:
+    """Returns the folder that ``path`` names; None if there is none."""
+    folder = os.path.expanduser(path)  # as os.path.isdir, it raises no error for any text
+    return Path(folder) if os.path.isdir(folder) else None
+
+
+@contextmanager
+def no_retry_warnings() -> Iterator[None]:
+    """Silences huggingface_hub's warning for each retry; the final error is raised anyway."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
