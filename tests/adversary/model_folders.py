@@ -1,23 +1,37 @@
-"""A small model folder, ways to damage it, and the outcome of loading it."""
+"""A small model folder of each family, damage to it, and what comes of loading it."""
 
 import json
+import os
+import random
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from jinja2 import Environment
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from msattn.trainer.commands.greedy import Clock, generate_greedily
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.models import Loaded, load
 from msattn.trainer.models.chat import encode_prompt
+from tests.adversary.damage import BYTES, damage_bytes
+from tests.adversary.tries import Tries
 from tests.factory import random_tokens, save_tokenizer, tiny_model
 
+WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
+VOCABULARY, SETTINGS, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 TEXT = "t3 t5 t7"
 TEMPLATE = "{% for m in messages %}t1 {{ m.content }} t2 {% endfor %}{% if add_generation_prompt %}t4{% endif %}"
+Damage = Callable[[Path], object]
+Case = TypeVar("Case")
+
 REMOVED = object()  # instead of a value: the key is removed
 HOSTILE: dict[str, Any] = {
     "removed": REMOVED,
@@ -53,32 +67,6 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-def save_base(folder: Path, family: str = "llama") -> Path:
-    """Saves a model of two layers with a tokenizer, a chat template and a generation configuration; returns ``folder``."""
-    tiny_model(family).save_pretrained(folder)
-    save_tokenizer(folder)
-    edit(folder, "tokenizer_config.json", "chat_template", TEMPLATE)
-    edit(folder, "generation_config.json", "eos_token_id", 0)
-    return folder
-
-
-def edit(folder: Path, file: str, key: str, value: Any) -> None:
-    """Sets a key of a JSON file in ``folder``; dots in ``key`` separate levels, and :data:`REMOVED` removes it."""
-    path = folder / file
-    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    *parents, last = key.split(".")
-    place = document
-    for parent in parents:
-        place = place[int(parent)] if isinstance(place, list) else place.setdefault(parent, {})
-    last = int(last) if isinstance(place, list) else last
-    if value is REMOVED:
-        if last in place or isinstance(place, list):
-            del place[last]
-    else:
-        place[last] = value
-    path.write_text(json.dumps(document), encoding="utf-8")
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Results of a loaded model: logits, a text as tokens, alone and as a message, the text of tokens, and greedy tokens."""
@@ -90,43 +78,158 @@ class Outcome:
     greedy: list[int]
 
     def equals(self, other: "Outcome") -> bool:
-        """Returns whether all results are equal."""
-        return torch.equal(self.logits, other.logits) and self.greedy == other.greedy and self.tokens_equal(other)
+        same = torch.equal(self.logits, other.logits)
+        return same and all(getattr(self, name) == getattr(other, name) for name in ("text", "message", "decoded", "greedy"))
 
-    def with_greedy(self, greedy: list[int]) -> "Outcome":
-        return replace(self, greedy=greedy)
 
-    def with_message(self, message: list[int]) -> "Outcome":
-        return replace(self, message=message)
+class Models:
+    """Folders of small models, and one damaged copy at a time."""
 
-    def tokens_equal(self, other: "Outcome") -> bool:
-        """Returns whether texts and tokens are equal."""
-        return all(getattr(self, each) == getattr(other, each) for each in ("text", "message", "decoded"))
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._expected: dict[str, Outcome] = {}
+
+    def base(self, family: str = "llama") -> Path:
+        """Returns the undamaged folder: two layers, a tokenizer, a chat template and a generation configuration."""
+        folder = self._place / family
+        if not folder.exists():
+            tiny_model(family).save_pretrained(folder)
+            save_tokenizer(folder)
+            edit(folder / SETTINGS, ("chat_template",), TEMPLATE)
+            edit(folder / GENERATION, ("eos_token_id",), 0)
+        return folder
+
+    def expected(self, family: str = "llama") -> Outcome:
+        """Returns the outcome of the undamaged folder."""
+        if family not in self._expected:
+            self._expected[family] = load_folder(self.base(family))
+        return self._expected[family]
+
+    def damaged(self, *damages: Damage, family: str = "llama") -> Path:
+        """Returns a copy of the folder after ``damages``; the previous copy is removed."""
+        copy = self._place / "damaged" / "model"
+        shutil.rmtree(copy.parent, ignore_errors=True)
+        shutil.copytree(self.base(family), copy)
+        for damage in damages:
+            damage(copy)
+        return copy
+
+
+def load_folder(folder: Path | str) -> Outcome:
+    """Loads a model and uses it."""
+    return outcome(load(ModelConfig(name="hostile", path=str(folder)), device="cpu"))
 
 
 def outcome(loaded: Loaded) -> Outcome:
-    tokens = random_tokens(1, 9)
+    tokens, clock = random_tokens(1, 9), Clock()
     text = encode_prompt(loaded.tokenizer, TEXT, False)
     message = encode_prompt(loaded.tokenizer, [{"role": "user", "content": TEXT}], None)
-    clock = Clock()
     generate_greedily(loaded, tokens, 4, clock)
     decoded = str(loaded.tokenizer.decode(tokens[0].tolist()))
     return Outcome(loaded.model(tokens).logits, text[0].tolist(), message[0].tolist(), decoded, clock.tokens)
 
 
-def load_folder(folder: Path | str, **options: Any) -> Outcome:
-    return outcome(load(ModelConfig(name="hostile", path=str(folder), **options), device="cpu"))
+def right(folder: Path, found: Outcome, expected: Outcome) -> bool:
+    """Returns whether an outcome is that of the undamaged folder, or what the libraries make of each damaged file directly."""
+    if found.equals(expected):
+        return True
+    try:
+        return found.equals(direct_outcome(folder))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+        return False
 
 
-class Copies:
-    """Damaged copies of a folder, one at a time."""
+def direct_outcome(folder: Path) -> Outcome:
+    """Returns the outcome without msattn: by transformers' class of ``config.json``, the library tokenizers, and Jinja."""
+    config, settings, generation = (
+        json.loads((folder / name).read_text(encoding="utf-8")) for name in (CONFIG, SETTINGS, GENERATION)
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    model.load_state_dict(load_file(folder / WEIGHTS))
+    tokenizer = Tokenizer.from_file(str(folder / VOCABULARY))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    template = (folder / TEMPLATE_FILE).read_text() if (folder / TEMPLATE_FILE).exists() else settings["chat_template"]
+    messages = [{"role": "user", "content": TEXT}]
+    rendered = Environment().from_string(template).render(messages=messages, add_generation_prompt=True)
+    text, message = (tokenizer.encode(each, add_special_tokens=each is TEXT).ids for each in (TEXT, rendered))
+    tokens = random_tokens(1, 9)
+    decoded = tokenizer.decode(tokens[0].tolist(), skip_special_tokens=False)
+    with torch.no_grad():
+        return Outcome(model(tokens).logits, text, message, decoded, greedy(model, tokens, generation))
 
-    def __init__(self, base: Path, place: Path) -> None:
-        self.base, self.place = base, place
 
-    def damaged(self, damage: Callable[[Path], object]) -> Path:
-        """Returns a copy of the folder after ``damage(copy)``; the previous copy is removed."""
-        shutil.rmtree(self.place, ignore_errors=True)
-        shutil.copytree(self.base, self.place)
-        damage(self.place)
-        return self.place
+def greedy(model: Any, tokens: Tensor, generation: dict[str, Any]) -> list[int]:
+    """Returns up to four new tokens, by forward passes over the whole sequence."""
+    ends = generation.get("eos_token_id")
+    new: list[int] = []
+    while len(new) < 4 and not (new and new[-1] in (ends if isinstance(ends, list) else [ends])):
+        scores, penalty = model(tokens).logits[0, -1], generation.get("repetition_penalty", 1.0)
+        seen = tokens[0].unique()
+        scores[seen] = torch.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+        new.append(int(scores.argmax()))
+        tokens = torch.cat([tokens, torch.tensor([new[-1:]])], dim=1)
+    return new
+
+
+def drawn(cases: Iterable[Case], count: int) -> Sequence[Case]:
+    """Returns ``count`` of the cases, always the same."""
+    return random.Random(0).sample(list(cases), count)
+
+
+def edit(path: Path, keys: Sequence[Any], value: Any) -> None:
+    """Sets a value in a JSON file, which may not exist yet; :data:`REMOVED` removes it."""
+    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    place = document
+    for key in keys[:-1]:
+        place = place[key] if isinstance(place, list) else place.setdefault(key, {})
+    if value is not REMOVED:
+        place[keys[-1]] = value
+    elif isinstance(place, list) or keys[-1] in place:
+        del place[keys[-1]]
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+def attempt(tries: Tries, models: Models, case: object, *damages: Damage, family: str = "llama") -> None:
+    """Tries to load a damaged copy: it must be refused, or its outcome be :func:`right`."""
+    folder = models.damaged(*damages, family=family)
+    tries.python(case, lambda: load_folder(folder), lambda found: right(folder, found, models.expected(family)))
+
+
+def edited(file: str, *keys: Any, value: Any) -> Damage:
+    """Returns the damage that :func:`edit` does to ``file``."""
+    return lambda folder: edit(folder / file, keys, value)
+
+
+def file_damages(file: str) -> Iterator[tuple[str, Damage]]:
+    """Yields ways to damage a JSON file of a folder: its bytes, its nesting, its kind."""
+    for kind, seed in product(BYTES, range(2)):
+        yield f"{kind} {seed}", lambda at, kind=kind, seed=seed: damage_bytes(at / file, kind, seed)
+    for text in (b"null", b"[]", b'"text"', b"7", b"NaN", b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe{}", b"\xef\xbb\xbf{}"):
+        yield f"is {text[:9]!r}", lambda at, text=text: (at / file).write_bytes(text)
+    for value in (b"NaN", b"-Infinity", b"1" * 10**4, b"[" * 500 + b"]" * 500, b"[" * 10**5 + b"]" * 10**5, b'"\xff"'):
+        first = b'{"x": ' + value + b", "
+        yield f"has {value[:9]!r}", lambda at, first=first: replace_bytes(at / file, b"{", first)
+    for name, target in {
+        "a device": "/dev/zero",
+        "a secret": "/etc/passwd",
+        "a folder": "/",
+        "nothing": "x",
+        "itself": file,
+    }.items():
+        yield f"links to {name}", lambda at, target=target: ((at / file).unlink(), (at / file).symlink_to(target))
+    yield "is large", lambda at: os.truncate(at / file, 2**30)
+    yield "is a folder", lambda at: ((at / file).unlink(), (at / file).mkdir())
+    yield "is a pipe", lambda at: ((at / file).unlink(), os.mkfifo(at / file))
+    yield "links out", lambda at: linked(at / file, at.parent / file)
+
+
+def replace_bytes(path: Path, old: bytes, new: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+
+def linked(path: Path, target: Path) -> None:
+    """Moves a file and leaves a link."""
+    target.parent.mkdir(exist_ok=True)
+    shutil.move(path, target)
+    path.symlink_to(os.path.relpath(target, path.parent))

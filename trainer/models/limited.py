@@ -1,5 +1,6 @@
 """Calls whose time and memory a file of a model decides, such as its chat template: in a copy of the process, with limits."""
 
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -51,8 +52,8 @@ def limited(call: Callable[[], Result], where: str) -> Result:
 
 def _answer(call: Callable[[], Any], sender: Connection) -> None:
     """Sends the result of ``call``, or the reason why there is none."""
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)  # libraries written in Rust print a backtrace
+    faulthandler.disable()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries written in Rust print a backtrace
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     memory = psutil.Process().memory_info().vms + BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

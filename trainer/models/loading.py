@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "model"
+OF_QUANTIZERS = (ImportError, TypeError, KeyError, AttributeError)  # for a missing library, or a value of quantization_config
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
             )
     except (torch.OutOfMemoryError, UserError):
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, *OF_QUANTIZERS) as error:
         raise files.error(error) from error
     check_loaded(files, model, info)
     return model

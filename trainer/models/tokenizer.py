@@ -20,7 +20,7 @@ VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
     "chat_template.jinja",
 )
 SLOW = ("tokenizer.model", "vocab.json")  # of which transformers makes a tokenizer
-PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京."  # encoded once, to see that it can be
+PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京."  # a text that has to be encoded and decoded
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,13 @@ def load_tokenizer(files: ModelFiles, config: "PreTrainedConfig", trust_remote_c
     vocabulary, template = files.text(VOCABULARY), files.text(TEMPLATE)
     assert vocabulary is not None
     settings = settings if template is None else replace(settings, chat_template=template)
-    limited(lambda: _tokenizer(vocabulary, settings)(PROBE).input_ids, f"{files.name}: {VOCABULARY} gives no tokenizer")
+    limited(lambda: _there_and_back(_tokenizer(vocabulary, settings)), f"{files.name}: {VOCABULARY} gives no tokenizer")
     return _tokenizer(vocabulary, settings)
+
+
+def _there_and_back(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns a short text after encoding and decoding."""
+    return str(tokenizer.decode(tokenizer(PROBE).input_ids))
 
 
 def _tokenizer(vocabulary: str, settings: Settings) -> "PreTrainedTokenizerBase":
@@ -137,7 +142,7 @@ def _of_transformers(files: ModelFiles, config: "PreTrainedConfig", trust_remote
 
     try:
         if not trust_remote_code:
-            limited(lambda: load()(PROBE).input_ids, f"{files.name}: no tokenizer")
+            limited(lambda: _there_and_back(load()), f"{files.name}: no tokenizer")
         return load()
     except (OSError, ValueError, KeyError) as error:
         raise files.error(error) from error
