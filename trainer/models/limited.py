@@ -15,6 +15,7 @@ import psutil
 from msattn.trainer.errors import UserError, first_line
 
 SECONDS = 20  # of computing
+WAIT = 120  # seconds for an answer, on a machine that is busy
 BYTES = 2 * 2**30
 Result = TypeVar("Result")
 
@@ -30,7 +31,8 @@ def limited(call: Callable[[], Result], where: str) -> Result:
 
     Raises
     ------
-    UserError : ``call`` raised an exception, ended the process, or took more than :data:`SECONDS` or :data:`BYTES`.
+    UserError : ``call`` raised an exception, ended the process, or took more than :data:`SECONDS`,
+        :data:`WAIT` or :data:`BYTES`.
     """
     forks = multiprocessing.get_context("fork")
     receiver, sender = forks.Pipe(duplex=False)
@@ -39,11 +41,15 @@ def limited(call: Callable[[], Result], where: str) -> Result:
     sender.close()
     result, reason = None, None
     with receiver, suppress(EOFError):  # the end of the copy, without an answer
-        result, reason = receiver.recv()
+        if receiver.poll(WAIT):
+            result, reason = receiver.recv()
+        else:
+            copy.kill()
+            reason = f"no answer after {WAIT} s"
     copy.join()
     if copy.exitcode == -signal.SIGXCPU:
         reason = f"it takes more than {SECONDS} s"
-    elif copy.exitcode:
+    elif copy.exitcode and reason is None:
         reason = f"it ended early; it may take {BYTES / 2**30:g} GiB of memory"
     if reason is not None:
         raise UserError(f"{where} ({reason})")
