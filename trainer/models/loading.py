@@ -80,7 +80,7 @@ def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTraine
     if cfg.rope_scaling is not None:
         _scale_rope(config, cfg.rope_scaling)
     check_supported(config)
-    tokenizer = _tokenizer(cfg, config)
+    tokenizer = _tokenizer(cfg)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
     if tokens > config.vocab_size:
         raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {tokens} tokens")
@@ -194,14 +194,14 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
     return model
 
 
-def _tokenizer(cfg: ModelConfig, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+def _tokenizer(cfg: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
     from transformers import PreTrainedTokenizerFast
 
     folder = local_folder(cfg.path)
     if cfg.path == "embedded" or (cfg.init == "random" and (folder is None or not (folder / VOCABULARY).is_file())):
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    return load_tokenizer(_files(cfg), config, cfg.trust_remote_code)
+    return load_tokenizer(_files(cfg), cfg.trust_remote_code)
 
 
 def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:

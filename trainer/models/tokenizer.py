@@ -1,6 +1,6 @@
-"""The tokenizer of a model: ``tokenizer.json``, with the settings and the chat template that transformers saves beside it."""
+"""The tokenizer of a model, from files that are checked first."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Interval
@@ -11,7 +11,7 @@ from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles, no_retry_warnings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
     "tokenizer.json",
@@ -70,65 +70,14 @@ class Settings:
     auto_map: dict[str, Any] | list[Any] | None = None
 
 
-def load_tokenizer(files: ModelFiles, config: "PreTrainedConfig", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer of a model: that of ``tokenizer.json``, else the one that transformers makes of older files.
+def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Returns the tokenizer of a model, as transformers loads it; code that the user trusts runs once, without limits.
 
     Raises
     ------
     UserError : there is no tokenizer, a file is damaged, encoding a short text takes long or fails, tokens are drawn at random,
         or there is code that ``trust_remote_code`` does not allow.
     """
-    if trust_remote_code or files.find(VOCABULARY) is None:
-        return _of_transformers(files, config, trust_remote_code)
-    document = {**(files.json(SPECIAL) or {}), **(files.json(SETTINGS) or {})}
-    settings = checked(document, Settings, f"{files.name}: {SETTINGS}")
-    if isinstance(settings.auto_map, list) or "AutoTokenizer" in (settings.auto_map or ()):
-        raise files.brings_code()
-    vocabulary, template = files.text(VOCABULARY), files.text(TEMPLATE)
-    assert vocabulary is not None
-    settings = settings if template is None else replace(settings, chat_template=template)
-    limited(lambda: _there_and_back(_tokenizer(vocabulary, settings)), f"{files.name}: {VOCABULARY} gives no tokenizer")
-    return _tokenizer(vocabulary, settings)
-
-
-def _there_and_back(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns a short text after encoding and decoding."""
-    return str(tokenizer.decode(tokenizer(PROBE).input_ids))
-
-
-def _tokenizer(vocabulary: str, settings: Settings) -> "PreTrainedTokenizerBase":
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer.from_str(vocabulary)
-    if getattr(backend.model, "dropout", None):
-        raise ValueError("dropout: accepted is null")
-    ids = backend.get_vocab(with_added_tokens=False).values()
-    if len(set(ids)) < len(ids):
-        raise ValueError("two tokens have the same id")
-    backend.no_padding()
-    backend.no_truncation()
-    given = {item.name: getattr(settings, item.name) for item in fields(Settings) if item.name != "auto_map"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, **{key: _of_libraries(value) for key, value in given.items() if value is not None}
-    )
-
-
-def _of_libraries(value: Any) -> Any:
-    """Returns a value of :class:`Settings` with the classes of the libraries."""
-    import tokenizers
-
-    if isinstance(value, AddedToken):
-        return tokenizers.AddedToken(**{key: each for key, each in vars(value).items() if each is not None})
-    if isinstance(value, NamedTemplate):
-        return vars(value)
-    if isinstance(value, list):
-        return [_of_libraries(each) for each in value]
-    return {key: _of_libraries(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-
-def _of_transformers(files: ModelFiles, config: "PreTrainedConfig", trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer that transformers chooses; code that the user trusts runs once, without limits."""
     from transformers import AutoTokenizer
 
     if files.folder is not None and not any(files.find(name) for name in (VOCABULARY, *SLOW)):
@@ -136,13 +85,34 @@ def _of_transformers(files: ModelFiles, config: "PreTrainedConfig", trust_remote
 
     def load() -> Any:
         with no_retry_warnings():
-            return AutoTokenizer.from_pretrained(
-                files.source, config=config, revision=files.revision, trust_remote_code=trust_remote_code
-            )
+            return AutoTokenizer.from_pretrained(files.source, revision=files.revision, trust_remote_code=trust_remote_code)
 
     try:
         if not trust_remote_code:
+            _check_files(files)
             limited(lambda: _there_and_back(load()), f"{files.name}: no tokenizer")
         return load()
     except (OSError, ValueError, KeyError) as error:
         raise files.error(error) from error
+
+
+def _check_files(files: ModelFiles) -> None:
+    """Raises UserError for settings of other types, for code, and for files that are too large or link out of the folder."""
+    document = {**(files.json(SPECIAL) or {}), **(files.json(SETTINGS) or {})}
+    settings = checked(document, Settings, f"{files.name}: {SETTINGS}")
+    if isinstance(settings.auto_map, list) or "AutoTokenizer" in (settings.auto_map or ()):
+        raise files.brings_code()
+    for name in (VOCABULARY, TEMPLATE):
+        files.text(name)
+
+
+def _there_and_back(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns a short text after encoding and decoding."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        if getattr(backend.model, "dropout", None):
+            raise ValueError("dropout: accepted is null")
+        ids = backend.get_vocab(with_added_tokens=False).values()
+        if len(set(ids)) < len(ids):
+            raise ValueError("two tokens have the same id")
+    return str(tokenizer.decode(tokenizer(PROBE).input_ids))
