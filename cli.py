@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 fault, 2 user error (one line on stderr), 130 interrupt
 """
 
 import atexit
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -216,22 +217,47 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is None:  # the process has no other purpose, so signals are handled to its end
         atexit.register(handle, signal.SIG_IGN)  # the last callback; later no function would be called
         handle(end_at_once)
+        _open_streams()
         _main(sys.argv[1:])
     with handled(end_at_once):
         _main(arguments or [])
+
+
+def _open_streams() -> None:
+    """Opens standard streams that are closed, as by ``>&-``, so that no file of the job takes their place."""
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # to the end of the process
 
 
 def _main(arguments: list[str]) -> NoReturn:
     from msattn.trainer.errors import Fault, UserError, exit_process, print_once
 
     try:
-        code = app(arguments or ["--help"], prog_name="msattn", standalone_mode=False)
+        with _named_output_errors():
+            code = app(arguments or ["--help"], prog_name="msattn", standalone_mode=False)
     except (UserError, typer.TyperException) as error:
         message = str(error) if isinstance(error, UserError) else error.format_message()
         print_once(" ".join(message.split()))
         code = 2
     except Fault as error:
-        print_once(" ".join(str(error).split()))
+        if str(error):
+            print_once(" ".join(str(error).split()))
         code = 1
     handle(end_silently)
     exit_process(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _named_output_errors() -> Iterator[None]:
+    """Raises UserError or OutputClosed if standard output cannot be written."""
+    from msattn.trainer.errors import output_error
+
+    try:
+        yield
+    except OSError as error:
+        if (found := output_error()) is None:
+            raise
+        raise found from error
+    if (found := output_error()) is not None:
+        raise found

@@ -6,7 +6,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +28,10 @@ class CheckFailed(Fault):
 
 class RankLost(Fault):
     """Another rank of the run ended, so the remaining ranks cannot continue."""
+
+
+class OutputClosed(Fault):
+    """The reader of standard output has ended, as in ``msattn help | head -1``. Exit code 1 without a line."""
 
 
 class TrainingDiverged(RuntimeError):
@@ -59,11 +63,39 @@ def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bo
     """
     # PyTorch's writer reports a position in the file but no reason.
     reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or first_line(error)
-    parts = [f"{path} cannot be written ({reason})", free_space(path), kept]
-    next_run = "resume=true continues the run" if resumes else "run the command again"
+    facts = "; ".join(filter(None, (f"{path} cannot be written ({reason})", free_space(path), kept)))
     if getattr(error, "errno", None) in (None, *NO_SPACE):
-        return UserError(f"{'; '.join(filter(None, parts))}. Free some disk space, then {next_run}")
-    return UserError("; ".join(filter(None, [*parts, next_run if resumes else ""])))
+        return UserError(f"{facts}. Free some disk space, then {'resume=true continues the run' if resumes else 'run again'}")
+    return UserError(f"{facts}; resume=true continues the run" if resumes else facts)
+
+
+def disk_error(error: OSError, folder: Path, *, resumes: bool) -> UserError | OutputClosed | None:
+    """Returns a one-line error for an OSError of a full or failing disk, or of standard output; None for others.
+
+    Parameters
+    ----------
+    folder : named where the exception names no file.
+    resumes : ``resume=true`` continues the run.
+    """
+    if (found := output_error()) is not None:
+        return found
+    path = Path(error.filename) if isinstance(error.filename, str) else folder
+    if error.errno in (*NO_SPACE, errno.EROFS):
+        return write_error(path, error, resumes=resumes)
+    if error.errno in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM):
+        return UserError(f"{path}: {error.strerror}; {free_space(path)}")
+    return None
+
+
+def output_error() -> UserError | OutputClosed | None:
+    """Returns an error if standard output cannot be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return OutputClosed()
+    except OSError as error:
+        return UserError(f"standard output cannot be written ({error.strerror})")
+    return None
 
 
 def free_space(path: Path) -> str:
@@ -75,8 +107,9 @@ def free_space(path: Path) -> str:
 def print_once(line: str) -> None:
     """Prints ``msattn: line`` on stderr, from only one of the processes of a ``torchrun`` that print the same line."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _first_to_print(line):
-        sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
-        sys.stderr.flush()
+        with suppress(OSError):  # stderr is closed or full
+            sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
+            sys.stderr.flush()
 
 
 @contextmanager
@@ -100,9 +133,12 @@ def exit_process(code: int) -> NoReturn:
 
     Under ``torchrun`` the interpreter's shutdown is skipped: threads of open connections may abort it.
     """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the interpreter would try again and report it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

@@ -31,12 +31,13 @@ def run(arguments: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text and a k-means."""
+    """A folder with a text and a k-means. This process has then imported what the commands import."""
     folder = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("text.txt").write_text(text(4000))
-        assert run(COMMANDS["fit-kmeans"]) == 0
+        for command in ("fit-kmeans", "eval", "bench"):
+            assert run(COMMANDS[command]) == 0
     return folder
 
 

@@ -68,10 +68,13 @@ def redirect(path: Path, *descriptors: int) -> None:
     """Lets the file ``path`` take the place of ``descriptors``, 1 for stdout and 2 for stderr."""
     with path.open("ab") as file:
         for descriptor in descriptors:
-            os.dup2(file.fileno(), descriptor)
-    streams = {1: "stdout", 2: "stderr"}
-    for descriptor in descriptors:  # those of pytest have files of their own
-        setattr(sys, streams[descriptor], os.fdopen(descriptor, "w", closefd=False))
+            replace_stream(descriptor, file.fileno())
+
+
+def replace_stream(descriptor: int, by: int) -> None:
+    """Lets the open file ``by`` take the place of stdout (1) or stderr (2), also of those that pytest has put there."""
+    os.dup2(by, descriptor)
+    setattr(sys, {1: "stdout", 2: "stderr"}[descriptor], os.fdopen(descriptor, "w", closefd=False))
 
 
 def on_each_change(action: Callable[[int], None]) -> None:

@@ -2,9 +2,13 @@
 
 import os
 import random
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -19,18 +23,21 @@ from msattn import cli
 from msattn.trainer.commands import compose
 from msattn.trainer.signals import end_at_once, handle
 from tests.adversary.commands import COMMANDS
-from tests.adversary.steps import Child
-from tests.adversary.tries import Tries, wait_until
+from tests.adversary.steps import Child, replace_stream
+from tests.adversary.tries import TIME_LIMIT, Tries, wait_until
+from tests.jobs import BYTECODE, ROOT
 from tests.training.test_checkpoints_survive import TRAIN, Line, final_weights, run
 
 pytestmark = pytest.mark.area("signals")
 
+HELP = {"help": ["help"], "page": ["help", "train.steps"], "--help": ["eval", "--help"], "--version": ["--version"]}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def output_fault(code: int, expected: set[int], output: str) -> str | None:
     """Returns how an interrupted command ended badly, or None."""
-    lines = [line for line in output.splitlines() if line.startswith("msattn: ") and not line.startswith("msattn: warning")]
+    lines = [line for line in output.splitlines() if line.startswith("msattn: ")]
+    lines = [line for line in lines if "so far" not in line and "earlier evaluation" not in line]
     if any(word in output for word in ("Traceback", "Exception ignored", "Error executing job")):
         return f"traceback: {output[-500:]}"
     if code not in expected:
@@ -63,11 +70,12 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
-def started(folder: Path, *arguments: str) -> Child:
+def started(folder: Path, *arguments: str, change_streams: Callable[[], None] = lambda: None) -> Child:
     """Starts ``msattn *arguments`` in a forked process that handles signals; its output goes to ``folder/output``."""
 
     def command() -> None:
         os.setpgrp()
+        change_streams()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", ["msattn", *arguments])
             handle(end_at_once)  # as when msattn.cli is imported
@@ -99,8 +107,8 @@ def test_signals_in_training(tries: Tries, job: Path, whole: dict[str, torch.Ten
     assert train_gate(job).wait() == 0
     duration = time.monotonic() - begin
     draw = random.Random(3)
-    kinds = [*product(STOPS, (1, 2, 3), (0, 0, 2), range(2))]
-    for number, times, workers, _ in tries.chosen(kinds):
+    kinds = [*product(STOPS, (1, 2, 3), (0, 0, 2))]
+    for number, times, workers in tries.chosen(kinds):
         shutil.rmtree(job)
         job.mkdir()
         child = train_gate(job, f"train.num_workers={workers}")
@@ -134,11 +142,72 @@ def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: dict[str, torch
 
 def test_signals_to_each_command(tries: Tries, work: Path) -> None:
     draw = random.Random(5)
-    for command, number, times in tries.chosen(product(COMMANDS, STOPS, (1, 2))):
-        child = started(work, *COMMANDS[command])
-        pauses = [draw.uniform(0, 2), draw.uniform(0, 0.2)][:times]
+    for command, number, times in tries.chosen(product([*COMMANDS, *HELP], STOPS, (1, 2))):
+        child = started(work, *(COMMANDS | HELP)[command])
+        pauses = [draw.uniform(0, 1.5 if command in COMMANDS else 0.1), draw.uniform(0, 0.2)][:times]
         for pause in pauses:
             time.sleep(pause)
             child.send(number)
         case = f"{command}, {number.name} after {', '.join(f'{pause:.2f}' for pause in pauses)} s"
         tries.record(case, output_fault(child.wait(), {0, STOPS[number]}, (work / "output").read_text()))
+
+
+def close_reader() -> None:
+    """Makes stdout a pipe whose reader has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    replace_stream(1, writer)
+
+
+def close() -> None:
+    """Closes stdout, as ``>&-`` does before Python starts."""
+    os.close(1)
+    sys.stdout = None
+
+
+def test_output_that_nobody_reads(tries: Tries, work: Path) -> None:
+    """Results are complete and nothing is printed on stderr; the exit code is 0, or 1 where a line could not be written."""
+    for command, change in tries.chosen(product(COMMANDS | HELP, (close_reader, close))):
+        shutil.rmtree("outputs/tiny/base/eval", ignore_errors=True)
+        code = started(work, *(COMMANDS | HELP)[command], change_streams=change).wait()
+        output = (work / "output").read_text()
+        lines = [line for line in output.splitlines() if " so far" not in line]
+        fault = f"printed: {output[-500:]}" if lines else None
+        if code not in ((0, 1) if change is close_reader else (0,)):
+            fault = f"exit code {code}: {output[-500:]}"
+        if command == "eval" and not Path("outputs/tiny/base/eval/report.html").exists():
+            fault = "no results"
+        tries.record(f"{command}, {change.__name__}", fault)
+
+
+def process(arguments: list[str], before: str = "pass") -> tuple[str, dict[str, str]]:
+    """Returns the shell command and the environment of a real process ``msattn *arguments``, which runs ``before`` first."""
+    script = f"import msattn.trainer.signals; {before}; from msattn.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""} | BYTECODE
+    return shlex.join([sys.executable, "-W", "ignore", "-c", script, *arguments]), environment
+
+
+@pytest.mark.slow
+def test_output_to_head(tries: Tries, work: Path) -> None:
+    """Real processes, to the end of the interpreter."""
+    for command in tries.chosen(("help", "--version", "generate")):
+        call, environment = process((COMMANDS | HELP)[command])
+        done = subprocess.run(f"{call} | head -1", shell=True, capture_output=True, text=True, env=environment, check=False)
+        lines = [line for line in done.stderr.splitlines() if " so far" not in line]
+        tries.record(f"{command} | head -1", None if done.stdout and not lines else f"{done.stdout} {done.stderr[-500:]}")
+
+
+@pytest.mark.slow
+def test_signals_to_processes(tries: Tries, work: Path) -> None:
+    """Real processes, most of them in their imports."""
+    draw = random.Random(6)
+    for number, pause in tries.chosen([(number, draw.uniform(0.05, 3)) for number in STOPS for _ in range(4)]):
+        Path("ready").unlink(missing_ok=True)
+        call, environment = process(COMMANDS["train-gate"], "open('ready', 'w').close()")
+        with Path("errors").open("w") as errors:
+            running = subprocess.Popen(shlex.split(call), stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        wait_until(Path("ready").exists)
+        time.sleep(pause)
+        running.send_signal(number)
+        code = running.wait(TIME_LIMIT)
+        tries.record(f"{number.name} after {pause:.2f} s", output_fault(code, {0, STOPS[number]}, Path("errors").read_text()))

@@ -20,7 +20,7 @@ from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, type
 from msattn.trainer.config.select import foreign_key, keys_of
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
-from msattn.trainer.errors import Fault, TrainingDiverged, UserError, first_line
+from msattn.trainer.errors import Fault, TrainingDiverged, UserError, disk_error, first_line, free_space
 from msattn.trainer.signals import raised
 
 MAIN_RANK = "0"
@@ -47,7 +47,7 @@ class Command:
 
     @property
     def trains(self) -> bool:
-        """True if the job writes an artifact."""
+        """True if the job writes an artifact; ``resume=true`` then continues an interrupted one."""
         return issubclass(self.schema, schemas.RunConfig) and not issubclass(self.schema, schemas.ServingConfig)
 
     def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
@@ -181,7 +181,7 @@ def launch(
     overrides = _with_search_path(overrides, config_dir)
     started: list[str] = []
     task = functools.partial(_run_job, command=command, arguments=arguments, started=started)
-    with initialized_hydra(command) as hydra, _settings_of_hydra(started):
+    with initialized_hydra(command) as hydra, _settings_of_hydra(started), _named_disk_errors(command):
         if multirun:
             sweep = compose_raw(hydra, command, overrides, "MULTIRUN")
             _check_points(hydra, sweep, command)
@@ -219,6 +219,18 @@ def _settings_of_hydra(started: list[str]) -> Iterator[None]:
         if started:
             raise
         raise UserError(f"hydra.*: a setting of Hydra's own is refused ({first_line(error)})") from error
+
+
+@contextmanager
+def _named_disk_errors(command: str) -> Iterator[None]:
+    """Raises an OSError of a full or failing disk, as of the files that Hydra writes, as a UserError of one line."""
+    try:
+        yield
+    except OSError as error:
+        found = disk_error(error, Path(COMMANDS[command].schema.outputs), resumes=COMMANDS[command].trains)
+        if found is None:
+            raise
+        raise found from error
 
 
 def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
@@ -299,9 +311,11 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
     except TrainingDiverged as error:
         return UserError(str(error))
     except (MemoryError, RuntimeError, OSError) as error:
-        if (shortage := _shortage(error)) is None:
+        disk = disk_error(error, cfg.folder, resumes=COMMANDS[command].trains) if isinstance(error, OSError) else None
+        shortage = _shortage(error)
+        if disk is None and shortage is None:
             raise
-        return UserError(shortage)
+        return disk or UserError(shortage)
 
 
 def _shortage(error: Exception) -> str | None:
@@ -375,7 +389,8 @@ def _check_outputs(cfg: JobConfig) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"outputs={cfg.outputs}: {folder} cannot be created ({error.strerror})") from error
+        reason = f"{error.strerror}; {free_space(folder)}"
+        raise UserError(f"outputs={cfg.outputs}: {folder} cannot be created ({reason})") from error
     if not os.access(folder, os.W_OK):
         raise UserError(f"outputs={cfg.outputs}: {folder} is not writable")
 

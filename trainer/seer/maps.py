@@ -10,6 +10,7 @@ from torch import Tensor
 
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.seer.blocks import visible_blocks
+from msattn.trainer.storage.replace import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +70,8 @@ class BlockMaps:
         """Writes :func:`draw_maps` as a PNG file."""
         figure = draw_maps(self.maps, titles)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI)
+        with replace_file(path) as temporary:
+            figure.savefig(temporary, dpi=DPI, format="png")
 
 
 def draw_maps(maps: dict[tuple[int, int], list[Tensor]], titles: tuple[str, str, str]) -> "Figure":

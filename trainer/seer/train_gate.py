@@ -1,6 +1,5 @@
 """``msattn train-gate``: trains the gates of a model and writes them as an artifact."""
 
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from accelerate import PartialState
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
+from msattn.trainer.errors import print_once
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.seer.gate import Gate
@@ -103,7 +103,7 @@ def _evaluate(gate: Gate, loaded: models.Loaded, heldout: data.Chunks, folder: P
             maps.save(picture, MAP_TITLES)
             tracker.image("block maps", picture, tracker.step)
         except OSError as error:  # training continues without a picture
-            print(f"{picture}: {error.strerror}; the picture is left out", file=sys.stderr, flush=True)
+            print_once(f"warning: {picture}: {error.strerror}; the picture is left out")
     return recalls
 
 

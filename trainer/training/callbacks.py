@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -237,7 +237,8 @@ class TrainingCallback(TrainerCallback):
                 signal.signal(each, previous_handlers[each])
             if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
-                os.write(2, f"{name}: finishing and saving this step\n".encode())
+                with suppress(OSError):  # stderr is closed or full
+                    os.write(2, f"{name}: finishing and saving this step\n".encode())
 
         for number in STOP_SIGNALS:
             signal.signal(number, finish_step)

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import Fault, Terminated, TrainingDiverged, UserError
+from msattn.trainer.errors import Fault, Terminated, TrainingDiverged, UserError, output_error
 from msattn.trainer.training.callbacks import TrainingCallback
 from msattn.trainer.training.checkpoints import (
     WEIGHTS,
@@ -125,36 +125,54 @@ def fit(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.callback = callback
-    try:
-        with callback.progress_bar(enabled=arguments.process_index == 0), callback.handle_signals():
-            trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
-            stop_signal = stop_consensus.finish(callback.signal)
-        _ignore_data_workers()
-    except KeyboardInterrupt as stop:
-        raise type(stop)(f"stopped within a step; {describe_last_checkpoint(checkpoints)}") from stop
-    except (RuntimeError, OSError, EOFError) as error:
-        _ignore_data_workers()
-        if not _is_lost_worker(error):
-            raise
-        reason = " ".join(str(error).split()).rstrip(" .") or type(error).__name__
-        raise Fault(f"a data worker was lost ({reason}); {describe_last_checkpoint(checkpoints)}") from error
+    with callback.progress_bar(enabled=arguments.process_index == 0), callback.handle_signals():
+        _train(trainer, callback, checkpoints, last)
+        stop_signal = stop_consensus.finish(callback.signal)
     steps = trainer.state.global_step
     if stop_signal:
-        raise (Terminated if stop_signal == signal.SIGTERM else KeyboardInterrupt)(
-            f"stopped after step {steps} of {train.steps}, saved in {checkpoints}; resume=true continues from there"
-        )
+        done = f"stopped after step {steps} of {train.steps}, saved in {checkpoints}"
+        raise _stop(stop_signal, f"{done}; resume=true continues from there")
     return callback.result(steps)
 
 
-def _ignore_data_workers() -> None:
+def _train(trainer: Trainer, callback: TrainingCallback, checkpoints: Path, last: Path | None) -> None:
+    """Trains to the last step, or to the end of the step in which a first signal came.
+
+    Raises
+    ------
+    KeyboardInterrupt : a second signal came, or a first one that also ended data workers.
+    Fault : a data worker was killed.
+    """
+    try:
+        trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
+        _ignore_data_workers(callback.train)
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"stopped within a step; {describe_last_checkpoint(checkpoints)}") from stop
+    except (RuntimeError, OSError, EOFError) as error:
+        _ignore_data_workers(callback.train)
+        if not callback.train.num_workers or not _is_lost_worker(error):
+            raise
+        if callback.signal:
+            raise _stop(callback.signal, f"stopped within a step; {describe_last_checkpoint(checkpoints)}") from error
+        reason = " ".join(str(error).split()).rstrip(" .") or type(error).__name__
+        raise Fault(f"a data worker was lost ({reason}); {describe_last_checkpoint(checkpoints)}") from error
+
+
+def _stop(number: int, message: str) -> KeyboardInterrupt:
+    return (Terminated if number == signal.SIGTERM else KeyboardInterrupt)(message)
+
+
+def _ignore_data_workers(train: TrainConfig) -> None:
     """Removes PyTorch's handler of SIGCHLD, which raises an error wherever the main thread is when a data worker is killed."""
-    if threading.current_thread() is threading.main_thread():
+    if train.num_workers and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _is_lost_worker(error: BaseException) -> bool:
     """Returns True for errors of the loss of a data worker: PyTorch's own, and those of its connection."""
-    return str(error).startswith("DataLoader worker (pid") or isinstance(error, ConnectionError | EOFError)
+    if isinstance(error, ConnectionError | EOFError):
+        return output_error() is None  # else a line could not be printed
+    return str(error).startswith("DataLoader worker (pid")
 
 
 def release_memory() -> None:

@@ -4,14 +4,13 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from msattn.trainer.config import TrackerConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, print_once
 
 
 class Tracker:
@@ -100,7 +99,7 @@ class Tracker:
         if reason is not None:
             self._file.truncate(end)
             if not self._warned:
-                print(f"{self._file.name}: {reason}; metrics are dropped", file=sys.stderr, flush=True)
+                print_once(f"warning: {self._file.name}: {reason}; metrics are dropped")
             self._warned = True
 
     def close(self) -> None:
