@@ -32,6 +32,7 @@ from tests.adversary.model_folders import (
     WEIGHTS,
     Damage,
     Models,
+    Outcome,
     attempt,
     drawn,
     edit,
@@ -113,13 +114,13 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_of_the_configuration(tries: Tries, models: Models) -> None:
     keys = [(family, key) for family in FAMILIES for key in json.loads((models.base(family) / CONFIG).read_text())]
     keys += [(family, key) for family in FAMILIES for key in OTHER_KEYS]
-    for (family, key), (name, value) in tries.chosen(drawn(product(keys, HOSTILE.items()), 300)):
+    for (family, key), (name, value) in tries.chosen(drawn(product(keys, HOSTILE.items()), 110)):
         attempt(tries, models, f"{family} {key}={name}", edited(CONFIG, key, value=value), family=family)
 
 
 def test_values_of_rope(tries: Tries, models: Models) -> None:
     keys = [(kind, key) for kind in ROPES for key in (*ROPE_KEYS, *ROPE_KEYS_OF.get(kind, ()))]
-    cases = drawn(product(keys, ("rope_parameters", "rope_scaling"), HOSTILE.items()), 150)
+    cases = drawn(product(keys, ("rope_parameters", "rope_scaling"), HOSTILE.items()), 80)
     for (kind, key), place, (name, value) in tries.chosen(cases):
         damages = (
             edited(CONFIG, "rope_parameters", value=REMOVED),
@@ -146,7 +147,7 @@ def test_other_files(tries: Tries, models: Models) -> None:
     """Adapters and files of other formats, beside the model."""
     files = ("adapter_config.json", "special_tokens_map.json", "added_tokens.json", INDEX, PICKLE, "processor_config.json")
     other_model = {"base_model_name_or_path": "/etc", "peft_type": "LORA", "eos_token": "t5", "tokenizer_class": "Own"}
-    contents = ("", "[]", "{x", "{}", json.dumps(other_model), json.dumps({"hostile": 10**6, "t3": 5}), "[" * 10**5)
+    contents = ("[]", "{x", json.dumps(other_model), json.dumps({"hostile": 10**6, "t3": 5}), "[" * 10**5)
     for file, content in tries.chosen(product(files, contents)):
         attempt(tries, models, f"{file} is {content[:20]}", lambda at, file=file, text=content: (at / file).write_text(text))
 
@@ -220,8 +221,7 @@ def noise(path: Path, first: int, last: int, seed: int) -> None:
 
 
 def test_weights(tries: Tries, models: Models) -> None:
-    layer = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj", "input_layernorm")
-    names = ["model.embed_tokens", *(f"model.layers.1.{part}" for part in layer), "model.norm", "lm_head"]
+    names = ("model.embed_tokens", "model.layers.1.self_attn.k_proj", "model.norm", "lm_head")
     cases = [(f"{name} {label}", damage) for name in names for label, damage in tensor_damages(f"{name}.weight")]
     for label, damage in tries.chosen([*cases, *file_of_weights_damages()]):
         attempt(tries, models, f"weights: {label}", damage)
@@ -256,8 +256,8 @@ def index_damages() -> Iterator[tuple[str, Damage]]:
         yield f"one in {file!r:.30}", edited(INDEX, "weight_map", "model.norm.weight", value=file)
         yield f"all in {file!r:.30}", lambda at, file=file: all_in(at, file)
     yield "all in an absolute path", lambda at: all_in(at, str(at.parent / WEIGHTS))
-    for key, (label, value) in product(("weight_map", "metadata", "x"), HOSTILE.items()):
-        yield f"{key}={label}", edited(INDEX, key, value=value)
+    for label, value in HOSTILE.items():
+        yield f"weight_map={label}", edited(INDEX, "weight_map", value=value)
     yield from file_damages(INDEX)
     for part in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
         yield f"without {part}", lambda at, part=part: (at / part).unlink()
@@ -339,31 +339,24 @@ NAMES = (
     "~x",
     "é",
 )
-NAMES += ("a\nb", "a\tb", "\x1b[2J", "a\x7f", "\udcff", "x" * 200, "a;b", "%s", "null", "true", "7", "snapshots", ".hidden")
+NAMES += ("a\nb", "\x1b[2J", "\udcff", "x" * 200, "%s", "null", "7", "snapshots", ".hidden")
 NO_NAMES = ("", " ", "\n", "\0", "x" * 300, "x" * 10**5, "../../x", "x/y/z", "a/b\n", "a/\x1b[2J", "~nobody/x", "https://x.y/a")
 NO_NAMES += ("..", "file:///x", "a/b@c", "-", "--", "{}", "/dev/null", "/dev/zero", "/proc/self", "/etc/passwd", "a/../b", "//")
 
 
 def test_names(tries: Tries, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders with such names are served from Python and by ``--model``; other names are refused."""
-    for name, entry in tries.chosen(product((*NAMES, *NO_NAMES), ("path", "relative", "--model"))):
+    for name, load in tries.chosen([*product(NAMES, (load_folder, load_by_argument)), *product(NO_NAMES, (load_by_argument,))]):
         folder = models.damaged()
         monkeypatch.chdir(folder.parent)
         if name in NAMES:
             folder.rename(name)
-        path = name if entry == "relative" or name not in NAMES else str(Path(name).absolute())
-        load = path_of_model if entry == "--model" else load_folder
-        tries.python(
-            f"{entry} {path!r:.60}", lambda load=load, path=path: load(path), lambda found, load=load: same(models, found)
-        )
+        path = str(Path(name).absolute()) if load is load_folder else name
+        tries.python(f"{load.__name__} {path!r:.60}", lambda load=load, path=path: load(path), models.expected().equals)
 
 
-def path_of_model(model: str) -> Any:
+def load_by_argument(model: str) -> Outcome:
     return load_folder(compose("generate", own_overrides(model, None)).model.path)
-
-
-def same(models: Models, found: Any) -> bool:
-    return found.equals(models.expected())
 
 
 def test_commands(tries: Tries, models: Models) -> None:

@@ -180,19 +180,19 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_of_generation(tries: Tries, models: Models) -> None:
-    for key, (name, value) in tries.chosen(drawn(product(GENERATION_KEYS, HOSTILE.items()), 80)):
+    for key, (name, value) in tries.chosen(drawn(product(GENERATION_KEYS, HOSTILE.items()), 60)):
         attempt(tries, models, f"{GENERATION} {key}={name}", edited(GENERATION, key, value=value))
 
 
 def test_values_of_the_settings(tries: Tries, models: Models) -> None:
-    for key, (name, value) in tries.chosen(drawn(product(SETTINGS_KEYS, HOSTILE.items()), 120)):
+    for key, (name, value) in tries.chosen(drawn(product(SETTINGS_KEYS, HOSTILE.items()), 90)):
         attempt(tries, models, f"{SETTINGS} {key}={name}", edited(SETTINGS, key, value=value))
 
 
 def test_values_of_the_vocabulary(tries: Tries, models: Models) -> None:
     paths = list(places(json.loads((models.base() / VOCABULARY).read_text())))
     paths = [path for path in paths if path[:2] != ("model", "vocab") or path[-1] in ("vocab", "t0", "t3")]
-    for path, (name, value) in tries.chosen(drawn(product(paths, HOSTILE.items()), 120)):
+    for path, (name, value) in tries.chosen(drawn(product(paths, HOSTILE.items()), 90)):
         attempt(tries, models, f"{VOCABULARY} {path}={name}", edited(VOCABULARY, *path, value=value))
 
 
