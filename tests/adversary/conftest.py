@@ -1,5 +1,6 @@
 """Fixtures of the hostile tests, and the summary of tried and ended well by area."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -9,12 +10,13 @@ from tests.adversary.commands import prepared, work  # noqa: F401  # fixtures
 from tests.adversary.tries import Tries
 
 SHARE_OF_FEW = 0.04  # of the cases, in `make test`
+SHARE_OF_MANY = float(os.environ.get("MSATTN_HOSTILE_SHARE", "0.2"))  # in `make test-all`; 1 tries all cases
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives tests with the fixture ``tries`` a short run, and one of all cases with the mark ``slow``."""
+    """Gives tests with the fixture ``tries`` a short run, and a longer one with the mark ``slow``."""
     if "tries" in metafunc.fixturenames:
-        parts = [pytest.param(SHARE_OF_FEW, id="few"), pytest.param(1.0, id="all", marks=pytest.mark.slow)]
+        parts = [pytest.param(SHARE_OF_FEW, id="few"), pytest.param(SHARE_OF_MANY, id="many", marks=pytest.mark.slow)]
         metafunc.parametrize("share", parts)
 
 

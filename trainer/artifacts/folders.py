@@ -24,7 +24,7 @@ def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
     The embedded model falls back on the artifacts that ship with the package, unless a ``name`` is given.
     """
     own = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
-    if own.exists():
+    if current_folder(own).exists():
         return own
     return SHIPPED / kind if cfg.model.is_embedded and cfg.name == RunConfig.name else None
 

@@ -27,7 +27,7 @@ from msattn.trainer.artifacts.manifest import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import replace_folder
+from msattn.trainer.storage.replace import current_folder, replace_folder
 
 CARD_TITLES = {
     "gate": "SeerAttention gates: scores of key blocks for each query block",
@@ -47,7 +47,7 @@ def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIF
     ------
     UserError : an artifact exists there and ``overwrite`` is off, the folder holds other files, or it cannot be written.
     """
-    if (folder / marker).exists():
+    if (current_folder(folder) / marker).exists():
         if not overwrite:
             raise UserError(f"{folder}: an artifact already exists; overwrite=true replaces it, another name= keeps both")
     elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
