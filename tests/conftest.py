@@ -37,6 +37,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints tried and ended well for each area of the tests in ``tests/adversary``."""
+    tried: Counter[str] = Counter()
+    well: Counter[str] = Counter()
+    reports = [report for each in terminalreporter.stats.values() for report in each if isinstance(report, pytest.TestReport)]
+    for report in reports:
+        for name, value in report.user_properties if report.when == "teardown" else ():
+            if name == "tries":
+                area, count, good = value  # pyrefly: ignore[not-iterable]
+                tried[area] += count
+                well[area] += good
+    if tried:
+        terminalreporter.section("hostile tries: ended well / tried")
+        for area in tried:
+            terminalreporter.line(f"{area:<28} {well[area]:>5} / {tried[area]}")
+
+
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     torch.manual_seed(0)

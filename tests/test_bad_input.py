@@ -243,8 +243,8 @@ def test_an_artifact_folder_that_is_a_file_is_rejected(here: Path, rejected: Cal
     assert "files that are not an artifact" in rejected("train-gate", *SMALL, "data.heldout_path=heldout.txt", "name=new")
 
 
-def test_a_non_finite_loss_is_reported(here: Path, rejected: Callable[..., str]) -> None:
-    """A NaN weight of the frozen model: the message names the layer, and no artifact is written."""
+def test_a_weight_that_is_not_finite_is_reported(here: Path, rejected: Callable[..., str]) -> None:
+    """A NaN weight of the frozen model: the message names it, and no artifact is written."""
     from msattn.trainer import models
     from msattn.trainer.commands.compose import compose
 
@@ -263,7 +263,7 @@ def test_a_non_finite_loss_is_reported(here: Path, rejected: Callable[..., str])
         "train.steps=2",
         "train.batch_size=1",
     )
-    assert "layer 1" in line
+    assert "model.layers.1.self_attn.k_proj.weight" in line
     assert "not finite" in line
     assert not (here / "outputs/tiny/new/gate").exists()
 

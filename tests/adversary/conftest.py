@@ -1,7 +1,6 @@
-"""Fixtures of the hostile tests, and the summary of tried and ended well by area."""
+"""Fixtures of the hostile tests."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -29,20 +28,3 @@ def tries(request: pytest.FixtureRequest, share: float, record_property: Callabl
     yield found
     record_property("tries", [found.area, found.count, found.count - len(found.bad)])
     found.check()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints tried and ended well for each area."""
-    tried: Counter[str] = Counter()
-    well: Counter[str] = Counter()
-    reports = [report for each in terminalreporter.stats.values() for report in each if isinstance(report, pytest.TestReport)]
-    for report in reports:
-        for name, value in report.user_properties if report.when == "teardown" else ():
-            if name == "tries":
-                area, count, good = value  # pyrefly: ignore[not-iterable]
-                tried[area] += count
-                well[area] += good
-    if tried:
-        terminalreporter.section("hostile tries: ended well / tried")
-        for area in tried:
-            terminalreporter.line(f"{area:<28} {well[area]:>5} / {tried[area]}")

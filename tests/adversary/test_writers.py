@@ -51,6 +51,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.area("two writers in one folder")
 def test_two_runs_of_a_command(tries: Tries, tmp_path: Path) -> None:
     """Each pair starts within a tenth of a second: at least one ends well, and no other end than a refusal is possible."""
