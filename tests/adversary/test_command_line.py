@@ -127,7 +127,7 @@ def fits(found: Any, value: Any, kind: Any) -> bool:
         same = isinstance(value, list) and isinstance(found, list) and len(value) == len(found)
         return same and all(fits(*pair, typing.get_args(kind)[0]) for pair in zip(found, value, strict=True))
     if typing.get_origin(kind) is dict:
-        return isinstance(value, dict) and found == value
+        return isinstance(value, dict) and all(found[name] == each for name, each in value.items())  # Hydra merges mappings
     if kind is types.NoneType:
         return found is None and value is None
     if kind is float:
