@@ -54,7 +54,7 @@ def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[
 
 def draw_prefill(axes: Axes, theme: Theme) -> None:
     """Seconds to the first token against prompt length, dense and at three sparsities."""
-    rows = read("speed.csv", "latency")
+    rows = [row for row in read("speed.csv", "latency") if not row["situation"]]  # whole prompts
     for kernel, style in (("flash", "--"), ("cuDNN", ":")):
         x, y = series(rows, "length", "score", method=f"dense, {kernel}")
         axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)

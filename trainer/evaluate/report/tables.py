@@ -43,7 +43,7 @@ def table(rows: list[EvalRow]) -> dict[str, list[str]]:
         "sparsity": [_percent(row.sparsity) for row in rows],
         "keys read": [_percent(row.selectivity) for row in rows],
         "recall": [_percent(row.recall) if row.task != "recall" else "" for row in rows],
-        "latency": [_seconds(row.latency_s) if row.task != "decoding" else "" for row in rows],
+        "latency": [_seconds(row.latency_s) if row.task not in ("latency", "decoding") else "" for row in rows],
         "peak memory": [f"{row.peak_memory_mb:,.0f} MiB" if row.peak_memory_mb is not None else "" for row in rows],
     }
     return {name: cells for name, cells in columns.items() if any(cells)}
@@ -86,6 +86,7 @@ def _prompts(rows: list[EvalRow]) -> dict[str, list[str]]:
 def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "tokens": [f"{row.extra['length']:,}" for row in rows],
+        "first token": [_seconds(row.score) for row in rows],
         **_speedups(rows),
         "selection": [_percent(row.extra["selection_share"]) for row in rows],
         "attention": [_percent(row.extra["attention_share"]) for row in rows],
