@@ -1,6 +1,6 @@
 """Real commands on a disk that fills up, under a limit of the size of files, and with outputs that are full.
 
-A command that cannot write ends with exit code 2 and one line. With space again, the same command, with ``resume=true`` where it
+A command that cannot write ends with exit code 2 and one line. With space again, the same command, with ``resume=true`` if it
 trains, ends as one that was never interrupted.
 """
 
@@ -28,6 +28,7 @@ from tests.adversary.steps import Child, redirect
 from tests.adversary.tries import Tries
 
 pytestmark = [pytest.mark.area("disk full"), pytest.mark.filterwarnings("ignore")]
+Result = dict[str, torch.Tensor]
 TRAINED = {"train-gate": "gate", "fit-kmeans": "kmeans", "train-qmodel": "qmodel", "finetune": "model"}
 WRITING = [*TRAINED, "eval", "bench"]
 LARGEST = 400_000  # bytes: no command writes as much into one file
@@ -56,7 +57,7 @@ def limit_files(size: int) -> None:
 
 
 def end_of(folder: Path, output: Path, arguments: list[str], change: Callable[[], None] = lambda: None) -> tuple[int, str]:
-    """Runs ``msattn *arguments`` in ``folder`` in a forked process, which calls ``change`` first; returns exit code and output."""
+    """Returns exit code and output of ``msattn *arguments`` in ``folder``, by a forked process that first calls ``change``."""
 
     def command() -> None:
         os.chdir(folder)
@@ -79,7 +80,7 @@ def fault_of(code: int, output: str) -> str | None:
     return None
 
 
-def result(folder: Path, command: str) -> dict[str, torch.Tensor]:
+def result(folder: Path, command: str) -> Result:
     """The tensors of the artifact that ``command`` writes; none of other commands."""
     if command not in TRAINED:
         return {}
@@ -94,11 +95,11 @@ def again(command: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, torch.Tensor]]:
+def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
     """Returns the result of a command that had enough space."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    found: dict[str, Result] = {}
 
-    def compute(command: str) -> dict[str, torch.Tensor]:
+    def compute(command: str) -> Result:
         if command not in found:
             folder = tmp_path_factory.mktemp(command) / "work"
             shutil.copytree(prepared, folder)
@@ -109,7 +110,7 @@ def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return compute
 
 
-def second_fault(folder: Path, output: Path, command: str, expected: dict[str, torch.Tensor]) -> str | None:
+def second_fault(folder: Path, output: Path, command: str, expected: Result) -> str | None:
     """Runs ``command`` again with enough space; says whether it fails or has another result."""
     code, text = end_of(folder, output, again(command))
     if code:
@@ -124,9 +125,7 @@ def sizes(seed: int) -> list[int]:
     return [int(8192 * (LARGEST / 8192) ** draw.random()) for _ in range(8)]
 
 
-def test_files_that_may_not_grow(
-    tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], dict[str, torch.Tensor]]
-) -> None:
+def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], Result]) -> None:
     for number, (command, size) in enumerate(tries.chosen(product(WRITING, sizes(1)))):
         folder = tmp_path / str(number)
         shutil.copytree(work, folder)
@@ -135,7 +134,7 @@ def test_files_that_may_not_grow(
         tries.record(f"{command}, files of {size:,} bytes", fault)
 
 
-def test_disks_that_fill_up(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], dict[str, torch.Tensor]]) -> None:
+def test_disks_that_fill_up(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], Result]) -> None:
     for number, (command, size) in enumerate(tries.chosen(product(WRITING, sizes(2)))):
         folder = tmp_path / str(number)
         shutil.copytree(work, folder)

@@ -1,0 +1,168 @@
+"""Configurations as published models have them are accepted, and keep what the attention depends on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn.trainer.models.architecture import generation_config, pretrained_config
+from msattn.trainer.storage.model_files import ModelFiles
+
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+WRITTEN = {"initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.0"}
+SLIDING = {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28}
+
+
+def sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        **WRITTEN,
+    }
+
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama-2-7b": (
+        {
+            **sizes(4096, 11008, 32, 32, 32, 32000),
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "pretraining_tp": 1,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        },
+        {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    ),
+    "Llama-3.1-8B-Instruct": (
+        {
+            **sizes(4096, 14336, 32, 32, 8, 128256),
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": LLAMA3_ROPE,
+            "rope_theta": 500000.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009],
+            "tie_word_embeddings": False,
+        },
+        {"bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009], "temperature": 0.6, "top_p": 0.9},
+    ),
+    "Mistral-7B-Instruct-v0.3": (
+        {
+            **sizes(4096, 14336, 32, 32, 8, 32768),
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        },
+        {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.42.0.dev0"},
+    ),
+    "Qwen2.5-7B-Instruct": (
+        {
+            **sizes(3584, 18944, 28, 28, 4, 152064),
+            **SLIDING,
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "tie_word_embeddings": False,
+        },
+        {
+            "bos_token_id": 151643,
+            "pad_token_id": 151643,
+            "do_sample": True,
+            "eos_token_id": [151645, 151643],
+            "repetition_penalty": 1.05,
+            "temperature": 0.7,
+            "top_p": 0.8,
+            "top_k": 20,
+        },
+    ),
+    "Qwen2.5-7B with YaRN": (
+        {
+            **sizes(3584, 18944, 28, 28, 4, 152064),
+            **SLIDING,
+            "model_type": "qwen2",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+            "tie_word_embeddings": False,
+        },
+        {},
+    ),
+    "Qwen3-8B": (
+        {
+            **sizes(4096, 12288, 36, 32, 8, 151936),
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "head_dim": 128,
+            "attention_bias": False,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 36,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "tie_word_embeddings": False,
+        },
+        {
+            "bos_token_id": 151643,
+            "do_sample": True,
+            "eos_token_id": [151645, 151643],
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.95,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_configurations(name: str, tmp_path: Path) -> None:
+    document, generation = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    files = ModelFiles("model.path=a folder", tmp_path)
+    config = pretrained_config(files)
+    for key in ("num_key_value_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings", "rms_norm_eps"):
+        assert getattr(config, key) == document[key]
+    assert config.rope_parameters["rope_theta"] == document.get("rope_theta", 10000.0)
+    scaling = document.get("rope_scaling") or {"type": "default"}
+    assert config.rope_parameters["rope_type"] == scaling.get("rope_type", scaling.get("type"))
+    assert config.rope_parameters.get("factor") == scaling.get("factor")
+    loaded = generation_config(files, config)
+    for key in ("eos_token_id", "temperature", "top_p", "top_k", "repetition_penalty"):
+        assert getattr(loaded, key) == generation.get(key)
