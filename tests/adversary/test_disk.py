@@ -122,7 +122,7 @@ def second_fault(folder: Path, output: Path, command: str, expected: Result) -> 
 
 def sizes(seed: int) -> list[int]:
     draw = random.Random(seed)
-    return [int(8192 * (LARGEST / 8192) ** draw.random()) for _ in range(8)]
+    return [int(8192 * (LARGEST / 8192) ** draw.random()) for _ in range(5)]
 
 
 def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], Result]) -> None:
