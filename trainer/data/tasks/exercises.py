@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from msattn.trainer.data.tasks.wordings import TRAINING, Wording, enumerated
+from msattn.trainer.data.tasks.grammar import compose
+from msattn.trainer.data.tasks.wordings import Wording, enumerated
 
 Rng = np.random.Generator
 T = TypeVar("T")
@@ -68,7 +69,7 @@ def needles(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """One to eight keys with a value each; some are asked for, one by one."""
     count = int(rng.integers(1, min(8, max(1, room // 64)) + 1))
     keys, values = _keys(rng, count, words), _values(rng, count)
-    wordings = _wordings(rng, count)
+    wordings = _wordings(rng, count, words)
     facts = [wording.state(key, value) for wording, key, value in zip(wordings, keys, values, strict=True)]
     asked = rng.permutation(count)[: rng.integers(1, count + 1)]
     turns = [(wordings[i].ask([keys[i]], 1), values[i]) for i in asked.tolist()]
@@ -78,7 +79,7 @@ def needles(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 def several_values(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """Keys with one to four values; the answer names all values of a key, in the order of the text."""
     count = int(rng.integers(1, min(4, max(1, room // 128)) + 1))
-    wording = _one(rng, TRAINING)
+    wording = compose(rng, words)
     keys = _keys(rng, count, words)
     numbers = [int(rng.integers(1, 5)) for _ in keys]
     values = iter(_values(rng, sum(numbers)))
@@ -94,7 +95,7 @@ def several_values(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 def several_keys(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """Two to eight keys; one question asks for the values of two to four of them."""
     count = int(rng.integers(2, min(8, max(2, room // 64)) + 1))
-    wording = _one(rng, TRAINING)
+    wording = compose(rng, words)
     keys, values = _keys(rng, count, words), _values(rng, count)
     facts = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
     asked = rng.permutation(count)[: rng.integers(2, min(4, count) + 1)].tolist()
@@ -111,7 +112,7 @@ def pairs(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     else:
         keys, values = _keys(rng, count, words), _values(rng, count)
     if rng.random() < 0.5:
-        wording = _one(rng, TRAINING)
+        wording = compose(rng, words)
         fact = _one(rng, (" ", "\n")).join(wording.state(key, value) for key, value in zip(keys, values, strict=True))
         ask: Callable[[str], str] = lambda key: wording.ask([key], 1)  # noqa: E731
     else:
@@ -236,11 +237,11 @@ def _one(rng: Rng, choices: Sequence[T]) -> T:
     return choices[int(rng.integers(len(choices)))]
 
 
-def _wordings(rng: Rng, count: int) -> list[Wording]:
+def _wordings(rng: Rng, count: int, words: Sequence[str]) -> list[Wording]:
     """Draws one wording for all facts, or one for each."""
     if rng.random() < 0.5:
-        return [_one(rng, TRAINING)] * count
-    return [_one(rng, TRAINING) for _ in range(count)]
+        return [compose(rng, words)] * count
+    return [compose(rng, words) for _ in range(count)]
 
 
 def _keys(rng: Rng, count: int, words: Sequence[str]) -> list[str]:
