@@ -6,6 +6,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -106,7 +107,7 @@ def free_memory() -> int:
     return psutil.virtual_memory().available
 
 
-def read_stream(stream: BinaryIO, where: str, most: int) -> bytearray:
+def read_stream(stream: BinaryIO | BufferedIOBase, where: str, most: int) -> bytearray:
     """Returns the content of a stream of at most ``most`` bytes, after decompression if it decompresses."""
     content = bytearray()
     while piece := stream.read(PIECE):

@@ -29,8 +29,9 @@ from msattn.trainer.config import DataConfig, TrackerConfig, TrainConfig
 from msattn.trainer.data.chunking import encode
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.data.tasks.sequences import Crop, TaskSequences, Tokens, needle_prompt
-from msattn.trainer.data.tasks.wordings import HELD_OUT
+from msattn.trainer.data.tasks.wordings import HELD_OUT, Wording
 from msattn.trainer.embedded.tokenizer import load_tokenizer, train_tokenizer
+from msattn.trainer.models.devices import resolve_device
 from msattn.trainer.models.tap import use_dense_attention
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
@@ -249,16 +250,18 @@ def _batches(rows: np.ndarray, seq_len: int) -> Iterable[np.ndarray]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def needle_prompts(tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int) -> dict[int, NeedlePrompts]:
+def needle_prompts(
+    tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int, wordings: Sequence[Wording] = HELD_OUT
+) -> dict[int, NeedlePrompts]:
     """Returns ``samples`` prompts with one needle and with eight.
 
-    They have ``length`` tokens and ask in the held-out wordings; the text around the needles is cropped from ``tokens``.
+    They have ``length`` tokens and ask in ``wordings``, in turn; the text around the needles is cropped from ``tokens``.
     """
     prompts: dict[int, NeedlePrompts] = {}
     for count in (1, 8):
         made = []
         for number in range(samples):
-            rng, wording = np.random.default_rng((seed, count, number)), HELD_OUT[number % len(HELD_OUT)]
+            rng, wording = np.random.default_rng((seed, count, number)), wordings[number % len(wordings)]
             made.append(needle_prompt(rng, length, crop_from(tokens), tokenizer, wording, count=count))
         prompts[count] = np.stack([each.ids for each in made]), made[0].answer_tokens
     return prompts
@@ -372,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--haystack", help="folder of held-out texts for the final needle accuracy")
     parser.add_argument("--steps", nargs="+", type=int, help="optimizer steps of each stage, instead of the plan's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--workers", type=int, default=14, help="data loader processes")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint")
@@ -393,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
     print(f"tokens of text: {counts}, held out: {len(texts.dev)}", flush=True)
 
-    device = torch.device(args.device)
+    device = resolve_device(args.device)
     compiled = device.type == "cuda" and not args.no_compile
     model = train(plan, texts, tokenizer, args.out, device=device, workers=args.workers, compiled=compiled, resume=args.resume)
     record: dict[str, Any] = {

@@ -1,13 +1,14 @@
 """Retrieval tasks as text: facts that are hidden in a context, and questions about them with their answers.
 
-The tasks are those of long-context benchmarks (needles with one or several keys and values, key-value lists, variables that take
-each other's values, frequent words), in wordings of our own.
+The tasks are those of long-context benchmarks (needles with one or several keys and values, key-value lists, variables that
+take each other's values, frequent words), in wordings of our own.
 """
 
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -18,16 +19,17 @@ from msattn.trainer.data.tasks.wordings import Wording, enumerated
 Rng = np.random.Generator
 T = TypeVar("T")
 ANSWER_DIGITS = 5
-_COLOURS = (
+_COLOUR_WORDS = (
     "amber azure black blue bronze brown copper coral crimson cream golden green grey indigo iron ivory jade lemon "
     "lilac maroon olive orange pale pearl pink plum purple red rose ruby silver white"
-).split()
-_THINGS = (
+)
+_THING_WORDS = (
     "acorn anchor apple arrow badger barrel basket beacon bell bird boat bottle bridge bucket candle castle cedar "
     "chair clock cloud coin compass crown dagger door dragon drum eagle falcon feather fiddle flag forest fountain "
     "fox garden gate glove hammer harbour hawk helmet horse island kettle key ladder lantern leaf lion mirror "
     "mountain oak otter owl pony rabbit raven river ship spoon stone tiger tower wagon willow wolf"
-).split()
+)
+_COLOURS, _THINGS = _COLOUR_WORDS.split(), _THING_WORDS.split()
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def pairs(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 
 @dataclass(frozen=True)
 class Assignments:
-    """How variables are set to a number and to another variable, and how one asks for all that hold a number."""
+    """Statements that set variables to a number and to another variable, and the question for all that hold a number."""
 
     number: str
     variable: str
@@ -169,7 +171,7 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     turns = []
     for number, value in enumerate(values):
         chain = names[number * length : (number + 1) * length]
-        later = [form.variable.format(name=name, other=other) for other, name in zip(chain, chain[1:], strict=False)]
+        later = [form.variable.format(name=name, other=other) for other, name in pairwise(chain)]
         facts.append([form.number.format(name=chain[0], value=value), *later])
         turns.append((form.question.format(value=value), ", ".join(chain)))
     return Exercise(tuple(_merged(rng, facts)), tuple(turns))

@@ -8,26 +8,32 @@ from msattn.trainer.data.tasks.wordings import TRAINING, Wording
 
 Rng = np.random.Generator
 
-OPENINGS = (
-    "|||||||Note that |Remember that |They say that |As we all know, |In the book, |On that day |It seems that |By the way, |Later, "
-    "|At last |We learned that |Nobody doubts that |Listed here: |For the record, |In short, |Then |I believe that |In those years "
-    "|As a rule, |Last week |The clerk wrote that |My uncle said that |Once more, "
-).split("|")
-NOUNS = (
-    "number code price age size score length depth badge seal label address entry total reading balance rank level page ticket lot "
-    "prize tax date year row seat door gate rate share debt fee fine wage crowd crew army fleet herd speed volume area charge load "
-    "limit signal channel port version index offset width record answer result value key name-plate stock harvest yield toll rent "
-    "pension income count sum amount quota budget order invoice parcel letter chapter verse line room house street bill"
-).split()
-VERBS = (
-    "is|was|shows|reads|equals|bears|has|holds|gave|names|keeps|got|reached|fell to|opens with|starts at|counts|weighs|measures|costs|"
-    "comes to|became|remained|amounts to|will be|should be|must be|could be|is set to|was fixed at|went up to|is close to|is known as|"
-    "begins with|ends with|is written as|was sold for|was bought for|is given by|contains|needs|takes|adds up to|is said to be"
-).split("|")
-ENDINGS = (
-    "|||||||| in all| pounds| men| times| years| days| miles| tons| yards| pieces|, they said| at most| or so| before noon| every year"
-    "| last spring|, as you know| in the end| since then| by law| again| altogether| dollars| units| bytes| seconds"
-).split("|")
+_OPENINGS = (
+    "|||||||Note that |Remember that |They say that |As we all know, |In the book, |On that day |It seems that |"
+    "By the way, |Later, |At last |We learned that |Nobody doubts that |Listed here: |For the record, |In short, |"
+    "Then |I believe that |In those years |As a rule, |Last week |The clerk wrote that |My uncle said that |"
+    "Once more, "
+)
+_NOUNS = (
+    "number code price age size score length depth badge seal label address entry total reading balance rank level "
+    "page ticket lot prize tax date year row seat door gate rate share debt fee fine wage crowd crew army fleet herd "
+    "speed volume area charge load limit signal channel port version index offset width record answer result value "
+    "key name-plate stock harvest yield toll rent pension income count sum amount quota budget order invoice parcel "
+    "letter chapter verse line room house street bill"
+)
+_VERBS = (
+    "is|was|shows|reads|equals|bears|has|holds|gave|names|keeps|got|reached|fell to|opens with|starts at|counts|"
+    "weighs|measures|costs|comes to|became|remained|amounts to|will be|should be|must be|could be|is set to|"
+    "was fixed at|went up to|is close to|is known as|begins with|ends with|is written as|was sold for|was bought for|"
+    "is given by|contains|needs|takes|adds up to|is said to be"
+)
+_ENDINGS = (
+    "|||||||| in all| pounds| men| times| years| days| miles| tons| yards| pieces|, they said| at most| or so|"
+    " before noon| every year| last spring|, as you know| in the end| since then| by law| again| altogether| dollars|"
+    " units| bytes| seconds"
+)
+OPENINGS, VERBS, ENDINGS = (texts.split("|") for texts in (_OPENINGS, _VERBS, _ENDINGS))
+NOUNS = _NOUNS.split()
 MARKS = (":", " =", " ->", " :=", "=", " is", ",", " -", " |", " <-", " ...", ";", "/", " ~", " @")
 # The answer follows what is in braces; {fact} repeats the beginning of the statement, {noun} and {key} are its words.
 QUESTIONS = (
@@ -37,7 +43,12 @@ QUESTIONS = (
     *("Find {key} and repeat what it {verb}:", "What is the {noun} that belongs to {key}? It is", "{noun}, {key}:"),
 )
 PLURALS = (
-    *("The {noun}s of {key} are", "What do you know about {key}? In order:", "Tell me all {noun}s of {key}:", "Q: {noun}s of {key}? A:"),
+    *(
+        "The {noun}s of {key} are",
+        "What do you know about {key}? In order:",
+        "Tell me all {noun}s of {key}:",
+        "Q: {noun}s of {key}? A:",
+    ),
     *("List all of {key}:", "Which {noun}s belong to {key}? They are", "Find {key} and repeat all {noun}s:"),
 )
 

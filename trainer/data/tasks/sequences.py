@@ -98,9 +98,7 @@ class TaskSequences:
         between = "\n" if rng.random() < 0.5 else " "
         end = (".", ".\n", "\n")[int(rng.integers(3))]
         facts = [[(f" {fact}", 0.0)] for fact in exercise.facts]
-        turns = [
-            [(between + question, 0.0), (f" {answer}", ANSWER_WEIGHT), (end, 1.0)] for question, answer in exercise.turns
-        ]
+        turns = [[(between + question, 0.0), (f" {answer}", ANSWER_WEIGHT), (end, 1.0)] for question, answer in exercise.turns]
         weighted = self._weighted([*facts, *turns])
         return weighted[: len(facts)], weighted[len(facts) :]
 
@@ -126,10 +124,7 @@ class TaskSequences:
             later = np.sort(rng.choice(np.append(allowed[allowed >= positions[-1]], len(text)), size=len(turns)))
         return insert_spans(
             text,
-            [
-                Span(int(at), ids, weights)
-                for at, (ids, weights) in zip((*positions, *later), (*facts, *turns), strict=True)
-            ],
+            [Span(int(at), ids, weights) for at, (ids, weights) in zip((*positions, *later), (*facts, *turns), strict=True)],
         )
 
 

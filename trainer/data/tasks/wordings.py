@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wording:
-    """How a fact is stated and asked for.
+    """A statement of a fact, and the questions for it.
 
     Attributes
     ----------
@@ -190,6 +190,8 @@ TRAINING = (
         "What should be chosen for the prizes of {key}? Choose",
     ),
 )
+
+KNOWN = TRAINING[0]  # the one that the embedded model knows
 
 HELD_OUT = (
     Wording(
