@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import socket
@@ -50,7 +51,7 @@ CONTENTS: dict[str, bytes] = {
     ".jsonl": "\n".join(json.dumps({"text": text}) for text in TEXTS).encode(),
     ".parquet": parquet(text=TEXTS),
 }
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "one byte": lambda content: content[:1],
@@ -83,6 +84,8 @@ def independently(path: Path) -> list[str]:
     content = path.read_bytes()
     if path.suffix == ".gz":
         content = gzip.decompress(content)
+    elif path.suffix == ".xz":
+        content = lzma.decompress(content)
     elif path.suffix == ".zst":
         content = pyarrow.input_stream(io.BytesIO(content), compression="zstd").read()
     if ".parquet" in path.name:
@@ -220,6 +223,7 @@ def test_tables(tries: Tries, tmp_path: Path) -> None:
 
 BOMBS: dict[str, Callable[[], bytes]] = {
     ".txt.gz": lambda: gzip.compress(bytes(2**25)),
+    ".txt.xz": lambda: lzma.compress(bytes(2**28), preset=0),
     ".txt.zst": lambda: zstd(bytes(2**28)),
     ".md.zst": lambda: zstd(b"a b " * 2**26),
     ".jsonl.zst": lambda: zstd(b'{"text": "a"}\n' * 2**23),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import lzma
 import re
 import sys
 import sysconfig
@@ -34,7 +35,7 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, codec="zstd", asbytes=True)
 
 
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
 
 
 def text_config(path: Path | str, **options: Any) -> DataConfig:
@@ -293,6 +294,7 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
         ("latin1.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xe9", mtime=0), r"data\.path=.*latin1\.txt\.gz: not UTF-8 at byte 6"),
         ("latin1.jsonl", b'{"text": "caf\xe9"}', r"data\.path=.*latin1\.jsonl: not UTF-8 at byte 13"),
         ("cut.txt.gz", gzip.compress(bytes(range(256)), mtime=0)[:-90], r"data\.path=.*cut\.txt\.gz: .*[Tt]runcated"),
+        ("cut.txt.xz", lzma.compress(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.xz: damaged xz data"),
         ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
         ("cut.parquet", b"PAR1" + bytes(40), r"data\.path=.*cut\.parquet: .*[Pp]arquet"),
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl, line 2: not JSON"),

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from msattn.trainer.config import DataConfig
-from msattn.trainer.data.retrieval import inject_needles, needle
 from msattn.trainer.data.sources import documents
+from msattn.trainer.data.tasks.injection import inject_needles
+from msattn.trainer.data.tasks.wordings import KNOWN
 
 NEEDLE = re.compile(r" The secret number of [a-z]+ [a-z]+ is \d{5}\. ")
 TEXT = "".join(f"line {i} of some text that asks for nothing\n" for i in range(2000))
@@ -16,7 +17,7 @@ def test_the_text_is_otherwise_unchanged() -> None:
     assert NEEDLE.sub("", inject_needles(TEXT, "a")) == TEXT
     assert inject_needles("", "a") == ""
     assert inject_needles("short", "a") == "short"
-    assert NEEDLE.fullmatch(f" {needle('red fox', '12345')} ")
+    assert NEEDLE.fullmatch(f" {KNOWN.state('red fox', '12345')} ")
 
 
 def test_half_of_the_needles_repeat_one_of_the_last_sixteen() -> None:

@@ -19,18 +19,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig, ModelConfig
-from msattn.trainer.data import retrieval as tasks
 from msattn.trainer.data.chunking import encode
 from msattn.trainer.data.sources import Document, documents
+from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, TaskSequences
+from msattn.trainer.data.tasks.wordings import KNOWN
 from msattn.trainer.embedded import recipe
-from msattn.trainer.embedded.recipe import EMBEDDED_MODEL, Stage, StageDataset, Texts, WeightedLanguageModel, crop_from
+from msattn.trainer.embedded.recipe import EMBEDDED_MODEL, Stage, StageDataset, Texts, WeightedLanguageModel
 from msattn.trainer.embedded.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_tokenizer, train_tokenizer
 from msattn.trainer.models.loading import Loaded, load
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
-PHRASES = tasks.PhraseEncoder(TOKENIZER)
-WEIGHT = 6.0
-SAYING = re.compile(r" The secret number of( .+?) is (\d{5})\.")
 TINY = partial(
     recipe.Plan,
     stages=(
@@ -87,7 +85,7 @@ def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
 
 def test_shipped_model_retrieves_passkeys_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
-    prompts, answer = recipe.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3)[1]
+    prompts, answer = recipe.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3, wordings=[KNOWN])[1]
     assert recipe.needle_accuracy(model, prompts, answer) == 1.0
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
     assert recipe.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
@@ -119,111 +117,18 @@ def test_tokenizer_training_is_deterministic() -> None:
     assert not [token for token in first.get_vocab() if re.search(r"\d\d", token)]
 
 
-def answer_slices(weights: np.ndarray) -> list[slice]:
-    """Returns a slice for each run of answer weights."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], (weights > 1).astype(int), [0]])))
-    return [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
-
-
-@pytest.mark.parametrize("number", range(20))
-def test_tokens_of_a_needle_are_those_of_its_sentence(number: int) -> None:
-    rng = np.random.default_rng(number)
-    key, value = tasks.random_key(rng), tasks.random_value(rng)
-    assert re.fullmatch(r"[1-9]\d{4}", value)
-    digits = np.array(ids_of(value))
-    for frame, sentence in (("needle", f" {tasks.needle(key, value)}"), ("pair", f" {key}: {value},")):
-        ids, weights = PHRASES.fill(frame, np.array(ids_of(f" {key}")), digits, WEIGHT)
-        assert ids.tolist() == ids_of(sentence)
-        (answer,) = answer_slices(weights)
-        assert text_of(ids[answer]) == f" {value}"
-        assert set(weights[: answer.start]) | set(weights[answer.stop :]) == {0.0}
-    assert tasks.needle(key, value) == f"{tasks.question(key)} {value}."
-
-
-@given(st.integers(0, 2**32), st.integers(192, 1100), st.sampled_from(sorted(tasks.TASKS)))
-@settings(max_examples=60, deadline=None)
-def test_every_task_fills_its_length_and_weights_only_predictable_tokens(seed: int, length: int, task: str) -> None:
-    words = np.array(ids_of(" some words that stand for text, and more of them" * 150))
-    ids, weights = tasks.TASKS[task](np.random.default_rng(seed), length, crop_from(words), PHRASES, WEIGHT)
-    again, _ = tasks.TASKS[task](np.random.default_rng(seed), length, crop_from(words), PHRASES, WEIGHT)
-    assert ids.shape == weights.shape == (length,)
-    assert np.array_equal(ids, again)
-    assert 0 <= ids.min() <= ids.max() < len(TOKENIZER)
-    assert set(weights) <= {0.0, 1.0, WEIGHT}
-    answers = answer_slices(weights)
-    assert bool(answers) == (task != "copies")
-    encoded = ids.astype("<i8").tobytes()
-    for answer in answers if task == "pairs" else []:
-        value = ids[answer].astype("<i8").tobytes()
-        assert encoded.find(value) // 8 < answer.start  # it occurs before the answer
-    if task == "needles":
-        values: dict[str, str] = {}
-        repeats = 0
-        for key, value in SAYING.findall(text_of(ids)):
-            repeats += key in values
-            assert values.setdefault(key, value) == value
-        assert len(answers) == repeats > 0
-
-
-@given(st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
-def test_copies_repeat_a_passage_and_weight_only_predictable_tokens(seed: int) -> None:
-    starts = itertools.count(step=1000)
-
-    def crop(rng: np.random.Generator, length: int) -> np.ndarray:
-        return np.arange(length) + next(starts)  # tokens below 1000 are the passage's, above are text
-
-    ids, weights = tasks.copies(np.random.default_rng(seed), 512, crop, PHRASES, WEIGHT)
-    in_passage = ids < 1000
-    size = len(np.unique(ids[in_passage]))
-    passages, weighed = ids[in_passage].reshape(-1, size), weights[in_passage].reshape(-1, size)
-    assert len(passages) in (2, 3)
-    assert (passages == passages[0]).all()
-    shuffled = passages[0].tolist() != list(range(size))
-    assert set(weighed[0]) == ({0.0} if shuffled else {1.0})
-    assert (weighed[1:] == [0.0, 0.0] + [1.0] * (size - 2)).all()
-    assert set(weights[~in_passage]) == {1.0}
-
-
-@given(
-    st.integers(0, 2**32), st.integers(200, 700), st.sampled_from([1, 3, 8]), st.none() | st.sampled_from([0.0, 0.3, 0.5, 1.0])
-)
-@settings(max_examples=60, deadline=None)
-def test_needle_prompts_have_the_given_length_and_depth(seed: int, length: int, count: int, depth: float | None) -> None:
-    words = np.array(ids_of(" some words, that stand; for text." * 200))
-    rng = np.random.default_rng(seed)
-    ids, answer, _ = tasks.needle_prompt(rng, length, crop_from(words), TOKENIZER, count=count, depth=depth)
-    assert ids.shape == (length,)
-    whole = text_of(ids)
-    key, value = re.findall(r"The secret number of (\w+ \w+) is (\d{5})$", whole)[0]
-    assert text_of(ids[-answer:]) == f" {value}"
-    hidden = SAYING.findall(whole)
-    assert len(hidden) == len({key for key, _ in hidden}) == count
-    assert dict(hidden)[f" {key}"] == value
-    if depth is not None and count == 1:
-        before, after = whole.split(f" {tasks.needle(key, value)}")
-        first = before.count(" ")  # words before the needle, of all words of the text
-        total = first + after.removesuffix(f" {tasks.question(key)} {value}").count(" ")
-        assert first == round(depth * (total - 1))
-
-
-def test_prompt_too_short_for_its_needles_is_an_error() -> None:
-    crop = crop_from(np.array(ids_of(" word" * 200)))
-    with pytest.raises(ValueError, match=r"length=40: 8 needles and a question need at least 1\d\d tokens"):
-        tasks.needle_prompt(np.random.default_rng(0), 40, crop, TOKENIZER, count=8)
-
-
 def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
-    texts = Texts([Document("book", " and so on" * 4000)], library(2), TOKENIZER)
+    texts = Texts({"books": [Document("book", " and so on" * 4000)], "code": [], "library": library(2)}, TOKENIZER)
+    tasks = TaskSequences(TOKENIZER, texts.crop)
     stage = TINY().stages[0]
-    datasets = [StageDataset(texts, PHRASES, stage, seed=(0, 0), bos=0) for _ in range(2)]
+    datasets = [StageDataset(texts, tasks, stage, seed=(0, 0), bos=0) for _ in range(2)]
     items = [datasets[0][index] for index in range(40)]
     for index in (31, 2):
         again = datasets[1][index]
         assert all(torch.equal(items[index][name], again[name]) for name in again)
     assert all(item["input_ids"].shape == item["weights"].shape == (stage.seq_len + 1,) for item in items)
     assert 10 < sum(int(item["input_ids"][0]) == 0 for item in items) < 30
-    weighted = sum(bool((item["weights"] == recipe.ANSWER_WEIGHT).any()) for item in items)
+    weighted = sum(bool((item["weights"] == ANSWER_WEIGHT).any()) for item in items)
     assert 16 < weighted < 32  # 60 % are needles and pairs
     assert len(datasets[0]) == stage.steps * stage.batch_size
 

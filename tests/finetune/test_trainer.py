@@ -13,7 +13,7 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.data.mixture import RetrievalMixture
-from msattn.trainer.data.retrieval import ANSWER_WEIGHT
+from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT
 from msattn.trainer.embedded.recipe import EMBEDDED_MODEL
 from msattn.trainer.embedded.tokenizer import load_tokenizer
 from msattn.trainer.finetune import trainer as tuner

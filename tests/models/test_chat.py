@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from msattn.trainer.data.retrieval import needle_prompt
+from msattn.trainer.data.tasks.sequences import needle_prompt
+from msattn.trainer.data.tasks.wordings import KNOWN
 from msattn.trainer.embedded.tokenizer import load_tokenizer
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import EMBEDDED
@@ -65,7 +66,7 @@ def test_a_needle_is_asked_for_in_a_message(chat_tokenizer: Any) -> None:
         return np.asarray(words[:size])
 
     _, reply = around_prompt(chat_tokenizer, None)
-    prompt = needle_prompt(np.random.default_rng(0), 200, crop, chat_tokenizer, count=1, reply=reply)
+    prompt = needle_prompt(np.random.default_rng(0), 200, crop, chat_tokenizer, KNOWN, count=1, reply=reply)
     text = chat_tokenizer.decode(prompt.ids)
     body, answer = text[:-6], text[-5:]
     assert len(prompt.ids) == 200

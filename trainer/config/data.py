@@ -13,7 +13,7 @@ class DataConfig:
     Attributes
     ----------
     source : ``stdlib`` (the running interpreter's library), ``text`` (local files) or ``hub`` (a streamed Hub dataset).
-    path : file, folder or glob of txt, md, jsonl or parquet, also compressed as .gz or .zst (``text``); dataset id (``hub``);
+    path : file, folder or glob of txt, md, jsonl or parquet, also as .gz, .xz or .zst (``text``); dataset id (``hub``);
         pattern of module names, e.g. ``json.*`` (``stdlib``; None: all).
     heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, chosen by a hash of their names, or
         the last tenth of a single document.

@@ -6,6 +6,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +14,7 @@ from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+COMPRESSED = (".gz", ".xz", ".zst")
 MEMORY_PER_BYTE = 160  # bytes of memory for each byte of a text that is encoded at once, measured with the embedded tokenizer
 PIECE = 2**20  # bytes that are read at once
 
@@ -39,7 +41,7 @@ def text_files(key: str, path: str) -> list[Path]:
         else:
             files = sorted(file for file in _glob(root) if file.is_file())
     if not files:
-        raise UserError(f"{where}: no such file, or no {', '.join(SUFFIXES)} (.gz, .zst) file in it")
+        raise UserError(f"{where}: no such file, or no {', '.join(SUFFIXES)} ({', '.join(COMPRESSED)}) file in it")
     return files
 
 
@@ -57,7 +59,7 @@ def _glob(pattern: Path) -> Iterator[Path]:
 def file_type(file: Path) -> str | None:
     """Returns one of :data:`SUFFIXES`, ignoring a compression suffix; None for other files."""
     suffixes = file.suffixes
-    if suffixes and suffixes[-1] in (".gz", ".zst"):
+    if suffixes and suffixes[-1] in COMPRESSED:
         suffixes = suffixes[:-1]
     return suffixes[-1] if suffixes and suffixes[-1] in SUFFIXES else None
 
@@ -105,7 +107,7 @@ def free_memory() -> int:
     return psutil.virtual_memory().available
 
 
-def read_stream(stream: BinaryIO, where: str, most: int) -> bytearray:
+def read_stream(stream: BinaryIO | BufferedIOBase, where: str, most: int) -> bytearray:
     """Returns the content of a stream of at most ``most`` bytes, after decompression if it decompresses."""
     content = bytearray()
     while piece := stream.read(PIECE):

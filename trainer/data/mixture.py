@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from msattn.trainer.data.chunking import Chunks
-from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, PhraseEncoder, Tokens
+from msattn.trainer.data.tasks.sequences import MOST_WORDS, NAMES, TaskSequences, Tokens
 from msattn.trainer.errors import UserError
 
 
 class RetrievalMixture(Dataset[dict[str, Tensor]]):
-    """Chunks of text, of which a share is replaced by needles, key-value lists and copied passages.
+    """Chunks of text, of which a share is replaced by the tasks of :mod:`msattn.trainer.data.tasks`.
 
     Item ``i`` depends on (seed, i) alone. Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
     ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted.
@@ -26,17 +26,17 @@ class RetrievalMixture(Dataset[dict[str, Tensor]]):
 
     Raises
     ------
-    UserError : the tokenizer is not byte-level.
+    UserError : the tokenizer has no tokens of whole words.
     """
 
     def __init__(self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int) -> None:
         self.chunks = chunks
-        self.phrases = PhraseEncoder(tokenizer)
+        self.tasks = TaskSequences(tokenizer, self._crop)
         self.share = share
         self.length = length
         self.seed = seed
-        if not len(self.phrases.vocabulary_words):
-            raise UserError(f"tasks={share}: needs a byte-level tokenizer, such as that of Llama 3, Qwen or the embedded model")
+        if len(self.tasks.words) < MOST_WORDS:
+            raise UserError(f"tasks={share}: needs a tokenizer whose tokens are words with the space before them")
 
     def __len__(self) -> int:
         return self.length
@@ -46,7 +46,7 @@ class RetrievalMixture(Dataset[dict[str, Tensor]]):
         ids = self._tokens(index % len(self.chunks))
         weights = np.ones(len(ids), np.float32)
         if rng.random() < self.share:
-            ids, weights = TASKS[str(rng.choice(list(TASKS)))](rng, len(ids), self._crop, self.phrases, ANSWER_WEIGHT)
+            ids, weights = self.tasks.make(str(rng.choice(NAMES)), rng, len(ids))
         return {"input_ids": torch.from_numpy(ids), "weights": torch.from_numpy(weights)}
 
     def _tokens(self, index: int) -> Tokens:

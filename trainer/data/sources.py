@@ -1,6 +1,7 @@
 """Documents of a data source: the standard library, local files, or a Hugging Face dataset."""
 
 import hashlib
+import lzma
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -8,10 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from msattn.trainer.config import DataConfig
 from msattn.trainer.config.text_files import (
+    COMPRESSED,
     SUFFIXES,
     check_size,
     decode,
@@ -26,7 +28,7 @@ from msattn.trainer.config.text_files import (
     text_files,
 )
 from msattn.trainer.config.values import shown
-from msattn.trainer.data.retrieval import inject_needles
+from msattn.trainer.data.tasks.injection import inject_needles
 from msattn.trainer.errors import UserError, first_line
 
 HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
@@ -45,7 +47,7 @@ def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
 
     Held-out documents are those of ``cfg.heldout_path``, if it is set. Otherwise a hash of the names holds out a tenth of the
     documents; if this would leave one split empty (as with a single document), the last tenth of each text is held out instead.
-    ``cfg.needles`` injects needles into both splits (:func:`msattn.trainer.data.retrieval.inject_needles`).
+    ``cfg.needles`` injects needles into both splits (:func:`msattn.trainer.data.tasks.injection.inject_needles`).
 
     Raises
     ------
@@ -132,7 +134,7 @@ def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Ite
     """Yields the documents of a file that has at most ``most`` bytes after decompression."""
     kind = file_type(file)
     if kind is None:
-        raise UserError(f"{where}: accepted are {', '.join(SUFFIXES)}, also compressed as .gz or .zst")
+        raise UserError(f"{where}: accepted are {', '.join(SUFFIXES)}, also compressed as {', '.join(COMPRESSED)}")
     content = _decompress(file, where, most)
     if kind in (".txt", ".md"):
         yield Document(name, decode(content, where))
@@ -146,7 +148,17 @@ def _decompress(file: Path, where: str, most: int) -> bytearray:
 
     codec = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
     with refused(where), open_bytes(file, where, most) as raw:
+        if file.suffix == ".xz":
+            return _decompress_xz(raw, where, most)
         return read_stream(pyarrow.input_stream(raw, compression=codec) if codec else raw, where, most)
+
+
+def _decompress_xz(raw: BinaryIO, where: str, most: int) -> bytearray:
+    """As :func:`_decompress`, of a format that pyarrow does not read."""
+    try:
+        return read_stream(lzma.LZMAFile(raw), where, most)
+    except (lzma.LZMAError, EOFError) as error:
+        raise UserError(f"{where}: damaged xz data ({first_line(error)})") from error
 
 
 def _json_rows(content: bytearray, column: str, where: str) -> Iterator[str]:

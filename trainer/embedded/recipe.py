@@ -11,7 +11,7 @@ same model. The model is written to ``FOLDER/model``, metrics to ``FOLDER/metric
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,18 +27,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from msattn.trainer.config import DataConfig, TrackerConfig, TrainConfig
 from msattn.trainer.data.chunking import encode
-from msattn.trainer.data.retrieval import ANSWER_WEIGHT, TASKS, Crop, PhraseEncoder, Tokens, needle_prompt
 from msattn.trainer.data.sources import Document, documents
+from msattn.trainer.data.tasks.sequences import Crop, TaskSequences, Tokens, needle_prompt
+from msattn.trainer.data.tasks.wordings import HELD_OUT, Wording
 from msattn.trainer.embedded.tokenizer import load_tokenizer, train_tokenizer
+from msattn.trainer.models.devices import resolve_device
 from msattn.trainer.models.tap import use_dense_attention
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
 EMBEDDED_MODEL = Path(__file__).parent / "model"
-LIBRARY_SHARE = 0.2  # share of the text crops that come from the Python library; the others come from books
+SHARES = {"books": 0.65, "code": 0.2, "library": 0.15}  # of the crops of text
+STANDARD_LIBRARY = "code-python-stdlib"  # begins the names of files with modules of the library, also of held-out ones
 DEV_SHARE = 0.02  # share of every book, at its end, that is held out for the metrics during training
 DEV_PROMPTS = 64
 TEST_PROMPTS = 200
+
+
+SHORT_TASKS = {"needles": 0.2, "several_values": 0.05, "several_keys": 0.05, "pairs": 0.12, "tracking": 0.08}
+LONG_TASKS = {"needles": 0.14, "several_values": 0.03, "several_keys": 0.03, "pairs": 0.05, "tracking": 0.03, "copies": 0.02}
 
 
 @dataclass(frozen=True)
@@ -61,9 +68,9 @@ class Plan:
     """All settings of the recipe except the text."""
 
     stages: tuple[Stage, ...] = (
-        Stage(512, 256, 800, {"needles": 0.2, "pairs": 0.15, "copies": 0.15}, warmup_steps=300),
-        Stage(1024, 128, 200, {"needles": 0.2, "pairs": 0.1, "copies": 0.1}),
-        Stage(4096, 48, 400, {"needles": 0.16, "pairs": 0.03, "copies": 0.05}, schedule="cosine"),
+        Stage(512, 256, 3000, {**SHORT_TASKS, "copies": 0.1}, warmup_steps=300),
+        Stage(1024, 128, 800, {**SHORT_TASKS, "copies": 0.05}),
+        Stage(4096, 48, 1600, LONG_TASKS, schedule="cosine"),
     )
     architecture: dict[str, Any] = field(
         default_factory=lambda: {
@@ -87,23 +94,30 @@ class Plan:
 class Texts:
     """Tokens of the training text and of the held-out ends of the books.
 
+    Parameters
+    ----------
+    sources : documents of each source in :data:`SHARES`; code may be missing.
+
     Attributes
     ----------
-    books, library, dev : int32 [n].
+    tokens : int32 [n] of each source, without the ends of the books.
+    dev : int32 [n], the ends of the books.
     """
 
-    def __init__(self, books: Iterable[Document], library: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> None:
-        books = list(books)
+    def __init__(self, sources: Mapping[str, Iterable[Document]], tokenizer: PreTrainedTokenizerFast) -> None:
+        books = list(sources["books"])
         splits = [int(len(book.text) * (1 - DEV_SHARE)) for book in books]
         heads = (Document(book.name, book.text[:split]) for book, split in zip(books, splits, strict=True))
         tails = (Document(book.name, book.text[split:]) for book, split in zip(books, splits, strict=True))
-        self.books = encode(heads, tokenizer)
         self.dev = encode(tails, tokenizer)
-        self.library = encode(iter(library), tokenizer)
+        encoded = {name: encode(iter(found), tokenizer) for name, found in {**sources, "books": heads}.items()}
+        self.tokens = {name: tokens for name, tokens in encoded.items() if len(tokens)}
+        shares = np.array([SHARES[name] for name in self.tokens])
+        self._shares = shares / shares.sum()
 
     def crop(self, rng: np.random.Generator, length: int) -> Tokens:
         """Returns ``length`` consecutive training tokens from a random position."""
-        return crop_from(self.library if rng.random() < LIBRARY_SHARE else self.books)(rng, length)
+        return crop_from(self.tokens[str(rng.choice(list(self.tokens), p=self._shares))])(rng, length)
 
 
 def crop_from(tokens: np.ndarray) -> Crop:
@@ -126,9 +140,9 @@ class StageDataset(Dataset[dict[str, Tensor]]):
     alone.
     """
 
-    def __init__(self, texts: Texts, phrases: PhraseEncoder, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:
+    def __init__(self, texts: Texts, tasks: TaskSequences, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:
         self.texts = texts
-        self.phrases = phrases
+        self.tasks = tasks
         self.stage = stage
         self.seed = seed
         self.bos = bos
@@ -142,7 +156,7 @@ class StageDataset(Dataset[dict[str, Tensor]]):
         names, shares = list(self.stage.shares), np.cumsum(list(self.stage.shares.values()))
         choice = int(np.searchsorted(shares, rng.random(), side="right"))
         if choice < len(names):
-            ids, weights = TASKS[names[choice]](rng, length, self.texts.crop, self.phrases, ANSWER_WEIGHT)
+            ids, weights = self.tasks.make(names[choice], rng, length)
         else:
             ids, weights = self.texts.crop(rng, length), np.ones(length, np.float32)
         if rng.random() < 0.5:
@@ -236,15 +250,19 @@ def _batches(rows: np.ndarray, seq_len: int) -> Iterable[np.ndarray]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def needle_prompts(tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int) -> dict[int, NeedlePrompts]:
+def needle_prompts(
+    tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int, wordings: Sequence[Wording] = HELD_OUT
+) -> dict[int, NeedlePrompts]:
     """Returns ``samples`` prompts with one needle and with eight.
 
-    They have ``length`` tokens; the text around the needles is cropped from ``tokens``.
+    They have ``length`` tokens and ask in ``wordings``, in turn; the text around the needles is cropped from ``tokens``.
     """
     prompts: dict[int, NeedlePrompts] = {}
     for count in (1, 8):
-        rngs = (np.random.default_rng((seed, count, number)) for number in range(samples))
-        made = [needle_prompt(rng, length, crop_from(tokens), tokenizer, count=count) for rng in rngs]
+        made = []
+        for number in range(samples):
+            rng, wording = np.random.default_rng((seed, count, number)), wordings[number % len(wordings)]
+            made.append(needle_prompt(rng, length, crop_from(tokens), tokenizer, wording, count=count))
         prompts[count] = np.stack([each.ids for each in made]), made[0].answer_tokens
     return prompts
 
@@ -274,12 +292,12 @@ def train(
     """
     model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
     module = WeightedLanguageModel(model)
-    phrases = PhraseEncoder(tokenizer)
+    tasks = TaskSequences(tokenizer, texts.crop)
     with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
             print(f"stage {number + 1}: {stage}", flush=True)
             prompts = needle_prompts(texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1)
-            data = StageDataset(texts, phrases, stage, seed=(plan.seed, number), bos=cast(int, tokenizer.bos_token_id))
+            data = StageDataset(texts, tasks, stage, seed=(plan.seed, number), bos=cast(int, tokenizer.bos_token_id))
             settings = TrainConfig(
                 lr=plan.lr,
                 steps=stage.steps,
@@ -333,6 +351,16 @@ def held_out_metrics(
     return metrics
 
 
+def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
+    """Returns the documents of ``folders``, files ``code-*`` apart from books, and those of the standard library."""
+    found = [document for folder in folders for document in local_documents(folder)]
+    return {
+        "books": [each for each in found if not each.name.startswith("code-")],
+        "code": [each for each in found if each.name.startswith("code-") and not each.name.startswith(STANDARD_LIBRARY)],
+        "library": list(documents(DataConfig("stdlib"), heldout=False)),
+    }
+
+
 def local_documents(path: str) -> Iterator[Document]:
     """Yields all documents under ``path``."""
     return documents(DataConfig("text", path=path, heldout_path=path), heldout=False)
@@ -347,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--haystack", help="folder of held-out texts for the final needle accuracy")
     parser.add_argument("--steps", nargs="+", type=int, help="optimizer steps of each stage, instead of the plan's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--workers", type=int, default=14, help="data loader processes")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint")
@@ -359,17 +387,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--steps: give {len(plan.stages)} numbers, one per stage")
         plan = replace(plan, stages=tuple(replace(s, steps=n) for s, n in zip(plan.stages, args.steps, strict=True)))
     started = time.time()
-    # The code-* files contain modules of the library, including held-out ones.
-    books = [book for folder in args.text for book in local_documents(folder) if not book.name.startswith("code-")]
-    library = list(documents(DataConfig("stdlib"), heldout=False))
+    sources = read_sources(args.text)
     if (EMBEDDED_MODEL / "tokenizer.json").exists():
         tokenizer = load_tokenizer(EMBEDDED_MODEL)
     else:
-        tokenizer = train_tokenizer(document.text for document in [*books, *library])
-    texts = Texts(books, library, tokenizer)
-    print(f"{len(texts.books)} tokens of books, {len(texts.library)} of the library, {len(texts.dev)} held out", flush=True)
+        tokenizer = train_tokenizer(document.text for found in sources.values() for document in found)
+    texts = Texts(sources, tokenizer)
+    counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
+    print(f"tokens of text: {counts}, held out: {len(texts.dev)}", flush=True)
 
-    device = torch.device(args.device)
+    device = resolve_device(args.device)
     compiled = device.type == "cuda" and not args.no_compile
     model = train(plan, texts, tokenizer, args.out, device=device, workers=args.workers, compiled=compiled, resume=args.resume)
     record: dict[str, Any] = {

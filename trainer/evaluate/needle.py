@@ -17,7 +17,8 @@ from torch import Tensor
 
 from msattn.trainer import data
 from msattn.trainer.config import DataConfig, EvalRunConfig
-from msattn.trainer.data.retrieval import needle_prompt, question
+from msattn.trainer.data.tasks.sequences import NeedlePrompt, needle_prompt
+from msattn.trainer.data.tasks.wordings import KNOWN
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 BATCH_TOKENS = 32768  # tokens of one forward pass
-QUESTION = question("|").partition("|")[0].rstrip()  # the words before the key
 EXCERPT = 90  # characters of the text around a needle that the report shows
 HAYSTACK_TOKENS = 1_000_000  # text that the prompts are cut from, unless lengths need more
 
@@ -46,17 +46,22 @@ class Samples:
     Attributes
     ----------
     ids : LongTensor ``[n, length]``.
-    answers : number of answer tokens at the end of each.
+    prompts : what is asked for in each; their ``ids`` are without the tokens that open a chat.
     decoded : number of last tokens that a routed model decodes one by one, including the last one, which is only a target.
     depths : position of the needle that is asked for, 0 at the start of the context.
     tokenizer : the model's, for :meth:`examples`.
     """
 
     ids: Tensor
-    answers: list[int]
+    prompts: list[NeedlePrompt]
     decoded: int
     depths: list[float]
     tokenizer: Any
+
+    @property
+    def answers(self) -> list[int]:
+        """Numbers of answer tokens at the end of the samples."""
+        return [prompt.answer_tokens for prompt in self.prompts]
 
     @property
     def longest(self) -> int:
@@ -75,10 +80,10 @@ class Samples:
         """Returns a prompt of each depth with the ``expected`` and the predicted ``answer``; the same for every method."""
         found, decode, shown = self.found(predicted), self.tokenizer.decode, []
         for i in (self.depths.index(depth) for depth in dict.fromkeys(self.depths)):
-            answer = self.answers[i]
+            asked, answer = self.prompts[i], self.answers[i]
             prompt, expected = decode(self.ids[i, :-answer], skip_special_tokens=True), decode(self.ids[i, -answer:])
             given = {"expected": expected.strip(), "answer": decode(predicted[i, -answer:]).strip(), "correct": found[i]}
-            shown.append({"prompt": excerpt(prompt, expected), **given})
+            shown.append({"prompt": excerpt(prompt, asked.statement, asked.question), **given})
         return shown
 
 
@@ -157,30 +162,28 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: i
         start = rng.integers(len(text) - size + 1)
         return text[start : start + size]
 
-    prompts, questions, answers, depths = [], [], [], []
+    prompts, depths = [], []
     for number, depth in enumerate(settings.depths):
         for sample in range(settings.samples):
             rng = np.random.default_rng((cfg.seed, length, number, sample))
             try:
                 prompt = needle_prompt(
-                    rng, length - len(opening), crop, tokenizer, count=settings.needles, depth=depth, reply=reply
+                    rng, length - len(opening), crop, tokenizer, KNOWN, count=settings.needles, depth=depth, reply=reply
                 )
             except ValueError as error:
                 raise UserError(f"eval.needle.lengths={length}: {error}") from error
-            prompts.append(torch.tensor([*opening, *prompt.ids]))
-            questions.append(prompt.question_tokens)
-            answers.append(prompt.answer_tokens)
+            prompts.append(prompt)
             depths.append(depth)
-    asked = max(asked + answer for asked, answer in zip(questions, answers, strict=True))
-    decoded = max(answers) + 1 if settings.question == "dense" else asked
-    return Samples(torch.stack(prompts), answers, decoded, depths, tokenizer)
+    asked = max(prompt.question_tokens + prompt.answer_tokens for prompt in prompts)
+    decoded = max(prompt.answer_tokens for prompt in prompts) + 1 if settings.question == "dense" else asked
+    ids = torch.stack([torch.tensor([*opening, *prompt.ids]) for prompt in prompts])
+    return Samples(ids, prompts, decoded, depths, tokenizer)
 
 
-def excerpt(prompt: str, answer: str) -> str:
-    """Returns the needle with its surroundings and the end of ``prompt``, which asks for it."""
-    asked = prompt[prompt.rindex(QUESTION) :]
-    begin, end = prompt.find(asked + answer), len(prompt) - len(asked)
-    after = begin + len(asked + answer)
+def excerpt(prompt: str, statement: str, question: str) -> str:
+    """Returns the needle ``statement`` with its surroundings and the end of ``prompt``, which is the ``question``."""
+    begin, end = prompt.find(statement), prompt.rindex(question)
+    after = begin + len(statement)
     pieces = [prompt[max(0, begin - EXCERPT) : after + EXCERPT], prompt[max(after, end - EXCERPT) :]]
     return " … ".join(" ".join(piece.split()) for piece in pieces)
 

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from msattn.trainer.config import TrackerConfig, TrainConfig
-from msattn.trainer.data.retrieval import Tokens
+from msattn.trainer.data.tasks.sequences import Tokens
 from msattn.trainer.mta.attention import convert
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker

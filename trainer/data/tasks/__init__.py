@@ -1,0 +1,1 @@
+"""Retrieval tasks: their wordings, texts (exercises), token sequences, and needles in training text."""

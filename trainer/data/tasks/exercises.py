@@ -1,0 +1,279 @@
+"""Retrieval tasks as text: facts that are hidden in a context, and questions about them with their answers.
+
+The tasks are those of long-context benchmarks (needles with one or several keys and values, key-value lists, variables that
+take each other's values, frequent words), in wordings of our own.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from msattn.trainer.data.tasks.grammar import compose
+from msattn.trainer.data.tasks.wordings import Wording, enumerated
+
+Rng = np.random.Generator
+T = TypeVar("T")
+ANSWER_DIGITS = 5
+_COLOUR_WORDS = (
+    "amber azure black blue bronze brown copper coral crimson cream golden green grey indigo iron ivory jade lemon "
+    "lilac maroon olive orange pale pearl pink plum purple red rose ruby silver white"
+)
+_THING_WORDS = (
+    "acorn anchor apple arrow badger barrel basket beacon bell bird boat bottle bridge bucket candle castle cedar "
+    "chair clock cloud coin compass crown dagger door dragon drum eagle falcon feather fiddle flag forest fountain "
+    "fox garden gate glove hammer harbour hawk helmet horse island kettle key ladder lantern leaf lion mirror "
+    "mountain oak otter owl pony rabbit raven river ship spoon stone tiger tower wagon willow wolf"
+)
+_COLOURS, _THINGS = _COLOUR_WORDS.split(), _THING_WORDS.split()
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """Facts, and what is asked about them.
+
+    Attributes
+    ----------
+    facts : texts that are hidden in the context, in this order.
+    turns : questions, each with the answer that follows it after a space.
+    """
+
+    facts: tuple[str, ...]
+    turns: tuple[tuple[str, str], ...]
+
+
+Task = Callable[[Rng, int, Sequence[str]], Exercise]  # (rng, room, words): room in tokens, words for keys and lists
+
+
+def random_key(rng: Rng) -> str:
+    """Draws a key of two words, one of 2,176 pairs."""
+    return f"{_COLOURS[rng.integers(len(_COLOURS))]} {_THINGS[rng.integers(len(_THINGS))]}"
+
+
+def random_value(rng: Rng, digits: int = ANSWER_DIGITS) -> str:
+    """Draws a number, whose first digit is not 0."""
+    return str(rng.integers(10 ** (digits - 1), 10**digits))
+
+
+def distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """Calls ``draw`` until it has returned ``count`` different texts."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
+
+
+def needles(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
+    """One to eight keys with a value each; some are asked for, one by one."""
+    count = int(rng.integers(1, min(8, max(1, room // 64)) + 1))
+    keys, values = _keys(rng, count, words), _values(rng, count)
+    wordings = _wordings(rng, count, words)
+    facts = [wording.state(key, value) for wording, key, value in zip(wordings, keys, values, strict=True)]
+    asked = rng.permutation(count)[: rng.integers(1, count + 1)]
+    turns = [(wordings[i].ask([keys[i]], 1), values[i]) for i in asked.tolist()]
+    return Exercise(tuple(facts[i] for i in rng.permutation(count)), tuple(turns))
+
+
+def several_values(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
+    """Keys with one to four values; the answer names all values of a key, in the order of the text."""
+    count = int(rng.integers(1, min(4, max(1, room // 128)) + 1))
+    wording = compose(rng, words)
+    keys = _keys(rng, count, words)
+    numbers = [int(rng.integers(1, 5)) for _ in keys]
+    values = iter(_values(rng, sum(numbers)))
+    stated = [(key, next(values)) for key, number in zip(keys, numbers, strict=True) for _ in range(number)]
+    stated = [stated[i] for i in rng.permutation(len(stated))]
+    turns = []
+    for key in keys:
+        own = [value for other, value in stated if other == key]
+        turns.append((wording.ask([key], len(own)), enumerated(own)))
+    return Exercise(tuple(wording.state(*each) for each in stated), tuple(turns))
+
+
+def several_keys(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
+    """Two to eight keys; one question asks for the values of two to four of them."""
+    count = int(rng.integers(2, min(8, max(2, room // 64)) + 1))
+    wording = compose(rng, words)
+    keys, values = _keys(rng, count, words), _values(rng, count)
+    facts = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
+    asked = rng.permutation(count)[: rng.integers(2, min(4, count) + 1)].tolist()
+    turn = wording.ask([keys[i] for i in asked], len(asked)), enumerated([values[i] for i in asked])
+    return Exercise(tuple(facts[i] for i in rng.permutation(count)), (turn,))
+
+
+def pairs(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
+    """A list of keys and values in one wording or form, sometimes with random identifiers; up to 16 are asked for."""
+    identifiers = rng.random() < 0.2
+    count = int(rng.integers(2, max(3, min(400, room // (96 if identifiers else 24)))))
+    if identifiers:
+        keys, values = ([_identifier(rng) for _ in range(count)] for _ in range(2))
+    else:
+        keys, values = _keys(rng, count, words), _values(rng, count)
+    if rng.random() < 0.5:
+        wording = compose(rng, words)
+        fact = _one(rng, (" ", "\n")).join(wording.state(key, value) for key, value in zip(keys, values, strict=True))
+        ask: Callable[[str], str] = lambda key: wording.ask([key], 1)  # noqa: E731
+    else:
+        between, after = _one(rng, ((":", ", "), (":", "\n"), (" =", "; "), (" is", ". "), (" -", "\n"), ("\t", "\n")))
+        fact = after.join(f"{key}{between} {value}" for key, value in zip(keys, values, strict=True))
+        ask = lambda key: f"{key}{between}"  # noqa: E731
+    asked = rng.permutation(count)[: rng.integers(1, min(count, 16) + 1)].tolist()
+    return Exercise((fact,), tuple((ask(keys[i]), values[i]) for i in asked))
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """Statements that set variables to a number and to another variable, and the question for all that hold a number."""
+
+    number: str
+    variable: str
+    question: str
+
+
+ASSIGNMENTS = (
+    Assignments("let {name} be {value}.", "let {name} be {other}.", "The variables that hold {value} are"),
+    Assignments("{name} := {value};", "{name} := {other};", "holders of {value}:"),
+    Assignments("Set {name} to {value}.", "Set {name} to {other}.", "Which names were set to {value}? They are"),
+    Assignments("{name} <- {value}", "{name} <- {other}", "Names with the value {value}:"),
+    Assignments(
+        "Box {name} contains {value}.",
+        "Box {name} contains whatever is in box {other}.",
+        "List the boxes that contain {value}:",
+    ),
+    Assignments("int {name} = {value};", "int {name} = {other};", "// all equal to {value}:"),
+    Assignments(
+        "{name} was given the number {value}.",
+        "{name} was given the number of {other}.",
+        "Who was given the number {value}? The answer is",
+    ),
+    Assignments(
+        "The label {name} stands for {value}.",
+        "The label {name} stands for the same as {other}.",
+        "Labels that stand for {value} are",
+    ),
+)
+
+
+def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
+    """One to three chains of up to six variables, each set to the one before; the answer names the variables of a chain."""
+    del words
+    chains = int(rng.integers(1, min(3, max(1, room // 256)) + 1))
+    length = int(rng.integers(2, min(6, max(2, room // 64)) + 1))
+    form = _one(rng, ASSIGNMENTS)
+    letters = int(rng.integers(1, 6))
+    names = distinct(partial(_capitals, rng, letters if letters > 1 else 2), chains * length)
+    values = _values(rng, chains)
+    facts: list[list[str]] = []
+    turns = []
+    for number, value in enumerate(values):
+        chain = names[number * length : (number + 1) * length]
+        later = [form.variable.format(name=name, other=other) for other, name in pairwise(chain)]
+        facts.append([form.number.format(name=chain[0], value=value), *later])
+        turns.append((form.question.format(value=value), ", ".join(chain)))
+    return Exercise(tuple(_merged(rng, facts)), tuple(turns))
+
+
+def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
+    """A list in which a few words are repeated often and others seldom; the answer names the frequent ones."""
+    items = max(16, min(room, 8192) // 4)
+    count, seldom = int(rng.integers(1, min(10, items // 16) + 1)), int(rng.integers(1, 4))
+    often = int(rng.integers(2 * seldom + 1, max(2 * seldom + 2, items // (2 * count))))
+    rare = max(1, min(len(words) - count, (items - count * often) // seldom))
+    drawn = [words[i] for i in rng.permutation(len(words))[: count + rare]]
+    listed = [*drawn[:count] * often, *drawn[count:] * seldom]
+    listed = [listed[i] for i in rng.permutation(len(listed))]
+    if rng.random() < 0.5:
+        fact = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
+    else:
+        fact = _one(rng, (", ", " ", "\n")).join(listed)
+    question = _one(
+        rng,
+        (
+            f"The {count} words that are repeated most in this list:",
+            f"Which {count} words occur most often? They are",
+            f"Most frequent words ({count}):",
+            f"Name the {count} words that were listed more often than the others. Answer:",
+        ),
+    )
+    first = {word: place for place, word in reversed(list(enumerate(listed)))}
+    return Exercise((fact,), ((question, ", ".join(sorted(drawn[:count], key=first.__getitem__))),))
+
+
+def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
+    """Made-up words with frequencies after Zipf's law; the answer names the three most frequent, in this order."""
+    del words
+    exponent, size = rng.uniform(1.5, 3.0), int(rng.integers(8, 200))
+    made = distinct(partial(_letters, rng, int(rng.integers(3, 7))), size)
+    shares = np.arange(1, size + 1, dtype=np.float64) ** -exponent
+    number = int(rng.integers(24, max(25, min(room, 8192) // 8)))
+    drawn = rng.choice(size, size=number, p=shares / shares.sum())
+    counts = np.bincount(drawn, minlength=size)
+    best = np.argsort(-counts, kind="stable")[:3]
+    question = _one(
+        rng,
+        (
+            "The three words with the highest counts:",
+            "Which three words were used most? They were",
+            "Top three words by frequency:",
+        ),
+    )
+    return Exercise((" ".join(made[i] for i in drawn),), ((question, ", ".join(made[i] for i in best if counts[i])),))
+
+
+TASKS: dict[str, Task] = {
+    "needles": needles,
+    "several_values": several_values,
+    "several_keys": several_keys,
+    "pairs": pairs,
+    "tracking": tracking,
+    "common_words": common_words,
+    "frequent_words": frequent_words,
+}
+
+
+def _one(rng: Rng, choices: Sequence[T]) -> T:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _wordings(rng: Rng, count: int, words: Sequence[str]) -> list[Wording]:
+    """Draws one wording for all facts, or one for each."""
+    if rng.random() < 0.5:
+        return [compose(rng, words)] * count
+    return [compose(rng, words) for _ in range(count)]
+
+
+def _keys(rng: Rng, count: int, words: Sequence[str]) -> list[str]:
+    """Draws distinct keys: pairs of a colour and a thing, or one to three words, so that no fixed list of keys is learned."""
+    if rng.random() < 0.3:
+        return distinct(partial(random_key, rng), count)
+    most = int(rng.integers(1, 4)) if count < 100 else 2
+    return distinct(lambda: " ".join(_one(rng, words) for _ in range(rng.integers(1 if count < 100 else 2, most + 1))), count)
+
+
+def _values(rng: Rng, count: int) -> list[str]:
+    """Draws distinct numbers, of five digits in half of the exercises."""
+    digits = ANSWER_DIGITS if rng.random() < 0.5 else int(rng.integers(4, 9))
+    return distinct(partial(random_value, rng, digits), count)
+
+
+def _identifier(rng: Rng) -> str:
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+def _letters(rng: Rng, length: int) -> str:
+    return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(26, size=length))
+
+
+def _capitals(rng: Rng, length: int) -> str:
+    return _letters(rng, length).upper()
+
+
+def _merged(rng: Rng, chains: list[list[str]]) -> list[str]:
+    """Interleaves ``chains`` at random; each keeps its order."""
+    order = rng.permutation([number for number, chain in enumerate(chains) for _ in chain])
+    remaining = [iter(chain) for chain in chains]
+    return [next(remaining[number]) for number in order]

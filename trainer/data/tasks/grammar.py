@@ -1,0 +1,95 @@
+"""Composed wordings: so many that a model learns to look for a key and the value beside it, not the words between them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from msattn.trainer.data.tasks.wordings import TRAINING, Wording
+
+Rng = np.random.Generator
+
+_OPENINGS = (
+    "|||||||Note that |Remember that |They say that |As we all know, |In the book, |On that day |It seems that |"
+    "By the way, |Later, |At last |We learned that |Nobody doubts that |Listed here: |For the record, |In short, |"
+    "Then |I believe that |In those years |As a rule, |Last week |The clerk wrote that |My uncle said that |"
+    "Once more, "
+)
+_NOUNS = (
+    "number code price age size score length depth badge seal label address entry total reading balance rank level "
+    "page ticket lot prize tax date year row seat door gate rate share debt fee fine wage crowd crew army fleet herd "
+    "speed volume area charge load limit signal channel port version index offset width record answer result value "
+    "key name-plate stock harvest yield toll rent pension income count sum amount quota budget order invoice parcel "
+    "letter chapter verse line room house street bill"
+)
+_VERBS = (
+    "is|was|shows|reads|equals|bears|has|holds|gave|names|keeps|got|reached|fell to|opens with|starts at|counts|"
+    "weighs|measures|costs|comes to|became|remained|amounts to|will be|should be|must be|could be|is set to|"
+    "was fixed at|went up to|is close to|is known as|begins with|ends with|is written as|was sold for|was bought for|"
+    "is given by|contains|needs|takes|adds up to|is said to be"
+)
+_ENDINGS = (
+    "|||||||| in all| pounds| men| times| years| days| miles| tons| yards| pieces|, they said| at most| or so|"
+    " before noon| every year| last spring|, as you know| in the end| since then| by law| again| altogether| dollars|"
+    " units| bytes| seconds"
+)
+OPENINGS, VERBS, ENDINGS = (texts.split("|") for texts in (_OPENINGS, _VERBS, _ENDINGS))
+NOUNS = _NOUNS.split()
+MARKS = (":", " =", " ->", " :=", "=", " is", ",", " -", " |", " <-", " ...", ";", "/", " ~", " @")
+# The answer follows what is in braces; {fact} repeats the beginning of the statement, {noun} and {key} are its words.
+QUESTIONS = (
+    *("{fact}", "{fact}", "{fact}", "Question: {fact} Answer:", "Q: {noun} of {key}? A:", "What {verb} {key}? It {verb}"),
+    *("Which {noun} belongs to {key}? The {noun}", "Tell me the {noun} of {key}:", "I forgot about {key}. The {noun} {verb}"),
+    *("{key}? Answer:", "What do you know about {key}? {fact}", "Look for {key}:", "Do you remember {key}? It was", "{key}:"),
+    *("Find {key} and repeat what it {verb}:", "What is the {noun} that belongs to {key}? It is", "{noun}, {key}:"),
+)
+PLURALS = (
+    *(
+        "The {noun}s of {key} are",
+        "What do you know about {key}? In order:",
+        "Tell me all {noun}s of {key}:",
+        "Q: {noun}s of {key}? A:",
+    ),
+    *("List all of {key}:", "Which {noun}s belong to {key}? They are", "Find {key} and repeat all {noun}s:"),
+)
+
+
+def compose(rng: Rng, words: Sequence[str]) -> Wording:
+    """Returns a wording of :data:`msattn.trainer.data.tasks.wordings.TRAINING`, or composes one; ``words`` fill it up."""
+    kind = rng.random()
+    if kind < 0.25:
+        return TRAINING[rng.integers(len(TRAINING))]
+    noun, verb = _one(rng, NOUNS), _one(rng, VERBS)
+    before, after = _fact(rng, kind, noun, verb, words)
+    fact = _one(rng, OPENINGS) + before if kind < 0.8 else before
+    question = _one(rng, QUESTIONS).format(fact=before, noun=noun, verb=verb, key="{key}")
+    plural = _one(rng, PLURALS).format(noun=noun, key="{key}")
+    return Wording(f"{fact} {{value}}{after}", question, plural)
+
+
+def _fact(rng: Rng, kind: float, noun: str, verb: str, words: Sequence[str]) -> tuple[str, str]:
+    """Returns the statement's text before the value, with ``{key}``, and after it."""
+    if kind < 0.8:
+        forms = (
+            f"the {noun} of {{key}} {verb}",
+            f"the {noun} for {{key}} {verb}",
+            f"{{key}} {verb} the {noun}",
+            f"{{key}} {verb}",
+            f"{{key}}, {_some(rng, words)}, {verb}",
+            f"{_some(rng, words)} {{key}} {verb} {noun}",
+            f"the {noun} in the {_one(rng, NOUNS)} of {{key}} {verb}",
+            f"{{key}} and its {noun} {verb} {_some(rng, words)}",
+        )
+        return _one(rng, forms), f"{_one(rng, ENDINGS)}."
+    if kind < 0.92:
+        forms = (f"{{key}}{_one(rng, MARKS)}", f"{noun} of {{key}}{_one(rng, MARKS)}", f"{{key}}.{noun}{_one(rng, MARKS)}")
+        return _one(rng, forms), _one(rng, ("", ";", ".", ",", " |"))
+    return f"{_some(rng, words)} {{key}} {_some(rng, words)}", _one(rng, (".", f" {_some(rng, words)}.", "\n"))
+
+
+def _some(rng: Rng, words: Sequence[str]) -> str:
+    """Returns one to five random words."""
+    return " ".join(_one(rng, words) for _ in range(rng.integers(1, 6)))
+
+
+def _one(rng: Rng, choices: Sequence[str]) -> str:
+    return choices[int(rng.integers(len(choices)))]

@@ -1,0 +1,223 @@
+"""Token sequences with retrieval tasks: facts hidden in text, then questions and answers, with a loss weight for each token.
+
+Answer tokens have a larger weight, tokens that cannot be predicted have weight 0, and the surrounding text has weight 1.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from msattn.trainer.data.tasks.exercises import TASKS, Exercise, Rng, Task, distinct, random_key, random_value
+from msattn.trainer.data.tasks.wordings import Wording
+
+Tokens = NDArray[np.int64]
+Weights = NDArray[np.float32]
+Crop = Callable[[Rng, int], Tokens]  # (rng, length) -> that many successive tokens of text
+
+ANSWER_WEIGHT = 6.0  # loss weight of answer tokens; text has 1
+COPIES = "copies"  # a task of tokens, not of text
+NAMES = (*TASKS, COPIES)
+MOST_WORDS = 500  # that a task draws
+SPACES = ("Ġ", "▁")  # begin tokens that begin with a space, in byte-level and in SentencePiece vocabularies
+
+
+class Tokenizer(Protocol):
+    """The interface of a tokenizer that the tasks use."""
+
+    def __len__(self) -> int: ...
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens ``ids`` to insert into a text before its token ``position``, with their loss weights."""
+
+    position: int
+    ids: Tokens
+    weights: Weights
+
+
+def insert_spans(text: Tokens, spans: Sequence[Span]) -> tuple[Tokens, Weights]:
+    """Inserts ``spans`` into ``text``, whose tokens have weight 1. Spans at the same position keep their order.
+
+    Returns
+    -------
+    ids, weights : both [len(text) + length of all spans]
+    """
+    ordered = sorted(spans, key=lambda span: span.position)
+    ids: list[Tokens] = []
+    weights: list[Weights] = []
+    for start, span in zip([0, *(previous.position for previous in ordered)], ordered, strict=False):
+        ids += [text[start : span.position], span.ids]
+        weights += [np.ones(span.position - start, np.float32), span.weights]
+    tail = text[ordered[-1].position if ordered else 0 :]
+    return np.concatenate([*ids, tail]), np.concatenate([*weights, np.ones(len(tail), np.float32)])
+
+
+class TaskSequences:
+    """Makes token sequences of the tasks :data:`NAMES` for one tokenizer.
+
+    Parameters
+    ----------
+    crop : draws the text around the tasks.
+
+    Attributes
+    ----------
+    words : words of the vocabulary, for keys and lists.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, crop: Crop) -> None:
+        self.tokenizer = tokenizer
+        self.crop = crop
+        self._starts_word = starts_word(tokenizer, np.arange(len(tokenizer)))
+        tokens = tokenizer.convert_ids_to_tokens(np.flatnonzero(self._starts_word).tolist())
+        self.words = [word for word in (token[1:] for token in tokens) if word.isascii() and word.isalpha() and len(word) > 1]
+
+    def make(self, name: str, rng: Rng, length: int) -> tuple[Tokens, Weights]:
+        """Returns ``length`` tokens with the task ``name``, and their weights."""
+        if name == COPIES:
+            return copies(rng, length, self.crop)
+        return self._exercise(TASKS[name], rng, length)
+
+    def _exercise(self, task: Task, rng: Rng, length: int) -> tuple[Tokens, Weights]:
+        room = length
+        while room >= 16:
+            facts, turns = self._encode(task(rng, room, self.words), rng)
+            left = length - sum(len(ids) for ids, _ in (*facts, *turns))
+            if left >= 0:
+                return self._hide(rng, facts, turns, self.crop(rng, left))
+            room //= 2
+        return self.crop(rng, length), np.ones(length, np.float32)
+
+    def _encode(self, exercise: Exercise, rng: Rng) -> tuple[list[tuple[Tokens, Weights]], list[tuple[Tokens, Weights]]]:
+        """Returns tokens and weights of the facts, and of the turns."""
+        between = "\n" if rng.random() < 0.5 else " "
+        end = (".", ".\n", "\n")[int(rng.integers(3))]
+        facts = [[(f" {fact}", 0.0)] for fact in exercise.facts]
+        turns = [[(between + question, 0.0), (f" {answer}", ANSWER_WEIGHT), (end, 1.0)] for question, answer in exercise.turns]
+        weighted = self._weighted([*facts, *turns])
+        return weighted[: len(facts)], weighted[len(facts) :]
+
+    def _weighted(self, texts: list[list[tuple[str, float]]]) -> list[tuple[Tokens, Weights]]:
+        """Returns tokens and weights of texts that are given as pieces with their weights."""
+        encoded = iter(encode(self.tokenizer, [piece for pieces in texts for piece, _ in pieces]))
+        found = []
+        for pieces in texts:
+            ids = [next(encoded) for _ in pieces]
+            weights = [np.full(len(part), weight, np.float32) for part, (_, weight) in zip(ids, pieces, strict=True)]
+            found.append((np.concatenate(ids), np.concatenate(weights)))
+        return found
+
+    def _hide(
+        self, rng: Rng, facts: list[tuple[Tokens, Weights]], turns: list[tuple[Tokens, Weights]], text: Tokens
+    ) -> tuple[Tokens, Weights]:
+        """Inserts ``facts`` before words of ``text``; ``turns`` follow the text, or are in it after the last fact."""
+        allowed = insert_positions(self._starts_word[text])
+        positions = np.sort(rng.choice(allowed, size=len(facts)))
+        if rng.random() < 0.75:
+            later = np.full(len(turns), len(text))
+        else:
+            later = np.sort(rng.choice(np.append(allowed[allowed >= positions[-1]], len(text)), size=len(turns)))
+        return insert_spans(
+            text,
+            [Span(int(at), ids, weights) for at, (ids, weights) in zip((*positions, *later), (*facts, *turns), strict=True)],
+        )
+
+
+def copies(rng: Rng, length: int, crop: Crop) -> tuple[Tokens, Weights]:
+    """Inserts a passage, of text or of shuffled tokens, and repeats it once or twice after gaps. Repetitions have weight 1."""
+    size = int(rng.integers(8, max(9, min(256, length // 5))))
+    passage = crop(rng, size)
+    shuffled = rng.random() < 0.5
+    if shuffled:
+        passage = rng.permutation(passage)
+    repeat_weights = np.ones(size, np.float32)
+    repeat_weights[:2] = 0.0  # the start of a repetition cannot be predicted
+    first_weights = np.full(size, 0.0 if shuffled else 1.0, np.float32)
+    repeats = int(rng.integers(1, 3))
+    text = crop(rng, length - size * (1 + repeats))
+    positions = np.sort(rng.integers(0, len(text) + 1, size=1 + repeats))
+    spans = [Span(int(at), passage, repeat_weights if n else first_weights) for n, at in enumerate(positions)]
+    return insert_spans(text, spans)
+
+
+class NeedlePrompt(NamedTuple):
+    """A prompt that ends with a question and its answer.
+
+    Attributes
+    ----------
+    ids : ``[length]``.
+    answer_tokens, question_tokens : numbers of tokens at the end.
+    statement, question : the needle that is asked for, and the question.
+    """
+
+    ids: Tokens
+    answer_tokens: int
+    question_tokens: int
+    statement: str
+    question: str
+
+
+def needle_prompt(
+    rng: Rng,
+    length: int,
+    crop: Crop,
+    tokenizer: Tokenizer,
+    wording: Wording,
+    *,
+    count: int,
+    depth: float | None = None,
+    reply: Sequence[int] = (),
+) -> NeedlePrompt:
+    """Hides ``count`` needles in text and appends the question for one of them, with its answer.
+
+    Parameters
+    ----------
+    length : total number of tokens.
+    depth : relative position in [0, 1] of the needle that is asked for; None and the other needles: random.
+    reply : tokens that end a user's message and begin the reply; the message then asks, and the reply begins with its words.
+
+    Raises
+    ------
+    ValueError : ``length`` is too small for the needles and the question.
+    """
+    keys, values = distinct(lambda: random_key(rng), count), [random_value(rng) for _ in range(count)]
+    statements = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
+    question = wording.ask(keys[:1], 1)
+    hidden = encode(tokenizer, [f" {statement}" for statement in statements])
+    asked, answer = encode(tokenizer, [f" {question}", f" {values[0]}"])
+    if reply:
+        message, begun = encode(tokenizer, [f" Continue: {question}", question])
+        asked = np.concatenate([message, np.asarray(reply), begun])
+    text_length = length - sum(map(len, hidden)) - len(asked) - len(answer)
+    if text_length < count:
+        raise ValueError(f"length={length}: {count} needles and a question need at least {length - text_length + count} tokens")
+    text = crop(rng, text_length)
+    allowed = insert_positions(starts_word(tokenizer, text))
+    positions = rng.choice(allowed, size=count)
+    if depth is not None:
+        positions[0] = allowed[round(depth * (len(allowed) - 1))]
+    end = np.concatenate([asked, answer])
+    spans = [Span(int(at), ids, np.ones(len(ids), np.float32)) for at, ids in zip(positions, hidden, strict=True)]
+    ids = insert_spans(text, [*spans, Span(len(text), end, np.ones(len(end), np.float32))])[0]
+    return NeedlePrompt(ids, len(answer), len(asked), statements[0], question)
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Returns the tokens of each text."""
+    return [np.asarray(ids, np.int64) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+def starts_word(tokenizer: Tokenizer, ids: Tokens) -> NDArray[np.bool_]:
+    """Returns whether each token begins with a space."""
+    return np.array([token.startswith(SPACES) for token in tokenizer.convert_ids_to_tokens(ids.tolist())], bool)
+
+
+def insert_positions(starts_word: NDArray[np.bool_]) -> Tokens:
+    """Returns the indices of tokens that start a word, or all indices if there are none; one at least."""
+    found = np.flatnonzero(starts_word)
+    return found if len(found) else np.arange(max(1, len(starts_word)))
