@@ -8,12 +8,13 @@ from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from msattn.trainer.evaluate.cost import cost
-from msattn.trainer.evaluate.intervals import mean_interval, student_t, wilson
+from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval, student_t, wilson
 from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report import plots, speed, style, tables
 from msattn.trainer.evaluate.report.context import context
@@ -65,6 +66,19 @@ def rows() -> list[EvalRow]:
 def about() -> report.Context:
     manifest = {"path": "outputs/tiny/base/gate", "content_hash": "f" * 64, "created": "2026-11-20", "model": {"id": "x"}}
     return context("A <title>", {"seed": 7}, {"gate": manifest}, ["No qmodel here."], torch.device("cpu"))
+
+
+def test_stratified_intervals_cover_the_mean() -> None:
+    draw = np.random.default_rng(0)
+    shares = [0.2, 0.5, 0.9]
+    covered = 0
+    for _ in range(400):
+        bounds = stratified_interval([draw.binomial(1, share, size=40).tolist() for share in shares])
+        assert bounds is not None
+        covered += bounds[0] <= sum(shares) / 3 <= bounds[1]
+    assert 0.92 < covered / 400 < 0.98
+    assert stratified_interval([[1.0, 1.0], [0.0, 0.0]]) == (0.5, 0.5)
+    assert stratified_interval([[1.0, 1.0], [0.0]]) is None
 
 
 def test_wilson_against_published_values() -> None:

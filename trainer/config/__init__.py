@@ -20,6 +20,7 @@ from msattn.trainer.config.commands import (
 )
 from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import (
+    RULER_TASKS,
     TASKS,
     DecodingConfig,
     EvalConfig,
@@ -28,6 +29,7 @@ from msattn.trainer.config.evaluate import (
     PerplexityConfig,
     PromptsConfig,
     RecallConfig,
+    RulerConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import (
@@ -63,6 +65,7 @@ __all__ = [
     "PEERS",
     "POLICIES",
     "POOLINGS",
+    "RULER_TASKS",
     "SCORES",
     "TASKS",
     "ArtifactsConfig",
@@ -90,6 +93,7 @@ __all__ = [
     "PromptsConfig",
     "QModelConfig",
     "RecallConfig",
+    "RulerConfig",
     "RunConfig",
     "SelectConfig",
     "ServingConfig",

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check, choices, require, within
 
-TASKS = ("perplexity", "recall", "needle", "prompts", "latency", "decoding")
+TASKS = ("perplexity", "recall", "needle", "ruler", "prompts", "latency", "decoding")
+RULER_TASKS = (
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
+)
 QUALITY = TASKS[:3]  # the default; the other tasks measure speed
 
 
@@ -63,6 +67,27 @@ class NeedleConfig:
         check(self, "eval.needle.")
         for key in ("lengths", "depths"):
             require(bool(getattr(self, key)), f"eval.needle.{key}", getattr(self, key), "one or more")
+
+
+@dataclass(frozen=True)
+class RulerConfig:
+    """RULER's synthetic ``tasks``: ``samples`` prompts of each, of each of ``lengths`` with the tokens of the answer.
+
+    ``haystack`` is a text file or folder (None: the held-out documents of ``data``). Block selections are measured at
+    ``sparsities``, routing with ``probes``.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
+    tasks: list[str] = field(default_factory=lambda: list(RULER_TASKS), metadata=choices(RULER_TASKS))
+    samples: int = field(default=20, metadata=within("[1, 10000]"))
+    haystack: str | None = None
+    sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
+    probes: list[int] = field(default_factory=lambda: [1, 2, 4], metadata=within("[0, 1e6]"))
+
+    def __post_init__(self) -> None:
+        check(self, "eval.ruler.")
+        for key in ("lengths", "tasks"):
+            require(bool(getattr(self, key)), f"eval.ruler.{key}", getattr(self, key), "one or more")
 
 
 @dataclass(frozen=True)
@@ -130,6 +155,7 @@ class EvalConfig:
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
+    ruler: RulerConfig = field(default_factory=RulerConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 
 Z = 1.959963985  # 97.5 % quantile of the normal distribution
 
@@ -27,6 +27,18 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     center, half = fmean(values), student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return center - half, center + half
+
+
+def stratified_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Returns the interval of the mean of the groups' means, for values in [0, 1] that are independent; clipped to [0, 1].
+
+    None if a group has fewer than two values.
+    """
+    if min(map(len, groups)) < 2:
+        return None
+    center = fmean(map(fmean, groups))
+    half = Z * math.sqrt(sum(variance(group) / len(group) for group in groups)) / len(groups)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import data
-from msattn.trainer.config import DataConfig, EvalRunConfig
+from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.tasks.sequences import NeedlePrompt, needle_prompt
 from msattn.trainer.data.tasks.wordings import KNOWN
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
@@ -110,10 +111,10 @@ class NeedleResult:
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
     """Returns rows for dense attention, block selections and routings, at each length and in each setting."""
     settings = cfg.eval.needle
-    haystack = read_haystack(cfg, loaded.tokenizer)
+    text = read_haystack(cfg, loaded.tokenizer)
     rows = []
     for length in settings.lengths:
-        samples = make_samples(cfg, loaded.tokenizer, haystack, length)
+        samples = make_samples(cfg, loaded.tokenizer, text, length)
         blocks = [(method, *setting) for method in methods.block_selections for setting in method.settings(settings.sparsities)]
         routes = [
             (method, label, probes)
@@ -138,14 +139,12 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
 
 def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
     """Returns the tokens of the documents in which the needles are hidden, concatenated."""
-    path = cfg.eval.needle.haystack
-    source = DataConfig(source="text", path=path, heldout_path=path) if path else cfg.data
     enough = max(HAYSTACK_TOKENS, 2 * max(cfg.eval.needle.lengths))
-    tokens = data.encode(data.documents(source, heldout=True), tokenizer, at_least=enough)
+    tokens = data.encode(haystack.documents(cfg.data, cfg.eval.needle.haystack), tokenizer, at_least=enough)
     return torch.from_numpy(tokens.astype(np.int64))
 
 
-def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: int) -> Samples:
+def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: Tensor, length: int) -> Samples:
     """Returns ``samples`` prompts at each of ``depths``, drawn from the seed; they start with the BOS token, if there is one.
 
     Raises
@@ -153,7 +152,7 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, haystack: Tensor, length: i
     UserError : the prompt is too short for its needles, or longer than the haystack.
     """
     settings = cfg.eval.needle
-    text = haystack.numpy()
+    text = tokens.numpy()
     opening, reply = around_prompt(tokenizer, cfg.chat)
 
     def crop(rng: np.random.Generator, size: int) -> np.ndarray:

@@ -1,17 +1,14 @@
 """The user's own prompts: whether dense and sparse attention give the expected answers."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.evaluate.cost import cost
+from msattn.trainer.evaluate.answers import Answers, Case, answer, cases
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
@@ -19,29 +16,10 @@ from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.models.families import check_length
 
 if TYPE_CHECKING:
-    from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
     from msattn.trainer.progress import Progress
 
 MOST_EXAMPLES = 20  # prompts whose answers the report shows
-
-
-class Case(NamedTuple):
-    """A method in a setting; ``attach`` returns the context in which it runs."""
-
-    method: str
-    setting: str
-    attach: Callable[[], AbstractContextManager["Sparse | None"]]
-
-
-class Answers(NamedTuple):
-    """Generated tokens and text of each prompt, mean seconds of a prompt, peak MiB and ``stats()`` of a method."""
-
-    tokens: list[list[int]]
-    texts: list[str]
-    seconds: float
-    peak_mb: float
-    stats: dict[str, Any]
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
@@ -53,19 +31,11 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     """
     settings = cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), encoded_prompts(loaded, cfg)
-    cases = [Case("dense", "", nullcontext)]
-    for method in methods.block_selections:
-        cases += [
-            Case(method.name, label, partial(method.attach, loaded.model, select))
-            for label, select in method.settings(settings.sparsities)
-        ]
-    for routing in methods.bucket_routings:
-        ((label, probes),) = routing.settings([routing.probes])
-        cases.append(Case(routing.name, label, partial(routing.attach, loaded.model, probes)))
-    advance = partial(progress.advance, progress.add_task("prompts", total=len(cases) * len(prompts)))
-    found = [answer(loaded, encoded, case, settings.max_new_tokens, advance) for case in cases]
-    dense = as_row(cases[0], prompts, encoded, found[0], found[0], None)
-    sparse = zip(cases[1:], found[1:], strict=True)
+    tried = cases(loaded, methods, settings.sparsities)
+    advance = partial(progress.advance, progress.add_task("prompts", total=len(tried) * len(prompts)))
+    found = [answer(loaded, encoded, case, [settings.max_new_tokens] * len(encoded), advance) for case in tried]
+    dense = as_row(tried[0], prompts, encoded, found[0], found[0], None)
+    sparse = zip(tried[1:], found[1:], strict=True)
     return [dense, *(as_row(case, prompts, encoded, answers, found[0], dense) for case, answers in sparse)]
 
 
@@ -79,40 +49,12 @@ def encoded_prompts(loaded: "Loaded", cfg: EvalRunConfig) -> list[Tensor]:
     return encoded
 
 
-@torch.inference_mode()
-def answer(loaded: "Loaded", encoded: list[Tensor], case: Case, max_new_tokens: int, advance: Callable[[], None]) -> Answers:
-    """Generates greedily after each prompt ``[1, N]``."""
-    model: Any = loaded.model
-    tokenizer = loaded.tokenizer
-    tokens, seconds, peaks = [], [], []
-
-    def generate(ids: Tensor, new_tokens: int) -> Tensor:
-        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
-    if model.device.type == "cuda":  # not timed: kernels compile at their first call
-        with case.attach():
-            generate(encoded[0].to(model.device), 2)
-    with case.attach() as sparse:
-        for ids in encoded:
-            ids = ids.to(model.device)
-            with cost(model.device) as spent:
-                output = generate(ids, max_new_tokens)
-            tokens.append(output[0, ids.shape[1] :].tolist())
-            seconds.append(spent.seconds)
-            peaks.append(spent.peak_mb)
-            advance()
-        stats = sparse.stats() if sparse else {"sparsity": 0.0, "selectivity": None}
-    texts = [str(tokenizer.decode(each, skip_special_tokens=True)) for each in tokens]
-    return Answers(tokens, texts, fmean(seconds), max(peaks), stats)
-
-
 def as_row(
     case: Case, prompts: list[Prompt], encoded: list[Tensor], answers: Answers, dense: Answers, dense_row: EvalRow | None
 ) -> EvalRow:
     """Returns the row of a method; ``dense_row`` is that of dense attention, None for dense attention itself."""
     correct = [prompt.is_answered_by(text) for prompt, text in zip(prompts, answers.texts, strict=True)]
-    score, sparsity = sum(correct) / len(correct), answers.stats["sparsity"]
+    score = sum(correct) / len(correct)
     ratio = None if dense_row is None or not dense_row.score else score / dense_row.score
     return EvalRow(
         task="prompts",
@@ -122,8 +64,8 @@ def as_row(
         score_name="answers as expected",
         interval=wilson(sum(correct), len(correct)),
         ratio_to_dense=1.0 if dense_row is None else ratio,
-        sparsity=sparsity,
-        selectivity=answers.stats["selectivity"] if sparsity is None else 1 - sparsity,
+        sparsity=answers.sparsity,
+        selectivity=answers.selectivity,
         latency_s=answers.seconds,
         peak_memory_mb=answers.peak_mb,
         samples=len(correct),

@@ -164,8 +164,7 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     chains = int(rng.integers(1, min(3, max(1, room // 256)) + 1))
     length = int(rng.integers(2, min(6, max(2, room // 64)) + 1))
     form = _one(rng, ASSIGNMENTS)
-    letters = int(rng.integers(1, 6))
-    names = distinct(partial(_capitals, rng, letters if letters > 1 else 2), chains * length)
+    names = distinct(partial(_capitals, rng, int(rng.integers(2, 6))), chains * length)
     values = _values(rng, chains)
     facts: list[list[str]] = []
     turns = []
@@ -207,7 +206,7 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """Made-up words with frequencies after Zipf's law; the answer names the three most frequent, in this order."""
     del words
     exponent, size = rng.uniform(1.5, 3.0), int(rng.integers(8, 200))
-    made = distinct(partial(_letters, rng, int(rng.integers(3, 7))), size)
+    made = distinct(partial(letters, rng, int(rng.integers(3, 7))), size)
     shares = np.arange(1, size + 1, dtype=np.float64) ** -exponent
     number = int(rng.integers(24, max(25, min(room, 8192) // 8)))
     drawn = rng.choice(size, size=number, p=shares / shares.sum())
@@ -264,12 +263,13 @@ def _identifier(rng: Rng) -> str:
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
 
-def _letters(rng: Rng, length: int) -> str:
+def letters(rng: Rng, length: int) -> str:
+    """Draws a word of lower-case letters."""
     return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(26, size=length))
 
 
 def _capitals(rng: Rng, length: int) -> str:
-    return _letters(rng, length).upper()
+    return letters(rng, length).upper()
 
 
 def _merged(rng: Rng, chains: list[list[str]]) -> list[str]:

@@ -65,6 +65,15 @@ CAPTIONS = {
         "Share of the hidden numbers that are found, by depth of the needle (0 %: start of the context) and length of the "
         "context. A low value at one depth means that the method does not read that region."
     ),
+    "ruler": (
+        "RULER's average: the mean over its tasks of the share of the expected texts in the answers, against the share of keys "
+        "read. The upper left corner is best. Bars are 95 % intervals; every method runs the same prompts."
+    ),
+    "ruler_grid": (
+        "The score of each task of RULER, by length of the prompts. <i>vt</i>: variables that take each other's values. "
+        "<i>cwe</i>, <i>fwe</i>: the most frequent words of a list and of a coded text. The others are needles with one or "
+        "several keys, values and questions."
+    ),
     "latency": (
         "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
         "is faster; <code>msattn.attach</code> uses it for prompts shorter than <code>select.dense_below</code>. Right: the "

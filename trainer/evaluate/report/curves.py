@@ -64,8 +64,8 @@ def recall(rows: list[EvalRow]) -> "Figure | None":
     return figure
 
 
-def needle(rows: list[EvalRow]) -> "Figure | None":
-    """Plots accuracy against the share of keys read: one panel for each length, with Wilson intervals."""
+def found(rows: list[EvalRow], label: str) -> "Figure | None":
+    """Plots scores against the share of keys read: one panel for each length, with intervals. ``label`` names the score."""
     lengths = sorted({row.extra["length"] for row in rows})
     if not lengths:
         return None
@@ -74,13 +74,13 @@ def needle(rows: list[EvalRow]) -> "Figure | None":
         of_length = [row for row in rows if row.extra["length"] == length]
         for method, points in by_method([row for row in of_length if row.method != "dense"]):
             points.sort(key=lambda row: row.selectivity or 0)
-            found = [percent(row.score) for row in points]
+            scores = [percent(row.score) for row in points]
             bounds = [[percent(bound) for bound in row.interval or (row.score, row.score)] for row in points]
-            plot_with_intervals(axes, [percent(row.selectivity) for row in points], found, bounds, method)
+            plot_with_intervals(axes, [percent(row.selectivity) for row in points], scores, bounds, method)
         dense = [row for row in of_length if row.method == "dense"]
         if dense:
             axes.axhline(percent(dense[0].score), color=INK, linewidth=0.9, linestyle=":", label="dense")
-        axes.set(title=f"{length:,} tokens", ylabel="needles found (%)", ylim=(-4, 104))
+        axes.set(title=f"{length:,} tokens", ylabel=f"{label} (%)", ylim=(-4, 104))
         key_share_axis(axes, of_length)
     legend_outside(figure, panels[0])
     return figure

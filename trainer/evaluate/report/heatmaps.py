@@ -1,7 +1,9 @@
 """Heatmaps of the results: heads, needles by depth, block maps, and the keys that a decoded token reads."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, method_title, row_title, subplots
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
@@ -41,40 +43,54 @@ def recall_heads(rows: list[EvalRow]) -> "Figure | None":
 
 def needle_grid(rows: list[EvalRow]) -> "Figure | None":
     """Draws accuracy by length of the context and depth of the needle, one line for each method and setting."""
+    depths: list[str] = sorted({depth for row in rows for depth in row.extra["by_depth"]}, key=float)
+    parts = {depth: f"{float(depth):.0%}" for depth in depths}
+    return _grid(rows, parts, lambda row: row.extra["by_depth"], "depth of the needle", "needles found")
+
+
+def ruler_grid(rows: list[EvalRow]) -> "Figure | None":
+    """Draws the scores by length and task, one line for each method and setting."""
+    parts: dict[str, str] = {
+        task: task.removeprefix("niah_").replace("_", "\n") for task in RULER_TASKS if any(task in row.extra for row in rows)
+    }
+    return _grid(rows, parts, lambda row: row.extra, "task", "score")
+
+
+def _grid(
+    rows: list[EvalRow], parts: dict[str, str], scores: Callable[[EvalRow], dict[str, Any]], label: str, score: str
+) -> "Figure | None":
+    """Draws the ``scores`` of each row, whose keys and labels are ``parts``, by length."""
     if not rows:
         return None
     lengths = sorted({row.extra["length"] for row in rows})
-    depths = sorted({float(depth) for row in rows for depth in row.extra["by_depth"]})
-    table = _needle_accuracies(rows, lengths, depths)
-    width = min(13.0, 3.4 + 0.55 * len(lengths) * len(depths))
+    table = _by_length(rows, lengths, list(parts), scores)
+    width = min(13.0, 3.4 + 0.55 * len(lengths) * len(parts))
     figure, (axes,) = subplots(1, 1, (max(5.5, width), 1.3 + 0.24 * len(table)))
     image = axes.imshow(list(table.values()), **HEATMAP)
     axes.set_yticks(range(len(table)), list(table))
-    axes.set_xticks(range(len(lengths) * len(depths)), [f"{depth:.0%}" for _ in lengths for depth in depths], fontsize=8)
+    axes.set_xticks(range(len(lengths) * len(parts)), [name for _ in lengths for name in parts.values()], fontsize=8)
     axes.tick_params(length=0)
     axes.grid(False)
     for number, length in enumerate(lengths):
-        axes.text((number + 0.5) * len(depths) - 0.5, -0.75, f"{length:,} tokens", ha="center", fontsize=9)
+        axes.text((number + 0.5) * len(parts) - 0.5, -0.75, f"{length:,} tokens", ha="center", fontsize=9)
         if number:
-            axes.axvline(number * len(depths) - 0.5, color="white", linewidth=3)
-    if len(lengths) * len(depths) <= MAX_LABELLED_COLUMNS:
+            axes.axvline(number * len(parts) - 0.5, color="white", linewidth=3)
+    if len(lengths) * len(parts) <= MAX_LABELLED_COLUMNS:
         _label_cells(axes, list(table.values()))
-    axes.set_xlabel("depth of the needle")
-    figure.colorbar(image, ax=axes, label="needles found", pad=0.02)
+    axes.set_xlabel(label)
+    figure.colorbar(image, ax=axes, label=score, pad=0.02)
     return figure
 
 
-def _needle_accuracies(rows: list[EvalRow], lengths: list[int], depths: list[float]) -> dict[str, list[float]]:
-    """Returns ``{method and setting: accuracies}``, by length and then by depth; NaN where nothing was measured."""
+def _by_length(
+    rows: list[EvalRow], lengths: list[int], parts: list[str], scores: Callable[[EvalRow], dict[str, Any]]
+) -> dict[str, list[float]]:
+    """Returns ``{method and setting: scores}``, by length and then by part; NaN where nothing was measured."""
     cells = {
-        (row_title(row), row.extra["length"], float(depth)): accuracy
-        for row in rows
-        for depth, accuracy in row.extra["by_depth"].items()
+        (row_title(row), row.extra["length"], part): scores(row)[part] for row in rows for part in parts if part in scores(row)
     }
     titles = dict.fromkeys(row_title(row) for row in rows)
-    return {
-        title: [cells.get((title, length, depth), float("nan")) for length in lengths for depth in depths] for title in titles
-    }
+    return {title: [cells.get((title, length, part), float("nan")) for length in lengths for part in parts] for title in titles}
 
 
 def _label_cells(axes: "Axes", table: list[list[float]]) -> None:

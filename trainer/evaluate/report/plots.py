@@ -1,6 +1,7 @@
 """The figures of a report: each is drawn from rows alone and written as PNG and SVG."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,10 @@ FIGURES: dict[str, Callable[[list[EvalRow]], "Figure | None"]] = {
     "recall_heads": heatmaps.recall_heads,
     "recall_maps": heatmaps.recall_maps,
     "recall_decoded": heatmaps.recall_decoded,
-    "needle": curves.needle,
+    "needle": partial(curves.found, label="needles found"),
     "needle_grid": heatmaps.needle_grid,
+    "ruler": partial(curves.found, label="RULER's average"),
+    "ruler_grid": heatmaps.ruler_grid,
     "latency": curves.latency,
 }
 

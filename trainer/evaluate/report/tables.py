@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -14,13 +15,14 @@ HEADINGS = {
     "perplexity": "Perplexity of held-out text",
     "recall": "Attention mass read",
     "needle": "Needles in a haystack",
+    "ruler": "RULER's average",
     "prompts": "Own prompts",
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
 }
 SPEEDUP = "x "  # start of the columns of speed-ups
-SAMPLE_UNITS = dict.fromkeys(("needle", "prompts", "latency"), "prompts per row") | {"decoding": "tokens per row"}
-# A terminal that is too narrow drops these columns, in this order, and then speed-ups, the widest first.
+SAMPLE_UNITS = dict.fromkeys(("needle", "ruler", "prompts", "latency"), "prompts per row") | {"decoding": "tokens per row"}
+# A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
     *("launched by", "break-even"),
@@ -75,6 +77,16 @@ def _needle(rows: list[EvalRow]) -> dict[str, list[str]]:
     }
 
 
+def _ruler(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "tokens": [f"{row.extra['length']:,}" for row in rows],
+        "average": [_percent(row.score) for row in rows],
+        "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
+        "vs dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
+        **{task: [_percent(row.extra.get(task)) for row in rows] for task in RULER_TASKS},
+    }
+
+
 def _prompts(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "as expected": [_percent(row.score) for row in rows],
@@ -117,6 +129,7 @@ TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
     "perplexity": _perplexity,
     "recall": _recall,
     "needle": _needle,
+    "ruler": _ruler,
     "prompts": _prompts,
     "latency": _latency,
     "decoding": _decoding,
@@ -153,9 +166,9 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
 
     columns = table(rows)
     speedups = sorted((name for name in columns if name.startswith(SPEEDUP)), key=len, reverse=True)
-    for name in (*OPTIONAL_COLUMNS, *speedups):
+    for names in (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))):
         if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
-            columns.pop(name, None)
+            columns = {header: cells for header, cells in columns.items() if header not in names}
     shown = Table(title=caption(rows), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         shown.add_column(name, justify="left" if name in ("method", "setting") else "right", no_wrap=True)

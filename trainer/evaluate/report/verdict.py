@@ -103,7 +103,7 @@ def _floors(rows: list[EvalRow], measure: Measure, setting: str, reads: float) -
 def _comparable(rows: list[EvalRow], task: str) -> list[EvalRow]:
     """Returns the rows of ``task`` at its longest prompts that can be compared with dense attention."""
     own = [row for row in rows if row.task == task and row.selectivity is not None]
-    if task in ("needle", "prompts"):
+    if task in ("needle", "ruler", "prompts"):
         own = [row for row in own if row.ratio_to_dense is not None]
     longest = max((row.extra.get("length", 0) for row in own), default=0)
     return [row for row in own if row.extra.get("length", 0) == longest]
@@ -236,6 +236,13 @@ MEASURES = (
         lambda row: f"finds {_percent(row.ratio_to_dense)}",
         " of the needles of dense attention",
         lambda row, sign: f"finds {('as many', 'more', 'fewer')[sign]} ({_percent(row.ratio_to_dense)})",
+    ),
+    Measure(
+        "ruler",
+        lambda row: _shown_percent(row.score),
+        lambda row: f"scores {_percent(row.score)}",
+        " in RULER",
+        lambda row, sign: f"scores {('as much', 'more', 'less')[sign]} ({_percent(row.score)})",
     ),
     Measure("perplexity", lambda row: -_rise(row), _raises, "", _raises),
     Measure(

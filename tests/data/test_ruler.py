@@ -1,0 +1,113 @@
+"""RULER's tasks: sizes, templates and answers, found again by independent means."""
+
+import random
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msattn.trainer.config import RULER_TASKS
+from msattn.trainer.data.tasks import ruler
+from msattn.trainer.data.tasks.ruler import TASKS, Haystack, Sample
+
+DRAW = random.Random(0)
+WORDS = sorted({"".join(DRAW.choices("abcdefghijklmnop", k=DRAW.randint(4, 9))) for _ in range(3000)})
+HAYSTACK = Haystack.from_text(" ".join(f"{word}." if place % 9 == 0 else word for place, word in enumerate(WORDS)))
+
+
+def count(text: str) -> int:
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def draw(name: str, length: int, seed: int = 0) -> Sample:
+    (sample,) = TASKS[name].samples([(seed, 1)], HAYSTACK, length, count)
+    return sample
+
+
+def test_the_configuration_names_all_tasks() -> None:
+    assert tuple(TASKS) == RULER_TASKS
+
+
+@given(st.sampled_from(RULER_TASKS), st.sampled_from([1000, 2000, 6000]), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_samples_nearly_fill_their_length(name: str, length: int, seed: int) -> None:
+    samples = TASKS[name].samples([(seed, number) for number in range(3)], HAYSTACK, length, count)
+    assert samples == TASKS[name].samples([(seed, number) for number in range(3)], HAYSTACK, length, count)
+    assert len({sample.prompt for sample in samples}) == 3
+    for sample in samples:
+        tokens = count(sample.prompt + sample.begun) + TASKS[name].new_tokens
+        assert 0.85 * length < tokens <= length
+        assert len(set(sample.answers)) == len(sample.answers)
+        assert sample.score(" ".join(sample.answers).upper()) == 1.0
+        assert sample.score(sample.answers[0]) == 1 / len(sample.answers)
+        assert sample.score("nothing of it") == 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in RULER_TASKS if name.startswith("niah")])
+def test_needles_state_the_answers_of_the_asked_keys(name: str) -> None:
+    sample = draw(name, 3000)
+    stated = re.findall(r"One of the special magic (numbers|uuids) for ([\w-]+) is: ([\w-]+)\.", sample.prompt)
+    asked = re.search(r"special magic \w+ for (.+) mentioned in the provided text (?:is|are)$", sample.begun)
+    assert asked is not None
+    keys = re.split(r",? and |, ", asked[1])
+    assert sorted(value for _, key, value in stated if key in keys) == sorted(sample.answers)
+    expected = {"niah_multikey_1": (1, 4), "niah_multivalue": (4, 4), "niah_multiquery": (4, 4)}
+    answers, needles = expected.get(name, (1, len(stated) if "multikey" in name else 1))
+    assert (len(sample.answers), len(stated)) == (answers, needles)
+    assert needles > 20 or name not in ("niah_multikey_2", "niah_multikey_3")
+    pattern = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}" if name in ("niah_single_3", "niah_multikey_3") else r"\d{7}"
+    assert all(re.fullmatch(pattern, answer) for answer in sample.answers)
+    many = len(sample.answers) > 1
+    assert sample.prompt.startswith("Some special magic" if many else "A special magic")
+    assert ("What are all the special magic" if many else "What is the special magic") in sample.prompt
+
+
+def test_variables_of_the_chain_are_asked_for() -> None:
+    sample = draw("vt", 2000)
+    example, _, asked = sample.prompt.rpartition("Memorize and track the chain(s)")
+    assert example.count("Answer: According to the chain(s)") == 1
+    values: dict[str, str] = {}
+    for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", asked):
+        values[name] = values.get(value, value)
+    (number,) = re.findall(r"assigned the value (\d{5}), they are: $", sample.begun)
+    assert sample.answers == [name for name, value in values.items() if value == number]
+    assert len(sample.answers) == 5
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(2000, 6, 1), (6000, 30, 3)])
+def test_common_words_are_repeated_as_often_as_in_the_paper(length: int, often: int, seldom: int) -> None:
+    sample = draw("cwe", length)
+    listed = sample.prompt.rpartition("most often.\n")[2].partition("\nQuestion")[0]
+    counts = Counter(re.findall(r"\d+\. (\w+)", listed))
+    assert {counts[word] for word in sample.answers} == {often}
+    assert {number for word, number in counts.items() if word not in sample.answers} == {seldom}
+    assert len(sample.answers) == 10
+
+
+def test_frequent_words_follow_the_noise() -> None:
+    sample = draw("fwe", 4000)
+    text = sample.prompt.partition("coded words. ")[2].partition("\nQuestion")[0]
+    (noise, most), *others = Counter(text.split()).most_common(4)
+    assert noise == "..."
+    assert [word for word, _ in others] == sample.answers
+    for rank, (_, number) in enumerate(others, start=2):
+        assert abs(number - most / rank**2) <= 1
+
+
+def test_what_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ValueError, match="the shortest prompt has"):
+        draw("cwe", 200)
+    with pytest.raises(ValueError, match="4 different words, but 500 are needed"):
+        Haystack.from_text("only four different words")
+    with pytest.raises(ValueError, match=r"the haystack has \d+ different words, but \d+ are needed"):
+        draw("cwe", 100_000)
+
+
+def test_a_short_haystack_is_repeated() -> None:
+    words = " ".join(HAYSTACK.passage(np.random.default_rng(0), 3 * len(HAYSTACK.text))).split()
+    assert len(words) == 3 * len(HAYSTACK.text)
+    assert words[: len(HAYSTACK.text)] == words[len(HAYSTACK.text) : 2 * len(HAYSTACK.text)]
+    assert len(words) > ruler.SMALLEST

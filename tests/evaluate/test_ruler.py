@@ -1,0 +1,124 @@
+"""``eval=ruler``: scores by task, with dense and with sparse attention."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn import cli
+from msattn.trainer import models
+from msattn.trainer.config import ModelConfig, RulerConfig
+from msattn.trainer.data.tasks.ruler import Haystack, Sample
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import answers, ruler
+from msattn.trainer.evaluate.run import evaluate
+from tests.data.test_ruler import WORDS
+from tests.evaluate.test_evaluate import config
+from tests.models.test_chat import TEMPLATE
+
+SETTINGS = RulerConfig(lengths=[1000], tasks=["niah_multiquery", "fwe"], samples=2, sparsities=[0.0, 0.9], probes=[4])
+
+
+@pytest.fixture
+def haystack(tmp_path: Path) -> str:
+    (tmp_path / "words.txt").write_text(" ".join(WORDS))
+    return str(tmp_path / "words.txt")
+
+
+def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    return {(row["method"], row["setting"]): row for row in rows}
+
+
+def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model's answers are replaced: half of the expected texts of each prompt."""
+    found: list[Sample] = []
+    encode, answer = ruler.encode, answers.answer
+
+    def known(tokenizer: Any, sample: Sample, chat: bool | None) -> Any:
+        found.append(sample)
+        return encode(tokenizer, sample, chat)
+
+    def half_right(loaded: Any, encoded: Any, case: Any, most: Any, advance: Any, complete: Any) -> Any:
+        given = answer(loaded, encoded, case, [2] * len(encoded), advance, complete)
+        return given._replace(texts=[" and ".join(sample.answers[::2]) for sample in found])
+
+    monkeypatch.setattr(ruler, "encode", known)
+    monkeypatch.setattr(ruler, "answer", half_right)
+    settings = RulerConfig(**{**vars(SETTINGS), "haystack": haystack})
+    cfg = config(tmp_path, haystack, tasks=["ruler"], baselines=["random"], ruler=settings)
+    folder = evaluate(replace(cfg, model=ModelConfig(name="tiny", path="embedded")))
+    rows = rows_of(folder)
+    assert len(found) == 4
+    assert {row["extra"]["length"] for row in rows.values()} == {1000}
+    for row in rows.values():
+        assert row["extra"]["niah_multiquery"] == 0.5
+        assert row["extra"]["fwe"] == pytest.approx(2 / 3)
+        assert row["score"] == pytest.approx((0.5 + 2 / 3) / 2)
+        assert (row["samples"], row["ratio_to_dense"]) == (4, 1.0)
+        assert [example["correct"] for example in row["extra"]["examples"]] == [False, False]
+    assert rows["random", "sparsity 0.9"]["sparsity"] > 0.5
+    assert rows["random", "sparsity 0"]["sparsity"] == 0
+    assert {"gate", "k-means"} <= {method.split(",")[0] for method, _ in rows}
+    assert (folder / "ruler.png").exists()
+    assert (folder / "ruler_grid.svg").exists()
+    header = (folder / "results.csv").read_text().partition("\n")[0].split(",")
+    assert {"niah_multiquery", "fwe"} <= set(header)
+
+
+def test_generation_ends_when_the_answer_is_complete() -> None:
+    cfg = config(Path("unused"), "unused")
+    loaded = models.load(cfg.model, device="cpu")
+    ids = ruler.encode(loaded.tokenizer, Sample("a prompt", " begun", []), None)
+    (dense,) = answers.cases(loaded, answers.ComparedMethods([], []), [])
+    free = answers.answer(loaded, [ids], dense, [12], lambda: None)
+    third = loaded.tokenizer.decode(free.tokens[0][:3])
+    stopped = answers.answer(
+        loaded, [ids, ids], dense, [12, 12], lambda: None, [lambda text: text == third, lambda text: False]
+    )
+    assert stopped.tokens == [free.tokens[0][:3], free.tokens[0]]
+
+
+def test_a_chat_begins_its_reply_with_the_prefix() -> None:
+    tokenizer = models.load(config(Path("unused"), "unused").model, device="cpu").tokenizer
+    sample = Sample("the question", " The answer is", ["x"])
+    assert tokenizer.decode(ruler.encode(tokenizer, sample, None)[0]) == "the question The answer is"
+    tokenizer.chat_template = TEMPLATE
+    assert tokenizer.decode(ruler.encode(tokenizer, sample, None)[0]) == "<user>the question\n<assistant>The answer is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["eval.ruler.lengths=[64]"], "eval.ruler.lengths=64: niah_single_1: length=64: the shortest prompt has"),
+        (["eval.ruler.haystack=few.txt"], "eval.ruler.haystack: the haystack has 2 different words, but 500 are needed"),
+        (["eval.ruler.haystack=nowhere.txt"], "nowhere.txt: no such file"),
+        (["eval.ruler.tasks=[qa_1]"], "eval.ruler.tasks=qa_1: accepted are niah_single_1"),
+        (["eval.ruler.tasks=[]"], "eval.ruler.tasks=[]: one or more"),
+        (["eval.ruler.lengths=[8192]"], "length=8192 of eval.ruler"),
+        (["eval.tasks=[recall,ruler]", "eval.ruler.lengths=[500]"], "eval.ruler.lengths=500: niah_single_2"),
+        (["eval.ruler.samples=0"], "eval.ruler.samples=0"),
+    ],
+)
+def test_mistakes_are_one_line(
+    changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.txt").write_text("only words " * 400)
+    (tmp_path / "words.txt").write_text(" ".join(WORDS))
+    arguments = ["eval", "eval=ruler", "tracker=none", "device=cpu", "eval.ruler.haystack=words.txt", *changes]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_short_lengths_are_refused_in_python(haystack: str) -> None:
+    tokenizer = models.load(config(Path("unused"), "unused").model, device="cpu").tokenizer
+    settings = RulerConfig(lengths=[100], tasks=["cwe"], haystack=haystack)
+    with pytest.raises(UserError, match=r"eval\.ruler\.lengths=100: cwe"):
+        ruler.make_samples(
+            config(Path("unused"), haystack, ruler=settings), tokenizer, Haystack.from_text(" ".join(WORDS)), 100
+        )

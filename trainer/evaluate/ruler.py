@@ -1,0 +1,164 @@
+"""RULER: retrieval, tracking and counting in prompts of given lengths, answered by ``generate``.
+
+A score is the share of the expected texts in an answer, averaged over samples and then over tasks. All methods get the same
+prompts. Block selections read prompt and question sparsely and decode densely; routings read the prompt densely and decode
+sparsely.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.data.tasks import ruler
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import haystack
+from msattn.trainer.evaluate.answers import Answers, Case, answer, cases
+from msattn.trainer.evaluate.intervals import stratified_interval
+from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.models.chat import around_prompt
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.progress import Progress
+
+EXCERPT = 400  # characters of the end of a prompt that the report shows
+
+
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns rows of dense attention, of block selections, and of routings, at each length.
+
+    Raises
+    ------
+    UserError : a length is too short for a task, or the haystack has too few words.
+    """
+    settings = cfg.eval.ruler
+    tried = cases(loaded, methods, settings.sparsities, settings.probes)
+    hay = read_haystack(cfg)
+    rows: list[EvalRow] = []
+    for length in settings.lengths:
+        samples = make_samples(cfg, loaded.tokenizer, hay, length)
+        asked = [(name, each) for name, drawn in samples.items() for each in drawn]
+        encoded = [encode(loaded.tokenizer, sample, cfg.chat) for _, sample in asked]
+        most = [ruler.TASKS[name].new_tokens for name, _ in asked]
+        task = progress.add_task(f"RULER, {length} tokens", total=len(tried) * len(encoded))
+        dense: EvalRow | None = None
+        for case in tried:
+            complete = [partial(is_complete, sample) for _, sample in asked]
+            answers = answer(loaded, encoded, case, most, partial(progress.advance, task), complete)
+            rows.append(as_row(case, samples, answers, length, dense))
+            dense = dense or rows[-1]
+    return rows
+
+
+def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
+    """Returns the text of ``eval.ruler.haystack``, or the held-out documents."""
+    text = " ".join(each.text for each in haystack.documents(cfg.data, cfg.eval.ruler.haystack))
+    try:
+        return ruler.Haystack.from_text(text)
+    except ValueError as error:
+        raise UserError(f"eval.ruler.haystack: {error}") from error
+
+
+def make_samples(cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length: int) -> dict[str, list[ruler.Sample]]:
+    """Returns the samples of each task, drawn from the seed."""
+    room, count = _room(cfg, tokenizer, length), partial(_count, tokenizer)
+    found = {}
+    for name in cfg.eval.ruler.tasks:
+        number = list(ruler.TASKS).index(name)
+        seeds = [(cfg.seed, length, number, sample) for sample in range(cfg.eval.ruler.samples)]
+        with _refused(length, name):
+            found[name] = ruler.TASKS[name].samples(seeds, hay, room, count)
+    return found
+
+
+def check_sizes(cfg: EvalRunConfig, tokenizer: Any) -> None:
+    """Raises UserError if the haystack has too few words, or a length is too short for a task."""
+    hay = read_haystack(cfg)
+    for length in cfg.eval.ruler.lengths:
+        for name in cfg.eval.ruler.tasks:
+            with _refused(length, name):
+                ruler.TASKS[name].check(hay, _room(cfg, tokenizer, length), partial(_count, tokenizer))
+
+
+@contextmanager
+def _refused(length: int, task: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"eval.ruler.lengths={length}: {task}: {error}") from error
+
+
+def _room(cfg: EvalRunConfig, tokenizer: Any, length: int) -> int:
+    """Returns ``length`` without the tokens of a chat template."""
+    return length - sum(map(len, around_prompt(tokenizer, cfg.chat)))
+
+
+def _count(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def encode(tokenizer: Any, sample: ruler.Sample, chat: bool | None) -> Tensor:
+    """Returns the tokens ``[1, N]`` of a prompt and the begun answer, which is in the reply if there is a chat template."""
+    opening, reply = around_prompt(tokenizer, chat)
+    if not reply:
+        return torch.tensor([[*opening, *tokenizer(sample.prompt + sample.begun, add_special_tokens=False)["input_ids"]]])
+    prompt, begun = tokenizer([sample.prompt, sample.begun.lstrip()], add_special_tokens=False)["input_ids"]
+    return torch.tensor([[*opening, *prompt, *reply, *begun]])
+
+
+def is_complete(sample: ruler.Sample, text: str) -> bool:
+    """Returns whether further tokens cannot change the score."""
+    return sample.score(text) == 1.0
+
+
+def as_row(case: Case, samples: dict[str, list[ruler.Sample]], answers: Answers, length: int, dense: EvalRow | None) -> EvalRow:
+    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself."""
+    texts = iter(answers.texts)
+    scores = {name: [sample.score(next(texts)) for sample in drawn] for name, drawn in samples.items()}
+    by_task = {name: fmean(each) for name, each in scores.items()}
+    score = fmean(by_task.values())
+    ratio = None if dense is None or not dense.score else score / dense.score
+    return EvalRow(
+        task="ruler",
+        method=case.method,
+        setting=case.setting,
+        score=score,
+        score_name="RULER's average",
+        interval=stratified_interval(list(scores.values())),
+        ratio_to_dense=1.0 if dense is None else ratio,
+        sparsity=answers.sparsity,
+        selectivity=answers.selectivity,
+        latency_s=answers.seconds,
+        peak_memory_mb=answers.peak_mb,
+        samples=sum(map(len, scores.values())),
+        extra={
+            "length": length,
+            "latency_of": "a prompt and its answer",
+            **by_task,
+            "examples": examples(samples, answers.texts),
+        },
+    )
+
+
+def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the first prompt of each task with the expected and the given answer."""
+    shown, first = [], 0
+    for drawn in samples.values():
+        sample, text = drawn[0], texts[first]
+        first += len(drawn)
+        shown.append(
+            {
+                "prompt": f"… {(sample.prompt + sample.begun)[-EXCERPT:]}",
+                "expected": ", ".join(sample.answers),
+                "answer": text.strip(),
+                "correct": is_complete(sample, text),
+            }
+        )
+    return shown
