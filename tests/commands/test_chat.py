@@ -23,10 +23,10 @@ from msattn.trainer import models
 from msattn.trainer.commands.chat import Conversation, StopOnInterrupt
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.greedy import load_served
-from msattn.trainer.embedded.tokenizer import load_tokenizer
 from msattn.trainer.errors import Terminated, UserError
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.chat import encode_conversation
+from msattn.trainer.teachers.tokenizer import load_tokenizer
 
 DENSE = ["device=cpu", "name=none", "select=quest", "select.sparsity=0"]  # reads every block; no router, so decoding is dense
 ROUTED = ["device=cpu", "select=topk", "select.sparsity=0", "probes=0", "recent=4096"]  # caches buckets and reads every key

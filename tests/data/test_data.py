@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.chunking import chunks, encode
 from msattn.trainer.data.sources import Document, documents, is_held_out
-from msattn.trainer.embedded.recipe import EMBEDDED_MODEL
-from msattn.trainer.embedded.tokenizer import load_tokenizer
+from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
+from msattn.trainer.teachers.tokenizer import load_tokenizer
 
 TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number in range(40)]
 

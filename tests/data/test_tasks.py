@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msattn.trainer.data.tasks import exercises, grammar, sequences
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences, insert_spans, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, KNOWN, TRAINING, Wording, enumerated
-from msattn.trainer.embedded.recipe import EMBEDDED_MODEL, crop_from
-from msattn.trainer.embedded.tokenizer import load_tokenizer
+from msattn.trainer.embedded import EMBEDDED_MODEL
+from msattn.trainer.teachers.text import crop_from
+from msattn.trainer.teachers.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 TEXT = np.array(TOKENIZER.encode(" some words that stand for text, and more of them" * 500, add_special_tokens=False))

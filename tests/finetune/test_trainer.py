@@ -14,8 +14,7 @@ from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT
-from msattn.trainer.embedded.recipe import EMBEDDED_MODEL
-from msattn.trainer.embedded.tokenizer import load_tokenizer
+from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.finetune import trainer as tuner
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations, language_loss
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
@@ -23,6 +22,7 @@ from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distillation import gate_loss
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection, selected_attention
+from msattn.trainer.teachers.tokenizer import load_tokenizer
 from tests.factory import FAMILIES, random_tokens, tiny_model
 from tests.jobs import Job
 

@@ -1,5 +1,10 @@
-"""The model that ships with the package, its tokenizer, its artifacts and its training recipe.
+"""The model that ships with the package, its tokenizer and its artifacts.
 
-``python -m msattn.trainer.embedded.recipe`` trains the model again, and the commands in ``docs/measurements.md`` the gates,
-k-means and query classifiers in ``artifacts/`` (one folder of each kind, found as ``embedded``).
+``model/training.json`` holds the plan that it was trained by; :mod:`msattn.trainer.teachers` trains its successor. The commands in
+``docs/measurements.md`` train the gates, k-means and query classifiers in ``artifacts/`` (one folder of each kind, found as
+``embedded``).
 """
+
+from pathlib import Path
+
+EMBEDDED_MODEL = Path(__file__).parent / "model"

@@ -1,4 +1,4 @@
-"""The embedded model: files, tokenizer, training tasks, quality and recipe."""
+"""The embedded model: files, tokenizer and quality; the training of teachers."""
 
 import itertools
 import json
@@ -21,16 +21,20 @@ from transformers import PreTrainedTokenizerFast
 from msattn.trainer.config import DataConfig, ModelConfig
 from msattn.trainer.data.chunking import encode
 from msattn.trainer.data.sources import Document, documents
-from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, TaskSequences
+from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences
 from msattn.trainer.data.tasks.wordings import KNOWN
-from msattn.trainer.embedded import recipe
-from msattn.trainer.embedded.recipe import EMBEDDED_MODEL, Stage, StageDataset, Texts, WeightedLanguageModel
-from msattn.trainer.embedded.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_tokenizer, train_tokenizer
+from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.models.loading import Loaded, load
+from msattn.trainer.teachers import figures, train
+from msattn.trainer.teachers import text as texts_of
+from msattn.trainer.teachers.plans import PLANS, Plan, Stage
+from msattn.trainer.teachers.text import StageDataset, Texts
+from msattn.trainer.teachers.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_tokenizer, train_tokenizer
+from msattn.trainer.teachers.train import WeightedLanguageModel
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 TINY = partial(
-    recipe.Plan,
+    Plan,
     stages=(
         Stage(192, 2, 2, {"needles": 0.4, "pairs": 0.2, "copies": 0.2}, warmup_steps=1),
         Stage(256, 2, 2, {"needles": 0.4, "pairs": 0.2, "copies": 0.2}, schedule="cosine"),
@@ -44,6 +48,7 @@ TINY = partial(
         "head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    lr=2e-3,
     log_every=1,
     eval_every=1,
 )
@@ -85,10 +90,10 @@ def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
 
 def test_shipped_model_retrieves_passkeys_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
-    prompts, answer = recipe.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3, wordings=[KNOWN])[1]
-    assert recipe.needle_accuracy(model, prompts, answer) == 1.0
+    prompts, answer = figures.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3, wordings=[KNOWN])[1]
+    assert figures.needle_accuracy(model, prompts, answer) == 1.0
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
-    assert recipe.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
+    assert figures.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
 
 
 @pytest.mark.slow
@@ -133,8 +138,22 @@ def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
     assert len(datasets[0]) == stage.steps * stage.batch_size
 
 
+@pytest.mark.parametrize(("name", "parameters"), [("embedded", 5.8e6), ("lab", 100e6)])
+def test_plans_are_complete(name: str, parameters: float) -> None:
+    plan = PLANS[name]
+    with torch.device("meta"):
+        assert train.build_model(plan, TOKENIZER).num_parameters() == pytest.approx(parameters, rel=0.05)
+    lengths = [stage.seq_len for stage in plan.stages]
+    assert lengths == sorted(lengths)
+    assert plan.stages[-1].schedule == "cosine"
+    for stage in plan.stages:
+        assert set(stage.shares) <= set(NAMES)
+        assert sum(stage.shares.values()) < 1
+        assert stage.batch_size % (stage.micro_batch or stage.batch_size) == 0
+
+
 def test_weighted_loss_is_the_weighted_mean() -> None:
-    model = recipe.build_model(TINY(), TOKENIZER)
+    model = train.build_model(TINY(), TOKENIZER)
     ids = torch.randint(0, VOCAB_SIZE, (2, 9))
     weights = torch.ones(2, 9)
     weights[0, 3:5], weights[1, 6] = 6.0, 0.0
@@ -155,16 +174,16 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "books" / "book.txt").write_text(book)
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "other.txt").write_text(book[:4000])
-    monkeypatch.setattr(recipe, "Plan", TINY)
-    monkeypatch.setattr(recipe, "DEV_PROMPTS", 2)
-    monkeypatch.setattr(recipe, "TEST_PROMPTS", 2)
-    monkeypatch.setattr(recipe, "documents", lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3))
+    monkeypatch.setitem(PLANS, "embedded", TINY())
+    monkeypatch.setattr(train, "DEV_PROMPTS", 2)
+    monkeypatch.setattr(figures, "TEST_PROMPTS", 2)
+    monkeypatch.setattr(texts_of, "documents", lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3))
     return tmp_path
 
 
 def run_recipe(workspace: Path, out: str, *arguments: str) -> Path:
     common = ["--text", str(workspace / "books"), "--out", str(workspace / out), "--device", "cpu", "--workers", "0"]
-    recipe.main([*common, *arguments])
+    train.main([*common, *arguments])
     return workspace / out
 
 

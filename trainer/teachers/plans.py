@@ -1,0 +1,83 @@
+"""Plans: the architecture of a teacher and the stages of its training."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Training at one sequence length.
+
+    Attributes
+    ----------
+    shares : shares of sequences with each task of :data:`msattn.trainer.data.tasks.sequences.NAMES`; the others are text.
+    micro_batch : sequences of a forward pass on a GPU; None: the whole batch.
+    """
+
+    seq_len: int
+    batch_size: int
+    steps: int
+    shares: dict[str, float]
+    schedule: str = "constant_with_warmup"
+    warmup_steps: int = 100
+    micro_batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All settings of a teacher except the text. Rows of the tokenizer's digits are single tokens."""
+
+    architecture: dict[str, Any]
+    stages: tuple[Stage, ...]
+    lr: float
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    seed: int = 0
+    log_every: int = 50
+    eval_every: int = 500
+
+
+SHORT_TASKS = {"needles": 0.2, "several_values": 0.05, "several_keys": 0.05, "pairs": 0.12, "tracking": 0.08}
+LONG_TASKS = {"needles": 0.14, "several_values": 0.03, "several_keys": 0.03, "pairs": 0.05, "tracking": 0.03, "copies": 0.02}
+COUNTING = {"common_words": 0.05, "frequent_words": 0.05}
+
+# 5.8 million parameters, 4096 tokens: learns retrieval on short sequences with many tasks; the last stage is mostly text.
+EMBEDDED = Plan(
+    architecture={
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+    },
+    stages=(
+        Stage(512, 256, 3000, {**SHORT_TASKS, "copies": 0.1}, warmup_steps=300),
+        Stage(1024, 128, 800, {**SHORT_TASKS, "copies": 0.05}),
+        Stage(4096, 48, 1600, LONG_TASKS, schedule="cosine"),
+    ),
+    lr=2e-3,
+)
+
+# About 100 million parameters, 32,768 tokens, all tasks.
+LAB = Plan(
+    architecture={
+        "hidden_size": 768,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    stages=(
+        Stage(1024, 128, 2000, {**SHORT_TASKS, **COUNTING, "copies": 0.05}, warmup_steps=300, micro_batch=64),
+        Stage(4096, 32, 800, {**SHORT_TASKS, **COUNTING}, micro_batch=16),
+        Stage(16384, 16, 200, {**SHORT_TASKS, **COUNTING}, warmup_steps=20, micro_batch=4),
+        Stage(32768, 8, 100, {**LONG_TASKS, **COUNTING}, schedule="cosine", warmup_steps=10, micro_batch=2),
+    ),
+    lr=1e-3,
+)
+
+PLANS = {"embedded": EMBEDDED, "lab": LAB}

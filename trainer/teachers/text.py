@@ -1,0 +1,104 @@
+"""The text of the teachers' training, and sequences of text and tasks."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from msattn.trainer.config import DataConfig
+from msattn.trainer.data.chunking import encode
+from msattn.trainer.data.sources import Document, documents
+from msattn.trainer.data.tasks.sequences import Crop, TaskSequences, Tokens
+from msattn.trainer.teachers.plans import Stage
+
+SHARES = {"books": 0.65, "code": 0.2, "library": 0.15}  # of the crops of text
+STANDARD_LIBRARY = "code-python-stdlib"  # begins the names of files with modules of the library, also of held-out ones
+DEV_SHARE = 0.02  # share of every book, at its end, that is held out for the metrics during training
+
+
+def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
+    """Returns the documents of ``folders``, files ``code-*`` apart from books, and those of the standard library."""
+    found = [document for folder in folders for document in local_documents(folder)]
+    return {
+        "books": [each for each in found if not each.name.startswith("code-")],
+        "code": [each for each in found if each.name.startswith("code-") and not each.name.startswith(STANDARD_LIBRARY)],
+        "library": list(documents(DataConfig("stdlib"), heldout=False)),
+    }
+
+
+def local_documents(path: str) -> Iterator[Document]:
+    """Yields all documents under ``path``."""
+    return documents(DataConfig("text", path=path, heldout_path=path), heldout=False)
+
+
+class Texts:
+    """Tokens of the training text and of the held-out ends of the books.
+
+    Parameters
+    ----------
+    sources : documents of each source in :data:`SHARES`; code may be missing.
+
+    Attributes
+    ----------
+    tokens : int32 [n] of each source, without the ends of the books.
+    dev : int32 [n], the ends of the books.
+    """
+
+    def __init__(self, sources: Mapping[str, Iterable[Document]], tokenizer: PreTrainedTokenizerFast) -> None:
+        books = list(sources["books"])
+        splits = [int(len(book.text) * (1 - DEV_SHARE)) for book in books]
+        heads = (Document(book.name, book.text[:split]) for book, split in zip(books, splits, strict=True))
+        tails = (Document(book.name, book.text[split:]) for book, split in zip(books, splits, strict=True))
+        self.dev = encode(tails, tokenizer)
+        encoded = {name: encode(iter(found), tokenizer) for name, found in {**sources, "books": heads}.items()}
+        self.tokens = {name: tokens for name, tokens in encoded.items() if len(tokens)}
+        shares = np.array([SHARES[name] for name in self.tokens])
+        self._shares = shares / shares.sum()
+
+    def crop(self, rng: np.random.Generator, length: int) -> Tokens:
+        """Returns ``length`` consecutive training tokens from a random position."""
+        return crop_from(self.tokens[str(rng.choice(list(self.tokens), p=self._shares))])(rng, length)
+
+
+def crop_from(tokens: np.ndarray) -> Crop:
+    """Returns a function that draws consecutive tokens from ``tokens``."""
+
+    def crop(rng: np.random.Generator, length: int) -> Tokens:
+        start = int(rng.integers(len(tokens) - length + 1))
+        return tokens[start : start + length].astype(np.int64)
+
+    return crop
+
+
+class StageDataset(Dataset[dict[str, Tensor]]):
+    """Sequences of one stage.
+
+    An item has ``input_ids`` (int32) and ``weights`` (float32), both ``[seq_len + 1]``. Item ``i`` depends on (seed, stage, i)
+    alone.
+    """
+
+    def __init__(self, texts: Texts, tasks: TaskSequences, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:
+        self.texts = texts
+        self.tasks = tasks
+        self.stage = stage
+        self.seed = seed
+        self.bos = bos
+
+    def __len__(self) -> int:
+        return self.stage.steps * self.stage.batch_size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rng = np.random.default_rng((*self.seed, index))
+        length = self.stage.seq_len + 1
+        names, shares = list(self.stage.shares), np.cumsum(list(self.stage.shares.values()))
+        choice = int(np.searchsorted(shares, rng.random(), side="right"))
+        if choice < len(names):
+            ids, weights = self.tasks.make(names[choice], rng, length)
+        else:
+            ids, weights = self.texts.crop(rng, length), np.ones(length, np.float32)
+        if rng.random() < 0.5:
+            ids[0] = self.bos  # so that the model works with and without bos
+        return {"input_ids": torch.from_numpy(ids.astype(np.int32)), "weights": torch.from_numpy(weights)}

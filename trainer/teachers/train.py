@@ -1,0 +1,191 @@
+"""Trains a teacher.
+
+    python -m msattn.trainer.teachers.train --plan embedded --text BOOKS --out FOLDER
+
+A teacher is trained on text and retrieval tasks in stages of growing length. Each stage is one call of
+:func:`msattn.trainer.training.loop.fit` that continues the previous one. After an interruption ``--resume`` continues to the
+same model. The model is written to ``FOLDER/model``, metrics to ``FOLDER/metrics.jsonl`` and ``FOLDER/model/training.json``.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.data.tasks.sequences import TaskSequences
+from msattn.trainer.embedded import EMBEDDED_MODEL
+from msattn.trainer.models.devices import resolve_device
+from msattn.trainer.models.tap import use_dense_attention
+from msattn.trainer.teachers.figures import bfloat16_autocast, evaluate, held_out_metrics, needle_prompts
+from msattn.trainer.teachers.plans import PLANS, Plan
+from msattn.trainer.teachers.text import StageDataset, Texts, read_sources
+from msattn.trainer.teachers.tokenizer import load_tokenizer, train_tokenizer
+from msattn.trainer.training.loop import fit
+from msattn.trainer.training.tracker import Tracker
+
+DEV_PROMPTS = 64
+
+
+class WeightedLanguageModel(nn.Module):
+    """Next-token loss with token weights, as one graph for ``torch.compile``."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, weights: Tensor) -> dict[str, Any]:
+        """Returns the weighted mean loss (nats) of tokens 1 to T.
+
+        ``input_ids`` and ``weights`` are ``[B, T + 1]``. ``parts`` holds the unweighted means over text tokens and over answer
+        tokens.
+        """
+        ids = input_ids.long()
+        with bfloat16_autocast(ids.device):
+            hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            logits = self.model.lm_head(hidden)
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        weights = weights[:, 1:].flatten()
+        parts = {"text": _mean(losses, weights == 1.0), "answers": _mean(losses, weights > 1.0)}
+        return {"loss": (losses * weights).sum() / weights.sum(), "parts": {k: v.detach() for k, v in parts.items()}}
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    return (values * where).sum() / where.sum().clamp(min=1)
+
+
+def build_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Returns the untrained model with weights drawn from ``plan.seed``."""
+    config = LlamaConfig(
+        **plan.architecture,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(stage.seq_len for stage in plan.stages),
+        tie_word_embeddings=True,
+        bos_token_id=cast(int, tokenizer.bos_token_id),
+        eos_token_id=cast(int, tokenizer.eos_token_id),
+    )
+    torch.manual_seed(plan.seed)
+    model = AutoModelForCausalLM.from_config(config)
+    use_dense_attention(model)
+    return model
+
+
+def train(
+    plan: Plan,
+    texts: Texts,
+    tokenizer: PreTrainedTokenizerFast,
+    out: Path,
+    *,
+    device: torch.device,
+    workers: int = 0,
+    compiled: bool = False,
+    resume: bool = False,
+) -> LlamaForCausalLM:
+    """Runs the stages of ``plan``.
+
+    Checkpoints are written to ``out/stage-N``, metrics to ``out/metrics.jsonl``.
+    """
+    model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
+    module = WeightedLanguageModel(model)
+    tasks = TaskSequences(tokenizer, texts.crop)
+    with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
+        for number, stage in enumerate(plan.stages):
+            print(f"stage {number + 1}: {stage}", flush=True)
+            prompts = needle_prompts(texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1)
+            data = StageDataset(texts, tasks, stage, seed=(plan.seed, number), bos=cast(int, tokenizer.bos_token_id))
+            settings = TrainConfig(
+                lr=plan.lr,
+                steps=stage.steps,
+                batch_size=stage.batch_size,
+                micro_batch_size=stage.micro_batch or stage.batch_size,
+                schedule=stage.schedule,
+                warmup_steps=min(stage.warmup_steps, stage.steps),
+                weight_decay=plan.weight_decay,
+                beta2=plan.beta2,
+                log_every=plan.log_every,
+                eval_every=plan.eval_every,
+                save_every=plan.eval_every,
+                num_workers=workers,
+                compile=compiled,
+            )
+            fit(
+                module,
+                data,
+                train=settings,
+                folder=out / f"stage-{number + 1}",
+                tracker=tracker,
+                device=device,
+                seed=plan.seed,
+                resume=resume,
+                evaluate=partial(evaluate, model, texts.dev, stage.seq_len, tokenizer, prompts),
+            )
+            tracker.offset += stage.steps
+    return model
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
+    """Writes fp16 weights and the tokenizer; returns the model as it will be loaded."""
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.float()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.teachers.train", description="Train a teacher.")
+    parser.add_argument("--plan", choices=PLANS, default="embedded", help="the model and its training")
+    parser.add_argument("--text", nargs="+", required=True, help="folders of books to train on")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
+    parser.add_argument("--test", help="folder of held-out texts for the final bits per byte")
+    parser.add_argument("--haystack", help="folder of held-out texts for the final needle accuracy")
+    parser.add_argument("--steps", nargs="+", type=int, help="optimizer steps of each stage, instead of the plan's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--workers", type=int, default=14, help="data loader processes")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint")
+    args = parser.parse_args(arguments)
+
+    plan = replace(PLANS[args.plan], seed=args.seed)
+    if args.steps is not None:
+        if len(args.steps) != len(plan.stages):
+            parser.error(f"--steps: give {len(plan.stages)} numbers, one per stage")
+        plan = replace(plan, stages=tuple(replace(s, steps=n) for s, n in zip(plan.stages, args.steps, strict=True)))
+    started = time.time()
+    sources = read_sources(args.text)
+    if (EMBEDDED_MODEL / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    else:
+        tokenizer = train_tokenizer(document.text for found in sources.values() for document in found)
+    texts = Texts(sources, tokenizer)
+    counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
+    print(f"tokens of text: {counts}, held out: {len(texts.dev)}", flush=True)
+
+    device = resolve_device(args.device)
+    compiled = device.type == "cuda" and not args.no_compile
+    model = train(plan, texts, tokenizer, args.out, device=device, workers=args.workers, compiled=compiled, resume=args.resume)
+    record: dict[str, Any] = {
+        "plan": asdict(plan),
+        "parameters": model.num_parameters(),
+        "tokens": sum(stage.steps * stage.batch_size * stage.seq_len for stage in plan.stages),
+        "minutes": round((time.time() - started) / 60, 1),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    model = save(model, tokenizer, args.out / "model")
+    record["figures"] = held_out_metrics(model, tokenizer, plan.stages[-1].seq_len, args.test, args.haystack)
+    (args.out / "model" / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record["figures"], indent=2), flush=True)
+
+
+if __name__ == "__main__":
+    main()
