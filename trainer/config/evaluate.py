@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check, choices, require, within
 
-TASKS = ("perplexity", "recall", "needle", "ruler", "prompts", "latency", "decoding")
+TASKS = ("perplexity", "recall", "needle", "documents", "ruler", "prompts", "latency", "decoding")
 RULER_TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
@@ -67,6 +67,19 @@ class NeedleConfig:
         check(self, "eval.needle.")
         for key in ("lengths", "depths"):
             require(bool(getattr(self, key)), f"eval.needle.{key}", getattr(self, key), "one or more")
+
+
+@dataclass(frozen=True)
+class DocumentsConfig:
+    """Perplexity of the first tokens of ``num_documents`` held-out documents, at each of ``lengths`` and ``sparsities``."""
+
+    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[2, 1e9]"))
+    num_documents: int = field(default=16, metadata=within("[1, 1e6]"))
+    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9], metadata=within("[0, 1)"))
+
+    def __post_init__(self) -> None:
+        check(self, "eval.documents.")
+        require(bool(self.lengths), "eval.documents.lengths", self.lengths, "one or more")
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,7 @@ class EvalConfig:
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
+    documents: DocumentsConfig = field(default_factory=DocumentsConfig)
     ruler: RulerConfig = field(default_factory=RulerConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)

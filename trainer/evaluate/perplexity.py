@@ -1,7 +1,7 @@
 """Perplexity of held-out text with dense attention, gates and baselines, at each sparsity."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from msattn.trainer.attach import Sparse
-    from msattn.trainer.data.chunking import Chunks
     from msattn.trainer.models.loading import Loaded
 
 LOGIT_ROWS = 2048  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 1 GB
@@ -32,7 +31,7 @@ LOGIT_ROWS = 2048  # tokens whose logits are in memory at once; fp32 logits over
 
 @dataclass(frozen=True)
 class PerplexityRun:
-    """Measurements of one method: mean token loss (nats) and prefill seconds of each chunk, peak MiB over all chunks."""
+    """Measurements of one method: mean token loss (nats) and prefill seconds of each text, peak MiB over all texts."""
 
     losses: list[float]
     seconds: list[float]
@@ -52,23 +51,41 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         seq_len=settings.length,
         num_chunks=settings.num_chunks,
     )
+    texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
     num_bytes = sum(chunks.num_bytes(i) for i in range(len(chunks)))
-    bits_per_byte = len(chunks) * (settings.length - 1) / math.log(2) / num_bytes
-    plan = [
-        (method, label, select) for method in methods.block_selections for label, select in method.settings(settings.sparsities)
-    ]
-    advance = partial(progress.advance, progress.add_task("perplexity", total=(2 * len(plan) + 1) * len(chunks)))
-    to_row = partial(as_row, bits_per_byte_of_nats=bits_per_byte, length=settings.length)
-    prefill(loaded, chunks[0]["input_ids"])  # warm-up
-    dense = measure(loaded, chunks, nullcontext(), advance)
+    return compare("perplexity", loaded, texts, num_bytes, methods, settings.sparsities, progress)
+
+
+def compare(
+    task: str,
+    loaded: "Loaded",
+    texts: Sequence[Tensor],
+    num_bytes: int,
+    methods: ComparedMethods,
+    sparsities: list[float],
+    progress: "Progress",
+) -> list[EvalRow]:
+    """Returns the rows of dense attention and of block selections on ``texts``, each ``[length]``.
+
+    Parameters
+    ----------
+    num_bytes : UTF-8 bytes of all predicted tokens.
+    """
+    length = len(texts[0])
+    plan = [(method, label, select) for method in methods.block_selections for label, select in method.settings(sparsities)]
+    advance = partial(progress.advance, progress.add_task(f"{task}, {length} tokens", total=(2 * len(plan) + 1) * len(texts)))
+    bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
+    to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
+    prefill(loaded, texts[0])  # warm-up
+    dense = measure(loaded, texts, nullcontext(), advance)
     rows = [to_row("dense", "", dense, dense)]
     for method, label, select in plan:
         with method.attach(loaded.model, select, measure_recall=True) as sparse:  # not timed: recall needs dense passes
-            for i in range(len(chunks)):
-                prefill(loaded, chunks[i]["input_ids"])
+            for ids in texts:
+                prefill(loaded, ids)
                 advance()
             recall = sparse.stats()["recall"]
-        sparse_run = measure(loaded, chunks, method.attach(loaded.model, select), advance)
+        sparse_run = measure(loaded, texts, method.attach(loaded.model, select), advance)
         rows.append(to_row(method.name, label, replace(sparse_run, recall=recall), dense))
     return rows
 
@@ -98,13 +115,12 @@ def token_losses(loaded: "Loaded", hidden: Tensor, input_ids: Tensor) -> Iterato
 
 
 def measure(
-    loaded: "Loaded", chunks: "Chunks", attached: AbstractContextManager["Sparse | None"], advance: Callable[[], None]
+    loaded: "Loaded", texts: Sequence[Tensor], attached: AbstractContextManager["Sparse | None"], advance: Callable[[], None]
 ) -> PerplexityRun:
-    """Measures the loss and cost of every chunk inside the context ``attached``."""
+    """Measures the loss and cost of every text inside the context ``attached``."""
     losses, seconds, peaks = [], [], []
     with attached as sparse:
-        for i in range(len(chunks)):
-            ids = chunks[i]["input_ids"]
+        for ids in texts:
             with cost(loaded.model.device) as spent:
                 hidden = prefill(loaded, ids)
             seconds.append(spent.seconds)
@@ -115,7 +131,7 @@ def measure(
 
 
 def as_row(
-    method: str, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
+    task: str, method: str, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
 ) -> EvalRow:
     """Returns the row of a run.
 
@@ -131,7 +147,7 @@ def as_row(
     difference = [a - b for a, b in zip(run.losses, dense.losses, strict=True)]
     ratio_spread = mean_interval(difference)
     return EvalRow(
-        task="perplexity",
+        task=task,
         method=method,
         setting=setting,
         score=math.exp(loss),

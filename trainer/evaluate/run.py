@@ -70,12 +70,12 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
 def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> list[EvalRow]:
     """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``."""
-    from msattn.trainer.evaluate import decoding, latency, needle, perplexity, prompts, recall, ruler
+    from msattn.trainer.evaluate import decoding, documents, latency, needle, perplexity, prompts, recall, ruler
     from msattn.trainer.evaluate.report.context import CPU_NOTE
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
-    parts = (perplexity, recall, needle, ruler, prompts, latency, decoding)
+    parts = (perplexity, recall, needle, documents, ruler, prompts, latency, decoding)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
     rows: list[EvalRow] = []
     with Progress() as progress:
@@ -108,7 +108,7 @@ def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
 
 
 def _length(row: EvalRow) -> str:
-    if row.task not in ("needle", "ruler", "latency", "decoding"):
+    if row.task not in ("needle", "documents", "ruler", "latency", "decoding"):
         return ""
     batch = row.extra.get("batch", 1)
     return f"{row.extra['length']}" + f"x{batch}" * (batch > 1)
@@ -116,7 +116,7 @@ def _length(row: EvalRow) -> str:
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.evaluate import ruler
+    from msattn.trainer.evaluate import documents, ruler
     from msattn.trainer.evaluate.prompts import encoded_prompts
     from msattn.trainer.models.families import check_length
 
@@ -125,6 +125,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         "perplexity": [sections.perplexity.length],
         "recall": [sections.recall.length],
         "needle": sections.needle.lengths,
+        "documents": sections.documents.lengths,
         "ruler": sections.ruler.lengths,
         "latency": sections.latency.lengths,
     }
@@ -139,6 +140,8 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     if "prompts" in sections.tasks:
         encoded_prompts(loaded, cfg)
+    if "documents" in sections.tasks:
+        documents.check_sizes(cfg, loaded.tokenizer)
     if "ruler" in sections.tasks:
         ruler.check_sizes(cfg, loaded.tokenizer)
     for task in sections.tasks:

@@ -65,6 +65,10 @@ CAPTIONS = {
         "Share of the hidden numbers that are found, by depth of the needle (0 %: start of the context) and length of the "
         "context. A low value at one depth means that the method does not read that region."
     ),
+    "documents": (
+        "Increase of perplexity over dense attention on the first tokens of held-out documents, against their number. Lower is "
+        "better. With many methods, each is shown in its setting that reads the fewest keys."
+    ),
     "ruler": (
         "RULER's average: the mean over its tasks of the share of the expected texts in the answers, against the share of keys "
         "read. The upper left corner is best. Bars are 95 % intervals; every method runs the same prompts."

@@ -46,6 +46,22 @@ def perplexity(rows: list[EvalRow]) -> "Figure | None":
     return figure
 
 
+def documents(rows: list[EvalRow]) -> "Figure | None":
+    """Plots the rise of perplexity over dense attention against the length; of many lines, one for each method."""
+    rows = few_lines([row for row in rows if row.method != "dense"])
+    if not rows:
+        return None
+    figure, (axes,) = panel_grid(1)
+    for number, name in enumerate(dict.fromkeys(map(row_title, rows))):
+        points = sorted((row for row in rows if row_title(row) == name), key=lambda row: row.extra["length"])
+        rise = [percent_above(row.ratio_to_dense) for row in points]
+        axes.plot([row.extra["length"] for row in points], rise, label=name, color=f"C{number % 10}", marker="o")
+    perplexity_axis(axes, [percent_above(row.ratio_to_dense) for row in rows])
+    length_axis(axes, rows)
+    legend_outside(figure, axes)
+    return figure
+
+
 def recall(rows: list[EvalRow]) -> "Figure | None":
     """Plots the attention mass that is read and the error of the output against the share of keys read."""
     if not rows:
@@ -91,18 +107,18 @@ def latency(rows: list[EvalRow]) -> "Figure | None":
 
     With many methods, each is plotted in its setting that reads the fewest keys.
     """
-    rows = _few_lines([row for row in rows if is_of_one_prompt(row)])
+    rows = few_lines([row for row in rows if is_of_one_prompt(row)])
     if not rows:
         return None
     figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
     lengths = sorted({row.extra["length"] for row in rows})
-    _plot_speedups(speedup, rows, lengths)
+    _plot_speedups(speedup, rows)
     _plot_parts(parts, [row for row in rows if row.extra["length"] == lengths[-1]])
     parts.set(xlabel="seconds to the first token", title=f"{lengths[-1]:,} tokens")
     return figure
 
 
-def _few_lines(rows: list[EvalRow]) -> list[EvalRow]:
+def few_lines(rows: list[EvalRow]) -> list[EvalRow]:
     """Returns the rows of at most ``MAX_LINES`` lines, or those of each method in its setting that reads the fewest keys."""
     lines = {(row.method, row.setting): row.selectivity or 0.0 for row in rows}
     if len(lines) <= MAX_LINES:
@@ -111,7 +127,15 @@ def _few_lines(rows: list[EvalRow]) -> list[EvalRow]:
     return [row for row in rows if row.setting == fewest[row.method][1]]
 
 
-def _plot_speedups(axes: "Axes", rows: list[EvalRow], lengths: list[int]) -> None:
+def length_axis(axes: "Axes", rows: list[EvalRow]) -> None:
+    """Makes the x axis a logarithmic one of the rows' lengths."""
+    lengths = sorted({row.extra["length"] for row in rows})
+    axes.set(xscale="log", xlabel="tokens of the prompt")
+    axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
+    axes.minorticks_off()
+
+
+def _plot_speedups(axes: "Axes", rows: list[EvalRow]) -> None:
     """Plots dense over sparse time against the length, one line for each method and setting."""
     lines: dict[str, list[EvalRow]] = {}
     for row in rows:
@@ -122,9 +146,8 @@ def _plot_speedups(axes: "Axes", rows: list[EvalRow], lengths: list[int]) -> Non
         style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "marker": "o"}
         axes.plot([row.extra["length"] for row in points], speedups, label=name, **style)
     axes.axhline(1, color=INK, linewidth=0.8)
-    axes.set(xscale="log", xlabel="tokens of the prompt", ylabel="speed-up over the fastest dense attention")
-    axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
-    axes.minorticks_off()
+    axes.set(ylabel="speed-up over the fastest dense attention")
+    length_axis(axes, rows)
     if lines:
         axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 

@@ -24,6 +24,7 @@ FIGURES: dict[str, Callable[[list[EvalRow]], "Figure | None"]] = {
     "recall_decoded": heatmaps.recall_decoded,
     "needle": partial(curves.found, label="needles found"),
     "needle_grid": heatmaps.needle_grid,
+    "documents": curves.documents,
     "ruler": partial(curves.found, label="RULER's average"),
     "ruler_grid": heatmaps.ruler_grid,
     "latency": curves.latency,

@@ -15,13 +15,15 @@ HEADINGS = {
     "perplexity": "Perplexity of held-out text",
     "recall": "Attention mass read",
     "needle": "Needles in a haystack",
+    "documents": "Perplexity of documents from their beginning",
     "ruler": "RULER's average",
     "prompts": "Own prompts",
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
 }
 SPEEDUP = "x "  # start of the columns of speed-ups
-SAMPLE_UNITS = dict.fromkeys(("needle", "ruler", "prompts", "latency"), "prompts per row") | {"decoding": "tokens per row"}
+SAMPLE_UNITS = dict.fromkeys(("needle", "ruler", "prompts", "latency"), "prompts per row")
+SAMPLE_UNITS |= {"documents": "documents per row", "decoding": "tokens per row"}
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
@@ -58,6 +60,10 @@ def _perplexity(rows: list[EvalRow]) -> dict[str, list[str]]:
         "95 % interval": ["" if row.method == "dense" else _interval(row.extra["ratio_interval"], "{:.4f}") for row in rows],
         "bits per byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
     }
+
+
+def _documents(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {"tokens": [f"{row.extra['length']:,}" for row in rows], **_perplexity(rows)}
 
 
 def _recall(rows: list[EvalRow]) -> dict[str, list[str]]:
@@ -129,6 +135,7 @@ TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
     "perplexity": _perplexity,
     "recall": _recall,
     "needle": _needle,
+    "documents": _documents,
     "ruler": _ruler,
     "prompts": _prompts,
     "latency": _latency,

@@ -1,0 +1,58 @@
+"""``eval=documents``: perplexity of documents from their beginning."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from msattn.trainer import models
+from msattn.trainer.config import DataConfig, DocumentsConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.documents import beginnings
+from msattn.trainer.evaluate.run import evaluate
+from tests.evaluate.test_evaluate import config
+
+SENTENCES = "The mill stood by the river. Nobody had worked there for years, and the wheel was still. "
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, repeats in enumerate((8, 1, 12)):
+        (folder / f"{number}.txt").write_text(f"Document {number}. {SENTENCES * repeats}")
+    return str(folder)
+
+
+def test_rows_are_those_of_the_first_tokens(tmp_path: Path, texts: str) -> None:
+    documents = DocumentsConfig(lengths=[64, 128], num_documents=5, sparsities=[0.0, 0.8])
+    cfg = config(tmp_path, texts, tasks=["documents"], baselines=["random"], documents=documents)
+    object.__setattr__(cfg, "data", DataConfig(source="text", path=texts, heldout_path=texts))
+    folder = evaluate(cfg)
+    rows = {
+        (row["method"], row["setting"], row["extra"]["length"]): row
+        for row in json.loads((folder / "results.json").read_text())["rows"]
+    }
+    loaded = models.load(cfg.model, device="cpu")
+    for length in (64, 128):
+        ids = list(beginnings(cfg, loaded.tokenizer, length))
+        assert len(ids) == rows["dense", "", length]["samples"] == 2  # the second document is too short
+        assert all(each[0] == loaded.tokenizer.bos_token_id for each in ids)
+        assert str(loaded.tokenizer.decode(ids[1][1:])).startswith("Document 2. The mill")
+        with torch.no_grad():
+            logits = [loaded.model(each[None]).logits[0, :-1] for each in ids]  # pyrefly: ignore[not-callable]
+        loss = torch.stack([F.cross_entropy(one, each[1:]) for one, each in zip(logits, ids, strict=True)]).mean()
+        assert rows["dense", "", length]["score"] == pytest.approx(math.exp(loss.item()), rel=1e-4)
+        assert rows["random", "sparsity 0", length]["ratio_to_dense"] == pytest.approx(1, abs=1e-5)
+        assert rows["random", "sparsity 0.8", length]["ratio_to_dense"] != pytest.approx(1, abs=1e-5)
+    assert (folder / "documents.svg").exists()
+
+
+def test_lengths_that_no_document_has(tmp_path: Path, texts: str) -> None:
+    documents = DocumentsConfig(lengths=[64, 256])
+    cfg = config(tmp_path, f"{texts}/1.txt", tasks=["recall", "documents"], documents=documents)
+    with pytest.raises(UserError, match=r"eval\.documents\.lengths=64: no held-out document has as many tokens"):
+        evaluate(cfg)

@@ -1,0 +1,49 @@
+"""Perplexity of whole documents from their beginning, by length, as in papers on long contexts (PG-19, Proof-pile)."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msattn.trainer import data
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.perplexity import compare
+from msattn.trainer.evaluate.row import EvalRow
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.progress import Progress
+
+
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns the rows of :func:`msattn.trainer.evaluate.perplexity.compare` at each length."""
+    settings = cfg.eval.documents
+    rows: list[EvalRow] = []
+    for length in settings.lengths:
+        texts = list(islice(beginnings(cfg, loaded.tokenizer, length), settings.num_documents))
+        decoded = loaded.tokenizer.batch_decode([ids[1:].tolist() for ids in texts], skip_special_tokens=True)
+        num_bytes = sum(len(text.encode()) for text in decoded)
+        rows += compare("documents", loaded, texts, num_bytes, methods, settings.sparsities, progress)
+    return rows
+
+
+def check_sizes(cfg: EvalRunConfig, tokenizer: Any) -> None:
+    """Raises UserError if no held-out document has as many tokens as a length."""
+    for length in cfg.eval.documents.lengths:
+        if next(beginnings(cfg, tokenizer, length), None) is None:
+            raise UserError(f"eval.documents.lengths={length}: no held-out document has as many tokens")
+
+
+def beginnings(cfg: EvalRunConfig, tokenizer: Any, length: int) -> Iterator[Tensor]:
+    """Yields the first ``length`` tokens of each held-out document that has as many; BOS is the first if there is one."""
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for document in data.documents(cfg.data, heldout=True):
+        if len(document.text) < length - len(first):  # a token has a character at least
+            continue
+        ids = [*first, *tokenizer(document.text, add_special_tokens=False)["input_ids"]]
+        if len(ids) >= length:
+            yield torch.tensor(ids[:length])
