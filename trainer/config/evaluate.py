@@ -1,11 +1,12 @@
 """Configuration of the evaluation tasks."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check, choices, require, within
 
-TASKS = ("perplexity", "recall", "needle", "documents", "ruler", "prompts", "latency", "decoding")
+TASKS = ("perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "latency", "decoding")
 RULER_TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
@@ -104,6 +105,28 @@ class RulerConfig:
 
 
 @dataclass(frozen=True)
+class HarnessConfig:
+    """``tasks`` of lm_eval, also of the YAML files in ``include_path``, with at most ``limit`` samples of each (None: all).
+
+    Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
+    """
+
+    tasks: list[str] = field(default_factory=list)
+    include_path: str | None = None
+    limit: int | None = field(default=None, metadata=within("[1, 1e9]"))
+    sparsities: list[float] = field(default_factory=lambda: [0.9], metadata=within("[0, 1)"))
+
+    def __post_init__(self) -> None:
+        check(self, "eval.harness.")
+
+    def check_paths(self) -> None:
+        """Raises UserError if there are no tasks, or no such folder."""
+        require(bool(self.tasks), "eval.harness.tasks", self.tasks, "one or more tasks of lm_eval")
+        found = self.include_path is None or Path(self.include_path).expanduser().is_dir()
+        require(found, "eval.harness.include_path", self.include_path, "a folder with YAML files of tasks")
+
+
+@dataclass(frozen=True)
 class PromptsConfig:
     """The user's own prompts in the jsonl file ``path``, answered with up to ``max_new_tokens`` greedy tokens.
 
@@ -170,6 +193,7 @@ class EvalConfig:
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     documents: DocumentsConfig = field(default_factory=DocumentsConfig)
     ruler: RulerConfig = field(default_factory=RulerConfig)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)

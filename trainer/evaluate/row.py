@@ -13,7 +13,8 @@ class EvalRow:
 
     Attributes
     ----------
-    task : ``perplexity``, ``recall``, ``needle``, ``documents``, ``ruler``, ``prompts``, ``latency`` or ``decoding``.
+    task : ``perplexity``, ``recall``, ``needle``, ``documents``, ``ruler``, ``harness``, ``prompts``, ``latency`` or
+        ``decoding``.
     method : ``dense`` (with the kernel that ran, where several do), ``gate``, a baseline, or a routing method.
     setting : requested setting, e.g. ``sparsity 0.9`` or ``2 probes``.
     score, score_name : main metric of the task, and its name.
@@ -28,9 +29,9 @@ class EvalRow:
     extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task: ``length`` of the prompts, if it
         has one, and ``device``, the type of device. Tasks with answers: ``examples``, see
         :func:`~msattn.trainer.evaluate.report.examples.examples`. One row each: ``maps`` and ``decoded``, see
-        :mod:`~msattn.trainer.evaluate.reads`. ``ruler``: the score of each task, under its name.
-        ``latency``: ``situation``, the name of a :class:`~msattn.trainer.evaluate.latency.Situation`.
-        ``decoding``: ``batch``, and what each token is ``launched_by``.
+        :mod:`~msattn.trainer.evaluate.reads`. ``ruler``: the score of each task, under its name. ``harness``: ``benchmark``,
+        the name of lm_eval's task. ``latency``: ``situation``, the name of a
+        :class:`~msattn.trainer.evaluate.latency.Situation`. ``decoding``: ``batch``, and what each token is ``launched_by``.
     """
 
     task: str

@@ -43,6 +43,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
     if "prompts" in cfg.eval.tasks:
         read_prompts(cfg.eval.prompts.path)  # refuses a wrong file before the imports
+    if "harness" in cfg.eval.tasks:
+        cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
     from msattn.trainer.evaluate import methods
@@ -70,12 +72,12 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
 def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> list[EvalRow]:
     """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``."""
-    from msattn.trainer.evaluate import decoding, documents, latency, needle, perplexity, prompts, recall, ruler
+    from msattn.trainer.evaluate import decoding, documents, harness, latency, needle, perplexity, prompts, recall, ruler
     from msattn.trainer.evaluate.report.context import CPU_NOTE
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
-    parts = (perplexity, recall, needle, documents, ruler, prompts, latency, decoding)
+    parts = (perplexity, recall, needle, documents, ruler, harness, prompts, latency, decoding)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
     rows: list[EvalRow] = []
     with Progress() as progress:
@@ -103,11 +105,13 @@ def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Compariso
 
 
 def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
-    """Returns ``{"task/method/setting": score}`` for a tracker, with the length, and the batch, after tasks with several."""
+    """Returns ``{"task/method/setting": score}`` for a tracker; after tasks with several: length, batch or benchmark."""
     return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
 
 
 def _length(row: EvalRow) -> str:
+    if row.task == "harness":
+        return row.extra["benchmark"]
     if row.task not in ("needle", "documents", "ruler", "latency", "decoding"):
         return ""
     batch = row.extra.get("batch", 1)
@@ -116,7 +120,7 @@ def _length(row: EvalRow) -> str:
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.evaluate import documents, ruler
+    from msattn.trainer.evaluate import documents, harness, ruler
     from msattn.trainer.evaluate.prompts import encoded_prompts
     from msattn.trainer.models.families import check_length
 
@@ -140,6 +144,8 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     if "prompts" in sections.tasks:
         encoded_prompts(loaded, cfg)
+    if "harness" in sections.tasks:
+        harness.load_tasks(cfg, loaded.tokenizer)
     if "documents" in sections.tasks:
         documents.check_sizes(cfg, loaded.tokenizer)
     if "ruler" in sections.tasks:

@@ -140,8 +140,9 @@ def _difference(task: str, here: float, there: float) -> str:
     return f"{here - there:+.3f}" if task == "perplexity" else f"{100 * (here - there):+.1f} points"
 
 
-def _key(row: EvalRow) -> tuple[str, Any, Any, str, str]:
-    return row.task, row.extra.get("length"), row.extra.get("batch", 1), row.method, row.setting
+def _key(row: EvalRow) -> tuple[Any, ...]:
+    sample = row.extra.get("length"), row.extra.get("batch", 1), row.extra.get("benchmark")
+    return row.task, *sample, row.method, row.setting
 
 
 def _settings(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -17,17 +17,18 @@ HEADINGS = {
     "needle": "Needles in a haystack",
     "documents": "Perplexity of documents from their beginning",
     "ruler": "RULER's average",
+    "harness": "lm_eval",
     "prompts": "Own prompts",
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
 }
 SPEEDUP = "x "  # start of the columns of speed-ups
 SAMPLE_UNITS = dict.fromkeys(("needle", "ruler", "prompts", "latency"), "prompts per row")
-SAMPLE_UNITS |= {"documents": "documents per row", "decoding": "tokens per row"}
+SAMPLE_UNITS |= {"documents": "documents per row", "harness": "samples per row", "decoding": "tokens per row"}
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
-    *("launched by", "break-even"),
+    *("launched by", "break-even", "metric"),
 )
 
 
@@ -93,6 +94,16 @@ def _ruler(rows: list[EvalRow]) -> dict[str, list[str]]:
     }
 
 
+def _harness(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "benchmark": [row.extra["benchmark"] for row in rows],
+        "metric": [row.score_name for row in rows],
+        "score": [f"{row.score:.3f}" for row in rows],
+        "95 % interval": [_interval(row.interval, "{:.3f}") for row in rows],
+        "vs dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
+    }
+
+
 def _prompts(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "as expected": [_percent(row.score) for row in rows],
@@ -137,6 +148,7 @@ TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
     "needle": _needle,
     "documents": _documents,
     "ruler": _ruler,
+    "harness": _harness,
     "prompts": _prompts,
     "latency": _latency,
     "decoding": _decoding,
