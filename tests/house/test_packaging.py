@@ -93,7 +93,7 @@ def test_the_wheel_installs_into_an_empty_environment(distributions: Path, tmp_p
 
 def test_what_is_imported_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    requirements = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["gpu"]]
+    requirements = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["gpu"], *extras["harness"]]
     declared = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}
     declared = {INSTALLS_AS.get(name, name) for name in declared} | {"msattn"}
     used = {name.split(".")[0] for path in MODULES.values() for name in imports(path)} - set(sys.stdlib_module_names)
