@@ -7,6 +7,7 @@ content. Writers take turns, and files appear complete, so a kill leaves nothing
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from msattn.trainer.errors import UserError, first_line, free_space, print_once
 from msattn.trainer.storage.lock import locked_in_turn
 from msattn.trainer.storage.replace import replace_file
 
+LEAST_SECONDS = 1.0  # what takes less is made again rather than kept
 MOST_BYTES = 64 * 10**9  # of all files of a folder; the least recently used ones go first
 
 
@@ -28,7 +30,8 @@ def cached(
 ) -> np.ndarray:
     """Returns the array that ``make`` returns, from a file in ``folder`` if it is there, and else keeps it there.
 
-    A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning says so.
+    A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning says so. Arrays that
+    are made in less than :data:`LEAST_SECONDS` are not kept.
 
     Parameters
     ----------
@@ -54,8 +57,10 @@ def cached(
         if fault:
             print_once(f"warning: {path} is damaged ({fault}); the {what} are made again")
         if found is None:
+            start = time.monotonic()
             found = make()
-            if _key(identity) == key:  # else the text has changed while it was read
+            # A text that has changed while it was read is not kept either.
+            if time.monotonic() - start >= LEAST_SECONDS and _key(identity) == key:
                 _write(path, found, what, quiet)
     return found
 

@@ -37,7 +37,7 @@ def hub_identity(cfg: DataConfig) -> Any:
     files = builder.config.data_files
     if not files:
         return None
-    return {split: [[str(file) for file in found], found.origin_metadata] for split, found in files.items()}
+    return {str(split): [[str(file) for file in found], found.origin_metadata] for split, found in files.items()}
 
 
 def _builder(cfg: DataConfig) -> Any:
