@@ -26,8 +26,8 @@ SMALL_EVAL = [*SMALL, "eval=recall", "eval.baselines=[random]", "eval.recall.num
 SMALL_EVAL += ["eval.recall.length=128", "recent=16", "eval.recall.probes=[1]"]
 
 
-def text(words: int) -> str:
-    return " ".join(f"word{i % 97}" for i in range(words))
+def text(words: int, word: str = "word") -> str:
+    return " ".join(f"{word}{i % 97}" for i in range(words))
 
 
 def run(*arguments: str) -> int:
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         (folder / "text.txt").write_text(text(4000))
-        shutil.copy(folder / "text.txt", folder / "heldout.txt")
+        (folder / "heldout.txt").write_text(text(4000, "term"))
         common = [*SMALL, "data.heldout_path=heldout.txt"]
         assert run("train-gate", *common, "train.steps=1", "train.batch_size=1") == 0
         assert run("fit-kmeans", *common, "kmeans.num_buckets=4", "kmeans.num_prompts=2") == 0
@@ -114,7 +114,7 @@ def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
         pytest.param(["data.path=text.csv"], "text.csv: accepted are .txt", marks=pytest.mark.slow),
         (["gate.block_size=48"], "gate.block_size=48: a power of two"),
         (["gate.block_size=128", "data.seq_len=64"], "gate.block_size=128: at most data.seq_len=64"),
-        (["train.schedule=cosin"], "train.schedule=cosin"),
+        (["train.schedule=cosin", "train.steps=1"], "train.schedule=cosin"),
         ([], "outputs/tiny/base/gate: an artifact already exists"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from msattn import cli
 from tests.test_bad_input import SMALL, SMALL_EVAL, text
 
-TRAINING = [*SMALL, "data.heldout_path=text.txt", "overwrite=true"]
+TRAINING = [*SMALL, "data.heldout_path=heldout.txt", "overwrite=true"]
 QMODEL = ["qmodel.num_prompts=2", "qmodel.long_range=8", "qmodel.hidden=16", "qmodel.batch_queries=8"]
 SIZES = ["bench.lengths=[96]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "bench.peers=[]"]
 COMMANDS = {
@@ -36,6 +36,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("text.txt").write_text(text(4000))
+        Path("heldout.txt").write_text(text(4000, "term"))
         for command in ("fit-kmeans", "eval", "bench"):
             assert run(COMMANDS[command]) == 0
     return folder

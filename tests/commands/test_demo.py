@@ -29,7 +29,7 @@ SMALL = [
     "device=cpu",
     "data=text",
     "data.path=text.txt",
-    "data.heldout_path=text.txt",
+    "data.heldout_path=heldout.txt",
 ]
 
 
@@ -43,6 +43,7 @@ def msattn(*arguments: str) -> int:
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
+    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(1000)))
     assert msattn("demo", *SMALL) == 0
     out = capsys.readouterr().out
     folder = Path("outputs/tiny/demo")

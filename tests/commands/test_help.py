@@ -38,7 +38,7 @@ def test_help_of_a_command(page, monkeypatch: pytest.MonkeyPatch, width: int) ->
     code, out = page("train-gate", "--help")
     assert code == 0
     order = ["Usage: msattn train-gate", "Options:", "--multirun", "Main keys, with defaults for model=tiny:", "model=tiny"]
-    order += ["gate.loss=kl", "data=OPTION, by default stdlib:", "Other keys", "gate.skip_rows=0"]
+    order += ["gate.loss=kl", "data=OPTION, by default by_model:", "Other keys", "gate.skip_rows=0"]
     places = [out.index(part) for part in order]
     assert places == sorted(places)
     assert re.search(r"  hub +A dataset of the Hugging Face Hub, streamed\.\n", out)

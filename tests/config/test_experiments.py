@@ -46,7 +46,7 @@ TOY = {  # overrides by command; "" is for all
         "tracker=none",
         "data=text",
         "data.path=text.txt",
-        "data.heldout_path=text.txt",
+        "data.heldout_path=heldout.txt",
         "data.needles=false",
         "model.architecture.hidden_size=32",
         "model.architecture.intermediate_size=32",
@@ -241,6 +241,7 @@ def test_all_commands_of_lab_yaml_run_on_a_toy_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
+    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(1000)))
     for arguments in LINE:
         command, name = arguments[0], experiment_of(arguments)
         swept = ["name=yarn,yarn-0.5"] if (command, name) == ("eval", "lab_32k") else []

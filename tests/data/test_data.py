@@ -160,15 +160,20 @@ def test_hub_streams_and_reads_only_as_far_as_needed(
 
     asked: list[Any] = []
 
-    def load_dataset(*arguments: Any, **options: Any) -> Any:
-        asked.append((arguments, options))
-        return datasets.IterableDataset.from_generator(endless)
+    class Builder:
+        def as_streaming_dataset(self, split: str) -> Any:
+            asked.append(split)
+            return datasets.IterableDataset.from_generator(endless)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    def load_dataset_builder(*arguments: Any, **options: Any) -> Builder:
+        asked.append((arguments, options))
+        return Builder()
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     cfg = DataConfig("hub", path="some/set", subset="en", split="validation", column="content", seq_len=8, num_chunks=30)
     assert len(chunks(cfg, tokenizer, seed=0)) == 30
     assert len(chunks(cfg, tokenizer, seed=0, heldout=True, num_chunks=5)) == 5
-    assert asked[0] == (("some/set", "en"), {"split": "validation", "streaming": True})
+    assert asked[:2] == [(("some/set", "en"), {"revision": None}), "validation"]
 
 
 @pytest.mark.parametrize(

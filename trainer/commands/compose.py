@@ -194,7 +194,7 @@ def launch(
             # Checked before Hydra creates the run's folder, so that a mistake leaves no files, and before the job's imports.
             composed = compose_raw(hydra, command, overrides)
             cfg = _typed(composed, command)
-            _check_files(cfg)
+            _check_text(cfg, command)
             _check_outputs(cfg)
             if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process writes the run's folder
                 results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
@@ -263,7 +263,7 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
         raise UserError(f"--multirun: accepted are at most {MOST_JOBS:,} jobs")
     for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
         try:
-            _check_files(_typed(compose_raw(hydra, command, [*given.hydra, *point]), command))
+            _check_text(_typed(compose_raw(hydra, command, [*given.hydra, *point]), command), command)
         except UserError as error:
             raise UserError(f"job {number}: {error}") from error
 
@@ -377,9 +377,11 @@ def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list
     return [*overrides, f"hydra.searchpath=['file://{path}']"]
 
 
-def _check_files(cfg: JobConfig) -> None:
-    """Raises UserError for local text that does not exist, before a job imports what it needs."""
+def _check_text(cfg: JobConfig, command: str) -> None:
+    """Raises UserError for text that is not chosen or does not exist, before a job imports what it needs."""
     if isinstance(cfg, schemas.RunConfig):
+        if COMMANDS[command].trains:
+            cfg.check_text()
         cfg.data.check_files()
 
 

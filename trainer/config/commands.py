@@ -13,6 +13,7 @@ from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
 from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
 from msattn.trainer.config.values import DTYPES, check, choices, folder_name, require, within
+from msattn.trainer.errors import UserError
 
 TASK_TOKENS = 256  # shortest chunk that fits a retrieval task and some text
 
@@ -86,6 +87,12 @@ class RunConfig(JobConfig):
     def folder(self) -> Path:
         return Path(self.outputs) / self.model.name / self.name
 
+    def check_text(self) -> None:
+        """Raises UserError if a pretrained model would train on text that nobody chose."""
+        if self.data.source is None and self.model.init == "pretrained":
+            ways = "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or data=stdlib (Python's library)"
+            raise UserError(f"data=by_model: choose the text on which {self.model.argument} trains: {ways}")
+
     def arguments(self, name: str) -> str:
         """Returns the arguments of a command that trains on this model and text artifacts called ``name``, for messages."""
         keys = {"outputs": self.outputs, "name": name}
@@ -93,6 +100,8 @@ class RunConfig(JobConfig):
         others = [f"{key}={value}" for key, value in keys.items() if value != defaults[key]]
         if self.data.source == "text":
             others = ["--data", str(self.data.path), *others]
+        elif self.data.source == "hub":
+            others = ["data=hub", f"data.path={self.data.path}", *others]
         if self.data.seq_len != self.model.presets.seq_len:
             others.append(f"data.seq_len={self.data.seq_len}")
         return " ".join([self.model.argument, *map(shlex.quote, others)])

@@ -23,6 +23,7 @@ class ModelPresets:
     kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, and whose queries train the classifier.
     probes : buckets that each decoded query reads.
     recent : last keys that are always read, in tokens.
+    data : text of a run that chooses none; None: training a pretrained model refuses, as the standard library is too little.
     needles : insert repeated sentences into training text.
     eval_chunks : held-out chunks for perplexity.
     needle_samples : needle prompts of each length and depth.
@@ -45,6 +46,7 @@ class ModelPresets:
     qmodel_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
     probes: int = field(default=32, metadata=within("[0, 1e6]"))
     recent: int = field(default=2047, metadata=within("[1, 1e9]"))
+    data: str | None = field(default=None, metadata=choices(("stdlib",)))
     needles: bool = False
     eval_chunks: int = field(default=16, metadata=within("[1, 1e6]"))
     needle_samples: int = field(default=8, metadata=within("[1, 10000]"))

@@ -1,11 +1,14 @@
 """Encoding of documents into chunks of tokens.
 
 Documents are encoded in a fixed order, joined by the tokenizer's end-of-text token, cut into chunks of ``seq_len`` tokens and
-shuffled by the seed. Chunk ``i`` is the same on every machine, on every rank and after every resume.
+shuffled by the seed. Chunk ``i`` is the same on every machine, on every rank and after every resume. Tokens are kept on disk
+(:mod:`msattn.trainer.data.cache`), so that a text is encoded once.
 """
 
 import hashlib
+import importlib.metadata
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,15 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from msattn.trainer.config import DataConfig
-from msattn.trainer.data.sources import Document, documents
+from msattn.trainer.config import DataConfig, text_files
+from msattn.trainer.data.cache import cached
+from msattn.trainer.data.overlap import check_heldout
+from msattn.trainer.data.sources import Document, documents, source_identity
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.progress import Progress
+from msattn.trainer.storage.hashes import file_hash
 
+MOST_EPOCHS = 3  # passes over a text beyond which training warns
 _BATCH_SIZE = 64  # documents that are encoded at once
 _BATCH_CHARACTERS = 2**20  # after so many, no more documents join
 
@@ -73,15 +80,23 @@ def chunks(
 
     Raises
     ------
-    UserError : as :func:`documents`; too few tokens for one chunk; a ``hub`` source without ``num_chunks``.
+    UserError : as :func:`documents`; too few tokens for one chunk; a ``hub`` source without ``num_chunks``; ``cfg.bos`` with a
+        tokenizer that has no BOS token.
     """
     seq_len, num_chunks = seq_len or cfg.seq_len, num_chunks or cfg.num_chunks
     if cfg.source == "hub" and num_chunks is None:
         raise UserError("data.num_chunks=null: a streamed dataset needs a number of chunks")
+    if cfg.bos and tokenizer.bos_token_id is None:
+        raise UserError("data.bos=true: the tokenizer has no BOS token")
     needed = num_chunks * seq_len if cfg.source == "hub" and num_chunks else None
-    tokens = encode(documents(cfg, heldout=heldout), tokenizer, at_least=needed)
-    count = len(tokens) // seq_len
     name = _source_name(cfg, heldout)
+    tokens = cached(
+        cfg.cache,
+        f"tokens of the {name}",
+        lambda: _identity(cfg, tokenizer, heldout, needed),
+        lambda: encode(documents(cfg, heldout=heldout), tokenizer, at_least=needed, bos=cfg.bos),
+    )
+    count = len(tokens) // seq_len
     if count == 0:
         hint = "; data.heldout_path names others" if heldout and cfg.source == "text" and cfg.heldout_path is None else ""
         raise UserError(f"data.seq_len={seq_len}: the {name} hold only {len(tokens)} tokens{hint}")
@@ -91,11 +106,52 @@ def chunks(
     return Chunks(tokens[: count * seq_len].reshape(count, seq_len)[order], tokenizer)
 
 
+def training_chunks(
+    cfg: DataConfig, tokenizer: Any, *, seed: int, num_heldout: int, num_chunks: int | None = None
+) -> tuple[Chunks, Chunks]:
+    """Returns the chunks of a training run and ``num_heldout`` held-out ones, whose texts have nothing in common.
+
+    Raises
+    ------
+    UserError : as :func:`chunks`; held-out text is also training text (:func:`msattn.trainer.data.overlap.check_heldout`).
+    """
+    check_heldout(cfg)
+    train = chunks(cfg, tokenizer, seed=seed, num_chunks=num_chunks)
+    return train, chunks(cfg, tokenizer, seed=seed, heldout=True, num_chunks=num_heldout)
+
+
+def warn_of_repeats(cfg: DataConfig, train: Chunks, items: float) -> None:
+    """Prints a line if a training run that reads ``items`` chunks sees its text more than :data:`MOST_EPOCHS` times."""
+    epochs = items / len(train)
+    if epochs > MOST_EPOCHS:
+        print_once(
+            f"warning: training reads the {len(train)} chunks of the {_source_name(cfg, False)} {epochs:.1f} times; "
+            f"beyond {MOST_EPOCHS} times, more text or fewer train.steps are better"
+        )
+
+
+def _identity(cfg: DataConfig, tokenizer: Any, heldout: bool, at_least: int | None) -> Any | None:
+    """Returns everything that the tokens depend on; None for a tokenizer in Python, whose rules are not known."""
+    backend, source = getattr(tokenizer, "backend_tokenizer", None), source_identity(cfg, heldout=heldout)
+    if backend is None or source is None:
+        return None
+    code = [file for file in sorted(Path(__file__).parent.rglob("*.py")) if file.name != "cache.py"]
+    return {
+        "source": source,
+        "tokenizer": [type(tokenizer).__qualname__, hashlib.sha256(backend.to_str().encode()).hexdigest()],
+        "eos": tokenizer.eos_token_id,
+        "bos": tokenizer.bos_token_id if cfg.bos else None,
+        "at_least": at_least,
+        "code": [file_hash(file) for file in (*code, Path(text_files.__file__))],
+        "versions": [importlib.metadata.version(name) for name in ("tokenizers", "transformers")],
+    }
+
+
 def _source_name(cfg: DataConfig, heldout: bool) -> str:
     """Returns a phrase for messages that names the training or held-out documents and the setting they come from."""
     if heldout and cfg.heldout_path is not None:
         return f"documents of data.heldout_path={cfg.heldout_path}"
-    setting = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source}"
+    setting = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source or 'stdlib'}"
     return f"held-out documents of {setting}" if heldout else f"documents of {setting}"
 
 
@@ -113,19 +169,21 @@ def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None) -> np.ndarray:
+def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None, bos: bool = False) -> np.ndarray:
     """Returns the tokens of the documents, int32 [n], each document followed by the end-of-text token.
 
-    Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress.
+    With ``bos`` each document begins with the BOS token. Pretraining packs documents like this, so chunks that begin inside a
+    document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress.
     """
     pieces: list[np.ndarray] = []
+    first = [tokenizer.bos_token_id] if bos else []
     total = 0
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("tokens of text", total=at_least)
         for batch in _batches(source):
             encoded = tokenizer([document.text for document in batch], add_special_tokens=False, verbose=False)["input_ids"]
-            pieces += [np.asarray([*ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
-            total += sum(len(ids) + 1 for ids in encoded)
+            pieces += [np.asarray([*first, *ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
+            total += sum(len(first) + len(ids) + 1 for ids in encoded)
             progress.update(task, completed=total)
             if at_least is not None and total >= at_least:
                 break

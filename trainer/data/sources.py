@@ -5,7 +5,7 @@ import lzma
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from msattn.trainer.config.text_files import (
     text_files,
 )
 from msattn.trainer.config.values import shown
+from msattn.trainer.data.hub import hub_identity, hub_rows
 from msattn.trainer.data.tasks.injection import inject_needles
 from msattn.trainer.errors import UserError, first_line
 
@@ -45,32 +46,59 @@ class Document:
 def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     """Yields the training documents of ``cfg``, or the held-out ones, in a fixed order.
 
-    Held-out documents are those of ``cfg.heldout_path``, if it is set. Otherwise a hash of the names holds out a tenth of the
-    documents; if this would leave one split empty (as with a single document), the last tenth of each text is held out instead.
-    ``cfg.needles`` injects needles into both splits (:func:`msattn.trainer.data.tasks.injection.inject_needles`).
+    Held-out documents are those of ``cfg.heldout_path`` or ``cfg.heldout_split``, if it is set. Otherwise a hash of the names
+    holds out a tenth of the documents; if this would leave one split empty (as with a single document), the last tenth of each
+    text is held out instead. ``cfg.needles`` injects needles into both splits
+    (:func:`msattn.trainer.data.tasks.injection.inject_needles`).
 
     Raises
     ------
     UserError : a path that does not exist or has no text file, a damaged file or one of another type, text that is not UTF-8
         (the message names the byte), a missing column, a Hub dataset that does not load.
     """
-    for document in _plain_documents(cfg, heldout=heldout):
+    for document in plain_documents(cfg, heldout=heldout):
         yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
 
 
-def _plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
+def plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     """Yields the documents of :func:`documents` without needles."""
-    if cfg.source == "text" and cfg.heldout_path is not None:
-        key, path = ("data.heldout_path", cfg.heldout_path) if heldout else ("data.path", str(cfg.path))
-        yield from _local_documents(key, path, cfg.column)
-        return
-    if cfg.source == "stdlib":
+    if cfg.is_library:
         found = _stdlib_documents(cfg.path)
     elif cfg.source == "text":
-        found = _local_documents("data.path", str(cfg.path), cfg.column)
+        found = _local_documents(*_text_path(cfg, heldout), cfg.column)
     else:
-        found = _hub_documents(cfg)
-    yield from _split(found, heldout=heldout)
+        split = cfg.heldout_split if heldout and cfg.heldout_split is not None else cfg.split
+        found = _hub_documents(cfg, split)
+    yield from _split(found, heldout=heldout) if cfg.heldout_path is None and cfg.heldout_split is None else found
+
+
+def source_identity(cfg: DataConfig, *, heldout: bool) -> Any | None:
+    """Returns JSON values that change when the documents of :func:`documents` do, without reading these; None if not known.
+
+    Files count as changed when their path, their size or a time of change differs, a Hub dataset when its commit does.
+    """
+    ignored = ("seq_len", "num_chunks", "bos", "cache")
+    settings = {item.name: getattr(cfg, item.name) for item in fields(cfg) if item.name not in ignored}
+    if cfg.source == "hub":
+        found = hub_identity(cfg)
+    elif cfg.is_library:
+        found = [_file_identity(path) for path in _stdlib_files(cfg.path).values()]
+    else:
+        found = [_file_identity(path) for path in text_files(*_text_path(cfg, heldout))]
+    return None if found is None else {"settings": settings, "heldout": heldout, "found": found}
+
+
+def _file_identity(path: Path) -> list[Any]:
+    status = path.stat()
+    name = os.fsencode(path.absolute()).decode("utf-8", "backslashreplace")
+    return [name, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _text_path(cfg: DataConfig, heldout: bool) -> tuple[str, str]:
+    """Returns the key and the path of the local files from which training or held-out documents are read."""
+    if heldout and cfg.heldout_path is not None:
+        return "data.heldout_path", cfg.heldout_path
+    return "data.path", str(cfg.path)
 
 
 def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
@@ -103,17 +131,23 @@ def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
 
     With a ``pattern``, only those whose names match it, e.g. ``json.*``.
     """
-    root, matches = Path(sysconfig.get_path("stdlib")), False
+    for name, path in _stdlib_files(pattern).items():
+        # Errors are replaced: a module may declare another encoding than UTF-8.
+        yield Document(name, path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _stdlib_files(pattern: str | None) -> dict[str, Path]:
+    """Returns the files of :func:`_stdlib_documents` by the names of the modules."""
+    root, found = Path(sysconfig.get_path("stdlib")), {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts)
         excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
         if excluded.isdisjoint(parts) and fnmatchcase(name, pattern or "*"):
-            matches = True
-            # Errors are replaced: a module may declare another encoding than UTF-8.
-            yield Document(name, path.read_text(encoding="utf-8", errors="replace"))
-    if not matches:
+            found[name] = path
+    if not found:
         raise UserError(f"data.path={pattern}: no module of Python's standard library has such a name")
+    return found
 
 
 def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:
@@ -206,15 +240,8 @@ def _text_of(row: Any, column: str, where: str) -> str:
     return row[column]
 
 
-def _hub_documents(cfg: DataConfig) -> Iterator[Document]:
-    """Yields the documents of a streamed Hub dataset, in its order and named by their row number."""
-    try:
-        import datasets
-
-        rows = datasets.load_dataset(str(cfg.path), cfg.subset, split=cfg.split, streaming=True)
-    except ModuleNotFoundError as error:
-        raise UserError(f"data=hub: {error}; pip install datasets, or data=text") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.path={cfg.path}: {error}") from error
-    for number, row in enumerate(rows):
-        yield Document(f"{cfg.path}:{number}", _text_of(row, cfg.column, f"data.path={cfg.path}, row {number}"))
+def _hub_documents(cfg: DataConfig, split: str) -> Iterator[Document]:
+    """Yields the documents of a split of a streamed Hub dataset, in its order and named by their row number."""
+    name = str(cfg.path) if split == cfg.split else f"{cfg.path}:{split}"
+    for number, row in enumerate(hub_rows(cfg, split)):
+        yield Document(f"{name}:{number}", _text_of(row, cfg.column, f"data.path={cfg.path}, row {number}"))

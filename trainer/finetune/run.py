@@ -70,8 +70,8 @@ def finetune(cfg: FinetuneConfig) -> Path:
     _check_folders(cfg, folder)
     gate = _load_gate(cfg) if cfg.sparse else None
     loaded = _load_model(cfg, gate)
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed)
-    heldout = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HELDOUT_CHUNKS)
+    chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size * (1 - cfg.tasks))
     dtype = models.resolve_dtype(cfg.dtype, loaded.model.device)
     tuner = FineTuner(loaded.model.requires_grad_(True), gate, cfg.select, gate_weight=cfg.gate_weight, dtype=dtype)
     if cfg.train.activation_checkpointing:

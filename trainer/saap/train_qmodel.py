@@ -64,8 +64,9 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     assert partition.artifact is not None
     artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
     models.check_length(loaded.model.config, cfg.data.seq_len)
-    text = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts)
-    heldout_text = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HELDOUT_PROMPTS)
+    text, heldout_text = data.training_chunks(
+        cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
+    )
 
     ranks = distributed.init_process_state(device)
     settings = target_settings(cfg, loaded, partition, [text.fingerprint, heldout_text.fingerprint])

@@ -43,8 +43,8 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     artifacts.check_writable(folder, cfg.overwrite)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     models.check_length(loaded.model.config, cfg.data.seq_len)
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed)
-    heldout = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=HELDOUT_CHUNKS)
+    chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
     gate = Gate.build(loaded.model.config, cfg.gate).to(loaded.model.device)
     work = folder.parent / "runs" / "gate"
     run_name = f"{cfg.model.name}-gate-{cfg.name}"

@@ -17,6 +17,7 @@ from msattn.trainer.errors import UserError, free_space, print_once
 
 _held: dict[Path, int] = {}  # locked folders of this process and the threads that hold them
 _registry = threading.Lock()
+_in_turn = threading.Lock()  # POSIX locks do not exclude threads of one process
 
 
 @contextmanager
@@ -53,8 +54,22 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _file_lock(folder: Path, path: Path) -> Iterator[None]:
-    descriptor = _open_locked(folder, path)
+def locked_in_turn(file: Path) -> Iterator[None]:
+    """Holds the lock ``.<name>.lock`` beside ``file`` inside the context, and waits while another process or thread holds it.
+
+    Unlike :func:`locked`, each rank takes it. A process that ends, however it does, passes the lock on.
+
+    Raises
+    ------
+    UserError : the folder is not writable.
+    """
+    with _in_turn, _file_lock(file, file.absolute().with_name(f".{file.name}.lock"), wait=True):
+        yield
+
+
+@contextmanager
+def _file_lock(folder: Path, path: Path, *, wait: bool = False) -> Iterator[None]:
+    descriptor = _open_locked(folder, path, wait=wait)
     try:
         if descriptor is not None:
             with suppress(OSError):  # the lock holds on a full disk, too; only refusals name less
@@ -68,7 +83,7 @@ def _file_lock(folder: Path, path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _open_locked(folder: Path, path: Path) -> int | None:
+def _open_locked(folder: Path, path: Path, *, wait: bool) -> int | None:
     """Returns the descriptor of the locked file, or None where the file system has no locks.
 
     A POSIX lock, unlike that of ``flock``, is not inherited by data workers, which may outlive a killed process.
@@ -81,7 +96,7 @@ def _open_locked(folder: Path, path: Path) -> int | None:
             reason = f"{error.strerror}; {free_space(path)}"
             raise UserError(f"outputs={folder.parent}: the folder is not writable ({reason})") from error
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_open(path, descriptor):
                 return descriptor
             os.close(descriptor)  # the last holder removed the file after it was opened here

@@ -1,0 +1,108 @@
+"""Text of training commands: it is chosen, it is apart from held-out text, and repeats are told."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from msattn import cli
+from msattn.trainer.commands.compose import COMMANDS, compose
+from msattn.trainer.config.model import packaged_models
+from msattn.trainer.data import cache
+from msattn.trainer.errors import UserError
+from tests.test_bad_input import SMALL, text
+
+TRAINING = [name for name, command in COMMANDS.items() if command.trains]
+SHORT = [*SMALL, "name=new", "train.batch_size=1"]
+DENSE = {"finetune": ["select.sparsity=0"]}
+
+
+@pytest.fixture
+def msattn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, list[str]]]:
+    """Runs a command in a folder with texts; returns its exit code and its own lines of stderr."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(text(4000))
+    Path("heldout.txt").write_text(text(4000, "term"))
+    Path("overlap.txt").write_text(text(2000, "term") + text(2000))
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        return int(ended.value.code or 0), [line for line in error.splitlines() if line.startswith("msattn: ")]
+
+    return run
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_a_large_model_has_no_default_text(command: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
+    code, lines = msattn(command, "model=llama3", *DENSE.get(command, []))
+    ways = "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or data=stdlib (Python's library)"
+    assert (code, lines) == (2, [f"msattn: data=by_model: choose the text on which model=llama3 trains: {ways}"])
+    assert list(Path().glob("outputs")) == []
+
+
+def test_which_models_have_a_default_text() -> None:
+    for model in packaged_models():
+        cfg = compose("train-gate", [f"model={model}"])
+        if model in ("tiny", "lab"):
+            cfg.check_text()
+            assert cfg.data.source == "stdlib"
+        else:
+            with pytest.raises(UserError, match=f"choose the text on which model={model} trains"):
+                cfg.check_text()
+    own = ["model=own", "model.name=mine", "model.path=./mine"]
+    with pytest.raises(UserError, match=r"choose the text on which --model \./mine trains"):
+        compose("train-gate", own).check_text()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [["data=stdlib"], ["data=text", "data.path=a.txt"], ["data=hub", "data.path=a/b"], ["model.init=random"]],
+)
+def test_a_choice_is_enough(choice: list[str]) -> None:
+    compose("train-gate", ["model=llama3", *choice]).check_text()
+
+
+def test_commands_that_do_not_train_need_no_choice() -> None:
+    assert compose("eval", ["model=llama3"]).data.is_library
+    assert compose("generate", ["model=llama3"]).data.is_library
+
+
+@pytest.mark.parametrize("command", ["train-gate", "finetune"])
+def test_overlapping_held_out_text_is_refused(command: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
+    code, lines = msattn(command, *SHORT, *DENSE.get(command, []), "data.heldout_path=overlap.txt")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith("msattn: data.heldout_path=overlap.txt: ")
+    assert "compared passages of 200 characters are also in data.path=text.txt" in lines[0]
+
+
+def test_ignored_held_out_text_is_refused(msattn: Callable[..., tuple[int, list[str]]]) -> None:
+    code, lines = msattn("train-gate", "data.heldout_path=heldout.txt")
+    assert (code, lines) == (2, ["msattn: data.heldout_path=heldout.txt: only data=text reads it; this is data=stdlib"])
+
+
+@pytest.mark.slow
+def test_more_than_three_passes_are_told_and_the_cache_changes_no_bit(
+    msattn: Callable[..., tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_SECONDS", 0.0)
+    few = [*SHORT, "data.heldout_path=heldout.txt", "data.num_chunks=2"]
+    code, lines = msattn("train-gate", *few, "train.steps=7")
+    warning = "msattn: warning: training reads the 2 chunks of the documents of data.path=text.txt 3.5 times; beyond 3 times, "
+    assert code == 0
+    assert sum(line.startswith(warning) for line in lines) == 1
+    assert sum(" are kept in outputs/tokens/" in line for line in lines) == 2
+    artifact = Path("outputs/tiny/new/gate/model.safetensors")
+    weights = load_file(artifact)
+    for again in ([], ["data.cache=null"]):
+        code, lines = msattn("train-gate", *few, "train.steps=7", "overwrite=true", *again)
+        assert (code, len(lines)) == (0, 1)
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(artifact).items())
+    code, lines = msattn("train-gate", *few, "train.steps=6", "overwrite=true")
+    assert (code, lines) == (0, [])

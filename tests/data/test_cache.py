@@ -1,0 +1,243 @@
+"""The token cache: the same tokens with and without it, one computation for all readers, and recovery from damage."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from msattn.trainer.config import DataConfig
+from msattn.trainer.data import cache, chunking, chunks
+from msattn.trainer.data.cache import cached
+from msattn.trainer.embedded.recipe import EMBEDDED_MODEL
+from msattn.trainer.embedded.tokenizer import load_tokenizer
+from msattn.trainer.errors import UserError
+
+TEXT = "".join(f"Line {number * number % 911} of a document: déjà vu.\n" for number in range(400))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return load_tokenizer(EMBEDDED_MODEL)
+
+
+@pytest.fixture(autouse=True)
+def _keep_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "LEAST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> DataConfig:
+    (tmp_path / "text").mkdir()
+    for name in "abcdefghijklmnop":
+        (tmp_path / "text" / f"{name}.txt").write_text(f"{name}: {TEXT}")
+    return DataConfig("text", path=str(tmp_path / "text"), seq_len=32, cache=str(tmp_path / "tokens"))
+
+
+@pytest.fixture
+def encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with each encoding of a text."""
+    calls: list[int] = []
+    encode = chunking.encode
+
+    def counted(*arguments: Any, **options: Any) -> np.ndarray:
+        calls.append(1)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(chunking, "encode", counted)
+    return calls
+
+
+def changed(cfg: DataConfig, **values: Any) -> DataConfig:
+    return DataConfig(**{**vars(cfg), **values})
+
+
+def entries(cfg: DataConfig) -> list[Path]:
+    return sorted(path for path in Path(str(cfg.cache)).iterdir())
+
+
+def test_the_tokens_are_the_same_with_and_without_a_cache(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, encodings: list[int]
+) -> None:
+    for heldout in (False, True):
+        for options in ({}, {"needles": True}, {"bos": True}):
+            plain = chunks(changed(cfg, cache=None, **options), tokenizer, seed=1, heldout=heldout)
+            first, again = (chunks(changed(cfg, **options), tokenizer, seed=1, heldout=heldout) for _ in range(2))
+            assert plain.fingerprint == first.fingerprint == again.fingerprint
+            assert all(np.array_equal(plain[i]["input_ids"], again[i]["input_ids"]) for i in range(len(plain)))
+    assert len(encodings) == 2 * 3 * 2, "once without the cache and once with it"
+    assert len(entries(cfg)) == 6
+
+
+def test_seed_and_length_of_chunks_share_an_entry(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, encodings: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chunks(cfg, tokenizer, seed=0)
+    chunks(cfg, tokenizer, seed=1, seq_len=16, num_chunks=3)
+    chunks(changed(cfg, seq_len=64), tokenizer, seed=1)
+    assert len(encodings) == len(entries(cfg)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the tokens of the documents of data.path={cfg.path} are kept in {entries(cfg)[0]} (" in line
+    assert line.endswith(" MB; data.cache=null keeps none)")
+
+
+def test_a_changed_text_tokenizer_or_setting_is_encoded_anew(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, encodings: list[int]
+) -> None:
+    before = chunks(cfg, tokenizer, seed=0).fingerprint
+    file = Path(str(cfg.path)) / "a.txt"
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_text(file.read_text().replace("déjà", "jàdé"))  # of the same size
+    os.utime(file, ns=times)
+    assert chunks(cfg, tokenizer, seed=0).fingerprint != before, "also if the file claims its old time"
+    assert len(encodings) == 2
+    (file.parent / "new.txt").write_text("new")
+    chunks(cfg, tokenizer, seed=0)
+    assert len(encodings) == 3
+    other = load_tokenizer(EMBEDDED_MODEL)
+    other.add_tokens(["document"])
+    with_token = chunks(cfg, other, seed=0).fingerprint
+    assert with_token != chunks(cfg, tokenizer, seed=0).fingerprint
+    assert with_token == chunks(changed(cfg, cache=None), other, seed=0).fingerprint
+
+
+def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> None:
+    versions = iter(range(10))
+    made = cached(str(tmp_path), "tokens", lambda: next(versions), lambda: np.arange(3, dtype=np.int32))
+    assert made.tolist() == [0, 1, 2]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "another entry"])
+def test_a_damaged_entry_is_made_again(
+    cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = chunks(cfg, tokenizer, seed=0).fingerprint
+    (path,) = entries(cfg)
+    content = path.read_bytes()
+    chunks(cfg, tokenizer, seed=0, heldout=True)
+    (other,) = set(entries(cfg)) - {path}
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    path.write_bytes({"cut": content[:middle], "flipped": flipped, "empty": b"", "another entry": other.read_bytes()}[damage])
+    capsys.readouterr()
+    assert chunks(cfg, tokenizer, seed=0).fingerprint == expected
+    assert f"warning: {path} is damaged (" in capsys.readouterr().err
+    assert path.read_bytes() == content
+    assert chunks(cfg, tokenizer, seed=0).fingerprint == expected
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_ranks_make_an_entry_once(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, numpy as np\nfrom msattn.trainer.data.cache import cached\n"
+        "def make():\n    open(sys.argv[2], 'a').write('made\\n')\n    time.sleep(1.2)\n    return np.arange(9)\n"
+        "assert cached(sys.argv[1], 'tokens', lambda: 'key', make).sum() == 36\n"
+    )
+    call = [sys.executable, "-c", script, str(tmp_path / "tokens"), str(tmp_path / "log")]
+    ranks = [subprocess.Popen(call, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3"}) for rank in range(3)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+    assert (tmp_path / "log").read_text() == "made\n"
+    assert len(list((tmp_path / "tokens").iterdir())) == 1, "no lock and no partial file is left"
+
+
+def test_threads_make_an_entry_once(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make() -> np.ndarray:
+        made.append(1)
+        time.sleep(0.1)
+        return np.arange(4)
+
+    def read() -> None:
+        cached(str(tmp_path / "tokens"), "tokens", lambda: "other key", make)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [1]
+
+
+def test_a_killed_writer_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, numpy as np\nfrom msattn.trainer.data import cache\n"
+        "save = cache.save_file\n"
+        "def cut(tensors, path, metadata):\n    save(tensors, path, metadata)\n"
+        "    os.truncate(path, 200)\n    os.kill(os.getpid(), 9)\n"
+        "cache.save_file, cache.LEAST_SECONDS = cut, 0\n"
+        "cache.cached(sys.argv[1], 'tokens', lambda: 'key', lambda: np.arange(999))\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert len(list(tmp_path.glob(".*.new"))) == 1
+    assert cached(str(tmp_path), "tokens", lambda: "key", lambda: np.arange(999)).sum() == 999 * 499
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+
+
+def test_an_unwritable_folder_and_a_full_disk_cost_only_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cached(str(tmp_path / "file"), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert (
+        f"warning: data.cache={tmp_path / 'file'}: the folder is not writable, the tokens are not kept"
+        in capsys.readouterr().err
+    )
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "save_file", full)
+    assert cached(str(tmp_path / "tokens"), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert "cannot be written (No space left on device; " in capsys.readouterr().err
+    assert list((tmp_path / "tokens").iterdir()) == []
+
+
+def test_the_least_recently_used_entries_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_BYTES", 30_000)
+    made: list[str] = []
+
+    def read(key: str) -> None:
+        cached(str(tmp_path), "tokens", lambda: key, lambda: made.append(key) or np.arange(1000))  # 8 kB
+        time.sleep(0.02)
+
+    for key in ("a", "b", "c", "a", "d", "a", "c", "b"):
+        read(key)
+    assert made == ["a", "b", "c", "d", "b"], "b was the least recently used one when d came"
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 30_000
+
+
+def test_quick_work_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cache, "LEAST_SECONDS", 60.0)
+    assert cached(str(tmp_path), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+def test_each_document_begins_with_bos(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i} of the file"}}\n' for i in range(30)))
+    path = str(tmp_path / "rows.jsonl")
+    bos, eos = tokenizer.bos_token_id or tokenizer.eos_token_id, tokenizer.eos_token_id
+    own = load_tokenizer(EMBEDDED_MODEL)
+    own.bos_token = own.convert_ids_to_tokens(bos)
+    cfg = DataConfig("text", path=path, heldout_path=path, seq_len=1, bos=True)
+    found = chunks(cfg, own, seed=0)
+    order = np.random.default_rng(0).permutation(len(found))
+    tokens = np.empty(len(found), np.int64)
+    for place, source in enumerate(order):
+        tokens[source] = found[place]["input_ids"][0]
+    expected = [[bos, *own.encode(f"row {i} of the file", add_special_tokens=False), eos] for i in range(30)]
+    assert tokens.tolist() == [token for document in expected for token in document]
+    own.bos_token = None
+    with pytest.raises(UserError, match=r"data\.bos=true: the tokenizer has no BOS token"):
+        chunks(cfg, own, seed=0)

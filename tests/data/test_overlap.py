@@ -1,0 +1,111 @@
+"""Training and held-out text never meet: the check of data.heldout_path, and the splits that are made here."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from msattn.trainer.config import DataConfig
+from msattn.trainer.data.overlap import SAMPLED, WINDOW, check_heldout, shared_windows, windows
+from msattn.trainer.data.sources import Document, documents
+from msattn.trainer.errors import UserError
+
+
+def prose(seed: int, words: int = 20_000) -> str:
+    rng = random.Random(seed)
+    return " ".join("".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 9))) for _ in range(words))
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_windows_are_those_of_a_plain_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msattn.trainer.data.overlap._PIECE", 256)
+    text = prose(0, 300).replace(" ", "x")  # the white space at the ends of a window would not count
+    equal: dict[str, set[int]] = {}
+    sampled = windows(text)
+    for start in range(len(text) - WINDOW + 1):
+        (value,) = windows(text[start : start + WINDOW])  # exactly one window, which is not sampled
+        equal.setdefault(text[start : start + WINDOW], set()).add(int(value))
+    assert all(len(values) == 1 for values in equal.values())
+    every = [values.pop() for values in equal.values()]
+    assert len(set(every)) == len(every), "different windows have different hashes"
+    assert sorted(sampled.tolist()) == sorted(value for value in every if value % SAMPLED == 0)
+    assert 0.5 < len(sampled) * SAMPLED / len(every) < 1.5
+
+
+def test_a_common_passage_is_found_at_any_place_in_any_layout() -> None:
+    passage, train, heldout = prose(1, 400), prose(2), prose(3)
+    moved = Document("t", train + "\n\n" + passage.upper().replace(" ", "\n  ") + train[:7])
+    shared, total = shared_windows([moved], [Document("h", heldout[:301] + passage + heldout)])
+    expected = (len(passage) - WINDOW) / SAMPLED
+    assert 0.5 * expected < shared < 1.5 * expected
+    assert total > shared
+    assert shared_windows([Document("t", train)], [Document("h", heldout)])[0] == 0
+    assert shared_windows([], [Document("h", "short")]) == (0, 1)
+    assert shared_windows([Document("t", " SHORT\n")], [Document("h", "short"), Document("e", " ")]) == (1, 1)
+
+
+def test_overlapping_held_out_text_is_refused_with_its_count(tmp_path: Path) -> None:
+    train = write(tmp_path, "train.txt", prose(1))
+    same = DataConfig("text", path=train, heldout_path=train)
+    with pytest.raises(
+        UserError, match=r"data\.heldout_path=.*: ([\d,]+) of its \1 compared passages of 200 characters are also in"
+    ):
+        check_heldout(same)
+    part = write(tmp_path, "part.txt", prose(2, 3000) + prose(1)[5000:9000])
+    with pytest.raises(UserError, match=r"are also in data\.path=.*train\.txt; accepted is text that training does not see"):
+        check_heldout(DataConfig("text", path=train, heldout_path=part))
+
+
+def test_a_heading_in_common_only_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heading = "Permission is granted to anyone to use this text. " * 3 + prose(9, 40)
+    train = write(tmp_path, "train.txt", heading + prose(1))
+    check_heldout(DataConfig("text", path=train, heldout_path=write(tmp_path, "other.txt", prose(2))))
+    assert capsys.readouterr().err == ""
+    check_heldout(DataConfig("text", path=train, heldout_path=write(tmp_path, "heldout.txt", heading + prose(3))))
+    assert "msattn: warning: data.heldout_path=" in capsys.readouterr().err
+
+
+def test_the_outcome_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {"path": write(tmp_path, "train.txt", prose(1)), "heldout_path": write(tmp_path, "heldout.txt", prose(1))}
+    cfg = DataConfig("text", cache=str(tmp_path / "tokens"), **paths)
+    counts: list[int] = []
+    monkeypatch.setattr("msattn.trainer.data.cache.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("msattn.trainer.data.overlap.shared_windows", lambda *_: counts.append(1) or (5, 10))
+    for _ in range(2):
+        with pytest.raises(UserError, match="5 of its 10 "):
+            check_heldout(cfg)
+    assert counts == [1]
+    write(tmp_path, "heldout.txt", prose(2))
+    with pytest.raises(UserError, match="5 of its 10 "):
+        check_heldout(cfg)
+    assert counts == [1, 1]
+
+
+def hashes(cfg: DataConfig, heldout: bool) -> set[str]:
+    return {hashlib.sha256(d.text.encode()).hexdigest() for d in documents(cfg, heldout=heldout) if d.text.strip()}
+
+
+def test_the_split_of_the_library_has_no_document_on_both_sides() -> None:
+    cfg = DataConfig("stdlib", path="[a-f]*")
+    train, heldout = hashes(cfg, False), hashes(cfg, True)
+    assert len(train) > len(heldout) > 5
+    assert not train & heldout
+
+
+def test_the_splits_of_files_and_rows_share_no_passage(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": prose(seed, 200)}) + "\n" for seed in range(60)))
+    (tmp_path / "one.txt").write_text(prose(100))
+    for name in ("rows.jsonl", "one.txt"):
+        cfg = DataConfig("text", path=str(tmp_path / name))
+        assert not hashes(cfg, False) & hashes(cfg, True)
+        sides = [list(documents(cfg, heldout=heldout)) for heldout in (False, True)]
+        shared, total = shared_windows(*sides)
+        assert (shared, total > 50) == (0, True)
+        assert np.isin(windows(sides[1][0].text), windows(sides[0][0].text)).sum() == 0

@@ -1,0 +1,124 @@
+"""Arrays that are computed once for a text, such as its tokens, and kept on disk for later runs and other ranks.
+
+The name of a file is a hash of everything that its array depends on, so files are never updated. Each file holds a hash of its
+content. Writers take turns, and files appear complete, so a kill leaves nothing that is read.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from msattn.trainer.errors import UserError, first_line, free_space, print_once
+from msattn.trainer.storage.lock import locked_in_turn
+from msattn.trainer.storage.replace import replace_file
+
+LEAST_SECONDS = 1.0  # what takes less is made again rather than kept
+MOST_BYTES = 64 * 10**9  # of all files of a folder; the least recently used ones go first
+
+
+def cached(
+    folder: str | None, what: str, identity: Callable[[], Any | None], make: Callable[[], np.ndarray], *, quiet: bool = False
+) -> np.ndarray:
+    """Returns the array that ``make`` returns, from a file in ``folder`` if it is there, and else keeps it there.
+
+    A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning says so. Arrays that
+    are made in less than :data:`LEAST_SECONDS` are not kept.
+
+    Parameters
+    ----------
+    folder : None keeps nothing.
+    what : name of the array for messages, such as ``tokens of the documents of data.path=books``.
+    identity : returns, as JSON values, everything that the array depends on; None if that is not known, and nothing is kept.
+    quiet : do not print where the array is kept.
+    """
+    key = _key(identity) if folder is not None else None
+    if folder is None or key is None:
+        return make()
+    path = Path(os.path.expanduser(folder)) / f"{key}.safetensors"
+    found, _ = _read(path)
+    if found is not None:
+        return found
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked_in_turn(path))
+        except UserError:
+            print_once(f"warning: data.cache={folder}: the folder is not writable, the {what} are not kept; {free_space(path)}")
+            return make()
+        found, fault = _read(path)  # another process may have made it meanwhile
+        if fault:
+            print_once(f"warning: {path} is damaged ({fault}); the {what} are made again")
+        if found is None:
+            start = time.monotonic()
+            found = make()
+            # A text that has changed while it was read is not kept either.
+            if time.monotonic() - start >= LEAST_SECONDS and _key(identity) == key:
+                _write(path, found, what, quiet)
+    return found
+
+
+def _key(identity: Callable[[], Any | None]) -> str | None:
+    known = identity()
+    return None if known is None else hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _read(path: Path) -> tuple[np.ndarray | None, str]:
+    """Returns the array in a file, or None and, if there is a file, the damage."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            array, metadata = file.get_tensor("array"), file.metadata() or {}
+    except FileNotFoundError:
+        return None, ""
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        return None, first_line(error)
+    if metadata.get("hash") != _hash(path, array):
+        return None, "its hash differs"
+    with suppress(OSError):
+        os.utime(path)  # recently used, see _make_room
+    return array, ""
+
+
+def _hash(path: Path, array: np.ndarray) -> str:
+    """Returns a hash of the array and of the name of its file, so that no file stands in for another."""
+    digest = hashlib.sha256(f"{path.name} {array.dtype} {array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _write(path: Path, array: np.ndarray, what: str, quiet: bool) -> None:
+    if array.nbytes > MOST_BYTES:
+        print_once(f"the {what} take {array.nbytes / 1e9:.1f} GB and are not kept")
+        return
+    try:
+        _make_room(path.parent, array.nbytes)
+        with replace_file(path) as new:
+            save_file({"array": array}, new, metadata={"hash": _hash(path, array)})
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        print_once(f"warning: {path} cannot be written ({reason}; {free_space(path)}); the {what} are not kept")
+        return
+    if not quiet:
+        print_once(f"the {what} are kept in {path} ({array.nbytes / 1e6:,.1f} MB; data.cache=null keeps none)")
+
+
+def _make_room(folder: Path, size: int) -> None:
+    """Removes the least recently used files of ``folder``, also those that kills left, until ``size`` more bytes fit."""
+    files = []
+    for file in (*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.new")):
+        with suppress(FileNotFoundError):  # removed by another process
+            status = file.stat()
+            files.append((status.st_mtime_ns, status.st_size, file))
+    total = size + sum(each for _, each, _ in files)
+    for _, each, file in sorted(files):
+        if total <= MOST_BYTES:
+            return
+        file.unlink(missing_ok=True)
+        total -= each

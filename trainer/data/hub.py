@@ -1,0 +1,64 @@
+"""Rows of a Hugging Face dataset, streamed. Code that a dataset brings is never run."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from msattn.trainer.config import DataConfig
+from msattn.trainer.config.values import shown
+from msattn.trainer.errors import UserError, first_line
+
+PARQUET_BRANCH = "refs/convert/parquet"  # where the Hub keeps a copy of many datasets
+
+
+def hub_rows(cfg: DataConfig, split: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a split of the dataset ``cfg.path``, in its order.
+
+    Raises
+    ------
+    UserError : the library ``datasets`` is missing, or the dataset cannot be loaded or read, or is a script.
+    """
+    builder = _builder(cfg)
+    with _refused(cfg):
+        rows = iter(builder.as_streaming_dataset(split=split))
+    for number in itertools.count():
+        with _refused(cfg, f", row {number}"):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield row
+
+
+def hub_identity(cfg: DataConfig) -> Any:
+    """Returns the files of the dataset ``cfg.path`` with their commit, or None if they are not known before they are read."""
+    builder = _builder(cfg)
+    files = builder.config.data_files
+    if not files:
+        return None
+    return {str(split): [[str(file) for file in found], found.origin_metadata] for split, found in files.items()}
+
+
+def _builder(cfg: DataConfig) -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UserError(f"data=hub: {error}; pip install datasets, or data=text") from error
+    with _refused(cfg):
+        return datasets.load_dataset_builder(str(cfg.path), cfg.subset, revision=cfg.revision)
+
+
+@contextmanager
+def _refused(cfg: DataConfig, where: str = "") -> Iterator[None]:
+    """Raises what ``datasets`` raises as a UserError; the library, its network and its readers have no common exception."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = first_line(error)
+        if re.search(r"trust_remote_code|(?i:loading script|dataset scripts?)\b", str(error)):
+            copy = f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if there is one"
+            reason = f"this dataset is a script, which is never run; {copy}, and data=text reads local parquet files"
+        raise UserError(f"data.path={shown(cfg.path)}{where}: {reason}") from error

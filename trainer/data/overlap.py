@@ -1,0 +1,91 @@
+"""Text that training and held-out documents share, found by hashes of windows of characters."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from msattn.trainer.config import DataConfig
+from msattn.trainer.data.cache import cached
+from msattn.trainer.data.sources import Document, plain_documents, source_identity
+from msattn.trainer.errors import UserError, print_once
+
+WINDOW = 200  # characters, after normalization
+SAMPLED = 16  # one in so many windows is compared, chosen by its hash, so that both texts choose the same ones
+REFUSED_SHARE = 0.01  # of the held-out windows; less may be licences and headings that many documents have
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
+_INVERSE = pow(_BASE, -1, 2**64)
+_PIECE = 2**22  # characters that are hashed at once
+
+
+def check_heldout(cfg: DataConfig) -> None:
+    """Raises UserError if much of the text of ``cfg.heldout_path`` is training text; warns if some of it is.
+
+    Letter case and white space do not count. The outcome is kept in ``cfg.cache``. Without ``heldout_path`` documents are split
+    by their names, and nothing is read here.
+    """
+    if cfg.heldout_path is None:
+        return
+
+    def identity() -> list[object]:
+        return ["overlap", WINDOW, SAMPLED, *(source_identity(cfg, heldout=heldout) for heldout in (False, True))]
+
+    def count() -> np.ndarray:
+        return np.array(shared_windows(plain_documents(cfg, heldout=False), plain_documents(cfg, heldout=True)))
+
+    shared, total = cached(cfg.cache, "outcome of the check for shared text", identity, count, quiet=True).tolist()
+    message = f"data.heldout_path={cfg.heldout_path}: {shared:,} of its {total:,} compared passages of {WINDOW} characters"
+    if shared > REFUSED_SHARE * total:
+        raise UserError(f"{message} are also in data.path={cfg.path}; accepted is text that training does not see")
+    if shared:
+        print_once(f"warning: {message} are also in data.path={cfg.path}")
+
+
+def shared_windows(train: Iterable[Document], heldout: Iterable[Document]) -> tuple[int, int]:
+    """Returns how many of the sampled windows of ``heldout``, and of how many, occur in ``train``; equal windows count once."""
+    pieces = [windows(document.text) for document in heldout]
+    wanted = np.unique(np.concatenate(pieces)) if pieces else np.empty(0, np.uint64)
+    found = np.zeros(len(wanted), bool)
+    for batch in _batches(windows(document.text) for document in train):
+        found |= np.isin(wanted, batch)
+    return int(found.sum()), len(wanted)
+
+
+def windows(text: str) -> np.ndarray:
+    """Returns the hashes, uint64 ``[n]``, of the sampled windows of ``text``; a shorter text is one window."""
+    plain = " ".join(text.casefold().split())
+    codes = np.frombuffer(plain.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+    if len(codes) == 0:
+        return np.empty(0, np.uint64)
+    if len(codes) <= WINDOW:
+        return _mixed(_rolling(codes, len(codes)))
+    starts = range(0, len(codes) - WINDOW + 1, _PIECE)
+    hashes = np.concatenate([_mixed(_rolling(codes[start : start + _PIECE + WINDOW - 1], WINDOW)) for start in starts])
+    return hashes[hashes % np.uint64(SAMPLED) == 0]
+
+
+def _rolling(codes: np.ndarray, size: int) -> np.ndarray:
+    """Returns the polynomial hash, modulo 2**64, of each window of ``size`` codes."""
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(len(codes), _BASE, np.uint64))
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(codes * powers, dtype=np.uint64)])
+        inverses = np.cumprod(np.full(len(codes) - size + 1, _INVERSE, np.uint64))
+        return (sums[size:] - sums[:-size]) * inverses
+
+
+def _mixed(hashes: np.ndarray) -> np.ndarray:
+    """Returns the hashes with well mixed low bits, by which windows are sampled."""
+    with np.errstate(over="ignore"):
+        hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+        return hashes ^ (hashes >> np.uint64(32))
+
+
+def _batches(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the arrays joined to larger ones, which are compared faster."""
+    batch: list[np.ndarray] = []
+    for piece in pieces:
+        batch.append(piece)
+        if sum(map(len, batch)) > _PIECE // SAMPLED or len(batch) > 1000:
+            yield np.concatenate(batch)
+            batch = []
+    if batch:
+        yield np.concatenate(batch)
