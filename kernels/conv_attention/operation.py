@@ -53,7 +53,12 @@ def conv_attention(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Computes attention with convolved scores (Multi-Token Attention).
+    """Computes attention with convolved scores (Multi-Token Attention, arXiv 2504.00927).
+
+    With ``causal``, a score is set to 0 if its key comes after *its own* query, and the convolution comes after that, as in
+    the paper's implementation. The formula printed in the paper keeps a score if its key does not come after the *output's*
+    query, so that scores of earlier queries with later keys enter, too. With several rows in the kernel these are different
+    functions; with one row (``c_q = 1``) they are the same. A kernel trained with one should not be used with the other.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Tests conv_attention: accuracy against fp64, gradients, edge cases, operator."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -97,6 +97,50 @@ CASES = [
 @pytest.mark.parametrize(("case", "size"), CASES, ids=str)
 def test_agrees_with_fp64(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:
     check(case, size, backend, device)
+
+
+def literal_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, counts: Callable[[int, int, int], bool]) -> Tensor:
+    """Computes causal attention in fp64, score by score; ``counts(i, row, key)`` chooses the scores that enter output row i."""
+    q, k, v, weight = (x.double() for x in (q, k, v, weight))
+    tokens, (window, taps) = q.shape[2], weight.shape[1:]
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    mixed = torch.full_like(scores, -torch.inf)
+    for i, j in itertools.product(range(tokens), repeat=2):
+        if j <= i:
+            places = [(a, c, i - window + 1 + a, j - (taps - 1) // 2 + c) for a in range(window) for c in range(taps)]
+            inside = [at for at in places if min(at[2:]) >= 0 and at[3] < tokens and counts(i, *at[2:])]
+            mixed[:, :, i, j] = sum((weight[:, a, c] * scores[:, :, row, key] for a, c, row, key in inside), torch.zeros(()))
+    return mixed.softmax(-1) @ v
+
+
+def own_query(_: int, row: int, key: int) -> bool:
+    """The reading of conv_attention: a score counts unless its key comes after its own query."""
+    return key <= row
+
+
+def output_query(i: int, _: int, key: int) -> bool:
+    """The printed formula of the paper: a score counts unless its key comes after the output's query."""
+    return key <= i
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_are_masked_by_their_own_query(backend: Backend, device: str) -> None:
+    """The two readings of the causal mask differ on normal inputs, and the operation computes the first."""
+    q, k, v = random_qkv(1, 2, 2, 14, head_size=16, device="cpu")
+    weight = random_weight(2, (4, 5), FULL, "cpu")
+    own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
+    got = conv_attention(*(x.to(device) for x in (q, k, v, weight)), backend=backend).cpu().double()
+    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    assert (printed - own).norm() > 0.1 * own.norm()
+    assert ((printed - own).abs().amax((1, 3))[0, 1:] > 1e-3).all(), "every row but the first, which has one key"
+
+
+def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
+    q, k, v = random_qkv(1, 1, 1, 12, head_size=8, device="cpu")
+    weight = random_weight(1, (1, 5), FULL, "cpu")
+    own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
+    torch.testing.assert_close(printed, own, rtol=0, atol=0)
+    torch.testing.assert_close(conv_attention(q, k, v, weight).double(), own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
