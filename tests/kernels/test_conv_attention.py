@@ -30,16 +30,14 @@ def _larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(conv_band, "TILE_ROWS", 64)
 
 
-def convolved_attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
-    """Computes the definition eagerly in ``dtype``, with all scores in memory.
+def convolved_scores(q: Tensor, k: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Computes the convolved scores eagerly in ``dtype``, all in memory; -inf where they are masked.
 
-    ``weight`` is ``[Hq, c_q, c_k]``, or ``[N, Hq, c_q, c_k]`` with one for each query. Rows without visible keys are 0.
+    ``weight`` is ``[Hq, c_q, c_k]``, or ``[N, Hq, c_q, c_k]`` with one for each query.
     """
     statistics = torch.promote_types(dtype, torch.float32)
-    q, k, v, weight = (x.to(dtype) for x in (q, k, v, weight))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    q, k, weight = (x.to(dtype) for x in (q, k, weight))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.where(seen, (q @ k.mT).to(statistics) * scale, 0).to(dtype)
     window, taps = weight.shape[-2:]
     weight = weight.expand(q.shape[2], *weight.shape[-3:])
@@ -49,8 +47,15 @@ def convolved_attention(
         moved = torch.nn.functional.pad(scores, (max(-right, 0), max(right, 0), up, 0))
         moved = moved[:, :, : scores.shape[2], max(right, 0) : max(right, 0) + scores.shape[3]]
         mixed = mixed + weight[:, :, a, c].T[..., None] * moved
-    mixed = mixed.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
-    return mixed.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v
+    return mixed.masked_fill(~seen, -torch.inf)
+
+
+def convolved_attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Computes the definition eagerly in ``dtype``. Rows without visible keys are 0."""
+    scores = convolved_scores(q, k, weight, seen, scale, dtype).masked_fill(~seen.any(-1, keepdim=True), 0)
+    return scores.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v.to(dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -141,6 +146,37 @@ def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
     own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
     torch.testing.assert_close(printed, own, rtol=0, atol=0)
     torch.testing.assert_close(conv_attention(q, k, v, weight).double(), own, rtol=1e-5, atol=1e-5)
+
+
+LSE_CASES = [
+    (Case(1, 2, 1, 20, 20, 16), (3, 4)),
+    (Case(2, 2, 2, 12, 12, 16, FULL, True, (12, 5)), (4, 2)),
+    (Case(1, 2, 1, 20, 33, 16, FULL, False, None), (2, 3)),
+    (Case(1, 1, 1, 40, 20, 16), (3, 5)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "size"), LSE_CASES, ids=str)
+def test_lse_and_its_gradients(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:
+    """The LSE and the gradients through it equal those of fp64, also for rows without visible keys."""
+    inputs = *case.qkv(device), random_weight(case.q_heads, size, FULL, device)
+    seen = case.visible(device)
+    leaves, exact_leaves = ([x.to(dtype).requires_grad_() for x in inputs] for dtype in (FULL, torch.float64))
+    options: dict[str, Any] = {"causal": case.causal, "kv_start": starts(case.padding, device)}
+    found = conv_attention(*leaves, **options, return_lse=True, backend=backend)
+    q, k, v, weight = exact_leaves
+    arguments = seen, case.head_size**-0.5, torch.float64
+    exact = convolved_attention(q, k, v, weight, *arguments), convolved_scores(q, k, weight, *arguments).logsumexp(-1)
+    assert found.lse.dtype == FULL
+    assert torch.equal(found.out, conv_attention(*leaves, **options, backend=backend))
+    torch.testing.assert_close(found.lse.double(), exact[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.lse.isinf(), ~seen.any(-1).expand_as(found.lse))
+
+    upstream = torch.randn_like(found.out), torch.randn_like(found.lse)
+    gradients = torch.autograd.grad(tuple(found), leaves, upstream)
+    expected = torch.autograd.grad(exact, exact_leaves, [x.double() for x in upstream])
+    torch.testing.assert_close([x.double() for x in gradients], list(expected), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -257,6 +293,8 @@ def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] |
     inputs = [x.requires_grad_() for x in (q, k, v, weight)]
     for f in (conv_attention, reference.conv_attention):  # explicit backward, and autograd
         assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
+        if padding is None:  # without rows whose LSE is -inf
+            assert torch.autograd.gradcheck(lambda *x, f=f: tuple(f(*x, return_lse=True)), inputs)
 
 
 def test_accepts_misaligned_output_gradients(device: str) -> None:
