@@ -181,6 +181,12 @@ def generate(
     _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text, chat=chat)
 
 
+@app.command("train-mta", cls=ConfiguredCommand)
+def train_mta(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
+    """Train a small model with multi-token attention. From random weights, on a retrieval task; also with plain attention."""
+    _run("train-mta", overrides, config_dir, cfg, multirun)
+
+
 @app.command("bench", cls=ConfiguredCommand)
 def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
     """Time an operation beside other implementations. It is checked against its reference first."""

@@ -15,7 +15,7 @@ Variant = Literal["partial", "global"]  # of flash_decode
 
 
 class SparseAttention(NamedTuple):
-    """Result of sparse attention.
+    """Result of sparse attention, and of operations that return the LSE with their output.
 
     ``out [B, Hq, N, D]`` has the dtype of q; ``lse`` is ``[B, Hq, N]``.
     """

@@ -22,6 +22,8 @@ a band of w numbers for each query (:mod:`msattn.kernels.conv_attention.band`). 
 query, not even through rounding.
 """
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,37 @@ from msattn.kernels.conv_attention.band import (
     weight_gradient,
 )
 from msattn.kernels.conv_attention.forward import ScoreFactors, conv_attention_forward, kv_slices
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, SparseAttention
+
+
+@overload
+def conv_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: Backend | None = None,
+) -> Tensor: ...
+
+
+@overload
+def conv_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: Backend | None = None,
+) -> SparseAttention: ...
 
 
 def conv_attention(
@@ -51,9 +83,15 @@ def conv_attention(
     causal: bool = True,
     scale: float | None = None,
     kv_start: Tensor | None = None,
+    return_lse: bool = False,
     backend: Backend | None = None,
-) -> Tensor:
-    """Computes attention with convolved scores (Multi-Token Attention).
+) -> Tensor | SparseAttention:
+    """Computes attention with convolved scores (Multi-Token Attention, arXiv 2504.00927).
+
+    With ``causal``, a score is set to 0 if its key comes after *its own* query, and the convolution comes after that, as in
+    the paper's implementation. The formula printed in the paper keeps a score if its key does not come after the *output's*
+    query, so that scores of earlier queries with later keys enter, too. With several rows in the kernel these are different
+    functions; with one row (``c_q = 1``) they are the same. A kernel trained with one should not be used with the other.
 
     Parameters
     ----------
@@ -71,6 +109,8 @@ def conv_attention(
         Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence, whose queries and keys count as 0.
+    return_lse : bool
+        Also return the LSE of the convolved scores.
     backend : {"triton", "torch"}, optional
         Triton for CUDA tensors and the reference for CPU tensors by default.
 
@@ -78,6 +118,9 @@ def conv_attention(
     -------
     Tensor ``[B, Hq, N, D]``
         0 for rows without visible keys. Differentiable in q, k, v and weight.
+    SparseAttention
+        With ``return_lse``: this output, and ``lse [B, Hq, N]``, fp32 (fp64 for fp64), -inf for rows without visible keys. Both
+        are differentiable.
 
     Raises
     ------
@@ -89,7 +132,8 @@ def conv_attention(
     check_per_sequence("kv_start", kv_start, q)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
-    return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]
+    result = SparseAttention(*_operator(q, k, v, weight, kv_start, causal, scale, backend))
+    return result if return_lse else result.out
 
 
 def launch(

@@ -29,7 +29,7 @@ from tests.adversary.tries import Tries
 
 pytestmark = [pytest.mark.area("disk full"), pytest.mark.filterwarnings("ignore")]
 Result = dict[str, torch.Tensor]
-TRAINED = {"train-gate": "gate", "fit-kmeans": "kmeans", "train-qmodel": "qmodel", "finetune": "model"}
+TRAINED = {"train-gate": "gate", "fit-kmeans": "kmeans", "train-qmodel": "qmodel", "finetune": "model", "train-mta": "solver"}
 WRITING = [*TRAINED, "eval", "bench"]
 LARGEST = 400_000  # bytes: no command writes as much into one file
 
@@ -84,8 +84,8 @@ def result(folder: Path, command: str) -> Result:
     """The tensors of the artifact that ``command`` writes; none of other commands."""
     if command not in TRAINED:
         return {}
-    artifact = folder / "outputs/tiny/base" / TRAINED[command]
-    if command == "finetune":
+    artifact = folder / "outputs" / ("mta" if command == "train-mta" else "tiny") / "base" / TRAINED[command]
+    if command in ("finetune", "train-mta"):
         return {name: tensor for path in sorted(artifact.glob("*.safetensors")) for name, tensor in load_file(path).items()}
     return dict(read(artifact).tensors)
 

@@ -14,7 +14,8 @@ from msattn import cli
 from msattn.trainer.commands import compose
 from msattn.trainer.errors import UserError
 
-COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "eval", "generate", "bench", "demo", "doctor", "help")
+COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
+COMMANDS += ("doctor", "help")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
 
@@ -85,7 +86,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("trian-gate", "No such command 'trian-gate'. Did you mean 'train-gate'?"),
+        ("trian-gate", "No such command 'trian-gate'. Did you mean 'train-gate', 'train-mta'?"),
         ("train-gate modle=llama3", "unknown key modle (did you mean model?)"),
         ("train-gate model=lama3", "model=lama3: accepted are lab, llama3"),
         ("train-gate train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
@@ -103,7 +104,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
         (
             "eval eval=neddle",
-            "eval=neddle: accepted are all, demo, gates, latency, needle, perplexity, prompts, recall, routing (did you",
+            "eval=neddle: accepted are all, demo, gates, latency, needle, perplexity, prompts, recall, routing, ruler (did you",
         ),
         ("eval select=topq", "did you mean topk?"),
         ("eval select=null", "a group takes one of its options, as in select=topk"),

@@ -113,9 +113,10 @@ def test_every_selection_composes(option: str) -> None:
     assert cfg.select == SelectConfig(cfg.select.policy, scores=cfg.select.scores, sink_blocks=2)
 
 
-@pytest.mark.parametrize("group", ["data", "gate", "kmeans", "qmodel", "eval", "train", "tracker", "bench"])
+@pytest.mark.parametrize("group", ["data", "gate", "kmeans", "qmodel", "mta", "eval", "train", "tracker", "bench"])
 def test_every_option_composes(group: str) -> None:
-    command = {"kmeans": "fit-kmeans", "qmodel": "train-qmodel", "eval": "eval", "bench": "bench"}.get(group, "train-gate")
+    owners = {"kmeans": "fit-kmeans", "qmodel": "train-qmodel", "mta": "train-mta", "eval": "eval", "bench": "bench"}
+    command = owners.get(group, "train-gate")
     for option in options(group):
         path = ["data.path=some/file.txt"] if option in ("text", "hub") else []
         whole = ["select.sparsity=0"] if option in ("finetune", "scratch") else []
@@ -215,4 +216,5 @@ def test_commands_that_write_artifacts() -> None:
         "fit-kmeans",
         "train-qmodel",
         "finetune",
+        "train-mta",
     ]

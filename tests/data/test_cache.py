@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data import cache, chunking, chunks
 from msattn.trainer.data.cache import cached
-from msattn.trainer.embedded.recipe import EMBEDDED_MODEL
-from msattn.trainer.embedded.tokenizer import load_tokenizer
+from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
+from msattn.trainer.teachers.tokenizer import load_tokenizer
 
 TEXT = "".join(f"Line {number * number % 911} of a document: déjà vu.\n" for number in range(400))
 

@@ -1,7 +1,7 @@
 """Tests conv_attention: accuracy against fp64, gradients, edge cases, operator."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,16 +30,14 @@ def _larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(conv_band, "TILE_ROWS", 64)
 
 
-def convolved_attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype
-) -> Tensor:
-    """Computes the definition eagerly in ``dtype``, with all scores in memory.
+def convolved_scores(q: Tensor, k: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Computes the convolved scores eagerly in ``dtype``, all in memory; -inf where they are masked.
 
-    ``weight`` is ``[Hq, c_q, c_k]``, or ``[N, Hq, c_q, c_k]`` with one for each query. Rows without visible keys are 0.
+    ``weight`` is ``[Hq, c_q, c_k]``, or ``[N, Hq, c_q, c_k]`` with one for each query.
     """
     statistics = torch.promote_types(dtype, torch.float32)
-    q, k, v, weight = (x.to(dtype) for x in (q, k, v, weight))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    q, k, weight = (x.to(dtype) for x in (q, k, weight))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.where(seen, (q @ k.mT).to(statistics) * scale, 0).to(dtype)
     window, taps = weight.shape[-2:]
     weight = weight.expand(q.shape[2], *weight.shape[-3:])
@@ -49,8 +47,15 @@ def convolved_attention(
         moved = torch.nn.functional.pad(scores, (max(-right, 0), max(right, 0), up, 0))
         moved = moved[:, :, : scores.shape[2], max(right, 0) : max(right, 0) + scores.shape[3]]
         mixed = mixed + weight[:, :, a, c].T[..., None] * moved
-    mixed = mixed.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
-    return mixed.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v
+    return mixed.masked_fill(~seen, -torch.inf)
+
+
+def convolved_attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Computes the definition eagerly in ``dtype``. Rows without visible keys are 0."""
+    scores = convolved_scores(q, k, weight, seen, scale, dtype).masked_fill(~seen.any(-1, keepdim=True), 0)
+    return scores.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v.to(dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -97,6 +102,81 @@ CASES = [
 @pytest.mark.parametrize(("case", "size"), CASES, ids=str)
 def test_agrees_with_fp64(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:
     check(case, size, backend, device)
+
+
+def literal_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, counts: Callable[[int, int, int], bool]) -> Tensor:
+    """Computes causal attention in fp64, score by score; ``counts(i, row, key)`` chooses the scores that enter output row i."""
+    q, k, v, weight = (x.double() for x in (q, k, v, weight))
+    tokens, (window, taps) = q.shape[2], weight.shape[1:]
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    mixed = torch.full_like(scores, -torch.inf)
+    for i, j in itertools.product(range(tokens), repeat=2):
+        if j <= i:
+            places = [(a, c, i - window + 1 + a, j - (taps - 1) // 2 + c) for a in range(window) for c in range(taps)]
+            inside = [at for at in places if min(at[2:]) >= 0 and at[3] < tokens and counts(i, *at[2:])]
+            mixed[:, :, i, j] = sum((weight[:, a, c] * scores[:, :, row, key] for a, c, row, key in inside), torch.zeros(()))
+    return mixed.softmax(-1) @ v
+
+
+def own_query(_: int, row: int, key: int) -> bool:
+    """The reading of conv_attention: a score counts unless its key comes after its own query."""
+    return key <= row
+
+
+def output_query(i: int, _: int, key: int) -> bool:
+    """The printed formula of the paper: a score counts unless its key comes after the output's query."""
+    return key <= i
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_are_masked_by_their_own_query(backend: Backend, device: str) -> None:
+    """The two readings of the causal mask differ on normal inputs, and the operation computes the first."""
+    q, k, v = random_qkv(1, 2, 2, 14, head_size=16, device="cpu")
+    weight = random_weight(2, (4, 5), FULL, "cpu")
+    own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
+    got = conv_attention(*(x.to(device) for x in (q, k, v, weight)), backend=backend).cpu().double()
+    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    assert (printed - own).norm() > 0.1 * own.norm()
+    assert ((printed - own).abs().amax((1, 3))[0, 1:] > 1e-3).all(), "every row but the first, which has one key"
+
+
+def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
+    q, k, v = random_qkv(1, 1, 1, 12, head_size=8, device="cpu")
+    weight = random_weight(1, (1, 5), FULL, "cpu")
+    own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
+    torch.testing.assert_close(printed, own, rtol=0, atol=0)
+    torch.testing.assert_close(conv_attention(q, k, v, weight).double(), own, rtol=1e-5, atol=1e-5)
+
+
+LSE_CASES = [
+    (Case(1, 2, 1, 20, 20, 16), (3, 4)),
+    (Case(2, 2, 2, 12, 12, 16, FULL, True, (12, 5)), (4, 2)),
+    (Case(1, 2, 1, 20, 33, 16, FULL, False, None), (2, 3)),
+    (Case(1, 1, 1, 40, 20, 16), (3, 5)),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "size"), LSE_CASES, ids=str)
+def test_lse_and_its_gradients(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:
+    """The LSE and the gradients through it equal those of fp64, also for rows without visible keys."""
+    inputs = *case.qkv(device), random_weight(case.q_heads, size, FULL, device)
+    seen = case.visible(device)
+    leaves, exact_leaves = ([x.to(dtype).requires_grad_() for x in inputs] for dtype in (FULL, torch.float64))
+    options: dict[str, Any] = {"causal": case.causal, "kv_start": starts(case.padding, device)}
+    found = conv_attention(*leaves, **options, return_lse=True, backend=backend)
+    q, k, v, weight = exact_leaves
+    arguments = seen, case.head_size**-0.5, torch.float64
+    exact = convolved_attention(q, k, v, weight, *arguments), convolved_scores(q, k, weight, *arguments).logsumexp(-1)
+    assert found.lse.dtype == FULL
+    assert torch.equal(found.out, conv_attention(*leaves, **options, backend=backend))
+    torch.testing.assert_close(found.lse.double(), exact[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.lse.isinf(), ~seen.any(-1).expand_as(found.lse))
+
+    upstream = torch.randn_like(found.out), torch.randn_like(found.lse)
+    gradients = torch.autograd.grad(tuple(found), leaves, upstream)
+    expected = torch.autograd.grad(exact, exact_leaves, [x.double() for x in upstream])
+    torch.testing.assert_close([x.double() for x in gradients], list(expected), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -213,6 +293,8 @@ def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] |
     inputs = [x.requires_grad_() for x in (q, k, v, weight)]
     for f in (conv_attention, reference.conv_attention):  # explicit backward, and autograd
         assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
+        if padding is None:  # without rows whose LSE is -inf
+            assert torch.autograd.gradcheck(lambda *x, f=f: tuple(f(*x, return_lse=True)), inputs)
 
 
 def test_accepts_misaligned_output_gradients(device: str) -> None:

@@ -1,22 +1,18 @@
 """Tests of multi-token attention in a Llama model (initialization, gradients, caches) and of the block retrieval task."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_model, save_model
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import dense_attention, tap
-from msattn.trainer.mta import block_retrieval
-from msattn.trainer.mta.attention import MultiTokenAttention, convert, kv_start_of
+from msattn.trainer.mta.attention import convert, kv_start_of
 from msattn.trainer.mta.cache import ROLLBACK, QueryWindowLayer
 from tests.factory import left_padded, random_tokens, tiny_model
 
@@ -294,106 +290,3 @@ def test_attention_other_than_llamas_is_refused() -> None:
         convert(tiny_model(attention_dropout=0.1))
     with pytest.raises(UserError, match="attention=MultiTokenAttention"):
         convert(converted("kernel"))
-
-
-@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 12), st.data())
-@settings(max_examples=100, deadline=None)
-def test_only_the_answer_has_all_letters_of_the_question(seed: int, blocks: int, size: int, data: st.DataObject) -> None:
-    asked = data.draw(st.integers(1 if blocks == 1 or size < 3 else 2, size))
-    ids = block_retrieval.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked)
-    assert np.array_equal(ids, block_retrieval.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked))
-    text, rest = ids[: blocks * (size + 1)].reshape(blocks, -1), ids[blocks * (size + 1) :]
-    assert set(text[:, -1]) == {block_retrieval.BLOCK_END}
-    assert rest[0] == block_retrieval.QUESTION
-    question, answer = set(rest[1 : 1 + asked]), rest[1 + asked :]
-    assert len(question) == asked
-    assert len(answer) == size
-    held = [block[:-1] for block in text if question <= set(block[:-1])]
-    assert len(held) == 1
-    assert np.array_equal(held[0], answer)
-    assert all(len(set(block)) == size + 1 for block in text)
-    assert max(text[:, :-1].max(), answer.max()) < block_retrieval.ALPHABET
-
-
-@pytest.mark.parametrize(("size", "asked"), [(2, 3), (26, 2), (3, 0)])
-def test_problems_without_a_unique_answer_are_refused(size: int, asked: int) -> None:
-    with pytest.raises(ValueError, match=f"letters={size}, asked={asked}: expected"):
-        block_retrieval.problem(np.random.default_rng(0), blocks=3, letters=size, asked=asked)
-
-
-def plan(attention: Any = "multi_token", **changes: Any) -> block_retrieval.Plan:
-    """A plan with two letters per block and a small model, which learns within seconds."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **heads}
-    usual: dict[str, Any] = {"architecture": sizes, "blocks": 3, "letters": 2, "asked": 2, "test_problems": 24}
-    usual |= {"steps": 60, "batch_size": 16, "lr": 1e-2, "warmup_steps": 2, "log_every": 10, "eval_every": 20}
-    return block_retrieval.Plan(attention, **(usual | changes))
-
-
-def test_both_kinds_of_attention_start_with_the_same_loss() -> None:
-    problems = block_retrieval.Problems(plan(), 4, seed=(0, 0))
-    ids = torch.stack([problems[index]["input_ids"] for index in range(4)])
-    plain, mixed = (block_retrieval.build(plan(kind)) for kind in ("plain", "multi_token"))
-    assert all(isinstance(layer.self_attn, MultiTokenAttention) for layer in mixed.model.model.layers)
-    losses = [solver(ids)["loss"] for solver in (plain, mixed)]
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
-    logits = plain.model(input_ids=ids).logits[:, -3:-1].transpose(1, 2)
-    torch.testing.assert_close(losses[0], torch.nn.functional.cross_entropy(logits, ids[:, -2:]), rtol=1e-5, atol=1e-5)
-
-
-def test_exact_match_counts_whole_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver, seen = block_retrieval.build(plan()), 0
-
-    def logits(input_ids: Tensor) -> Tensor:
-        nonlocal seen
-        guesses = input_ids[:, -2:].clone()
-        wrong = torch.arange(seen, seen + len(guesses)) % 3 == 0
-        guesses[wrong, 1] = block_retrieval.QUESTION
-        seen += len(guesses)
-        return 9.0 * torch.nn.functional.one_hot(guesses, block_retrieval.VOCAB_SIZE)
-
-    monkeypatch.setattr(solver, "logits", logits)
-    figures = block_retrieval.accuracy(solver, block_retrieval.Problems(plan(), 24, seed=(0, 1)), batch_size=7)
-    assert figures["exact_match"] == 16 / 24
-    assert figures["test_loss"] == pytest.approx(9 * 8 / 48, abs=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["plain", "multi_token"])
-def test_training_lowers_the_loss_and_resuming_gives_the_same_weights(attention: Any, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    figures = block_retrieval.train(plan(attention), whole, device=torch.device("cpu"))
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[-1] < 0.9 * losses[0]
-    assert figures == json.loads((whole / "result.json").read_text())["figures"]
-    assert set(figures) == {"exact_match", "test_loss"}
-
-    calls = 0
-
-    def stop(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 50:
-            raise RuntimeError("killed")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            block_retrieval.Solver, "_call_impl", lambda self, *args, **named: (stop(), self.forward(*args, **named))[1]
-        )
-        with pytest.raises(RuntimeError, match="killed"):
-            block_retrieval.train(plan(attention), killed, device=torch.device("cpu"))
-    block_retrieval.train(plan(attention), killed, device=torch.device("cpu"), resume=True)
-    files = [folder / "checkpoints" / "checkpoint-60" / "model.safetensors" for folder in (whole, killed)]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_the_command_line_writes_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--blocks 2 --letters 2 --asked 1 --steps 2 --batch-size 2 --eval-every 2 --test-problems 4 --warmup-steps 1"
-    where = ["--attention", "multi_token", "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
-    block_retrieval.main([*where, *sizes.split()])
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["plan"]["attention"] == "multi_token"
-    assert result["plan"]["steps"] == 2
-    printed = capsys.readouterr().out
-    assert json.loads(printed[printed.rindex("{") :]) == result["figures"]

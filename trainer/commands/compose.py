@@ -47,8 +47,8 @@ class Command:
 
     @property
     def trains(self) -> bool:
-        """True if the job writes an artifact; ``resume=true`` then continues an interrupted one."""
-        return issubclass(self.schema, schemas.RunConfig) and not issubclass(self.schema, schemas.ServingConfig)
+        """True if the job writes an artifact or a trained model; ``resume=true`` then continues an interrupted one."""
+        return issubclass(self.schema, schemas.NamedConfig) and not issubclass(self.schema, schemas.ServingConfig)
 
     def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
         """Imports the job and calls it."""
@@ -115,6 +115,24 @@ COMMANDS = {
         "finetune.run:finetune",
         ("model", "data", "data.path", "data.seq_len", "artifacts.gate", "select.sparsity", "train.steps", "train.lr", "name"),
         writes=("model", "gate"),
+    ),
+    "train-mta": Command(
+        "train_mta",
+        schemas.TrainMtaConfig,
+        "mta.train_mta:train_mta",
+        (
+            "mta.attention",
+            "mta.blocks",
+            "mta.letters",
+            "mta.asked",
+            "train.steps",
+            "train.batch_size",
+            "train.lr",
+            "name",
+            "device",
+            "overwrite",
+        ),
+        writes=("solver",),
     ),
     "eval": Command(
         "eval",

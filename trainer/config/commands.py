@@ -11,7 +11,15 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
-from msattn.trainer.config.train import FinetuneTrainConfig, GateConfig, KMeansConfig, QModelConfig, TrackerConfig, TrainConfig
+from msattn.trainer.config.train import (
+    FinetuneTrainConfig,
+    GateConfig,
+    KMeansConfig,
+    MtaConfig,
+    QModelConfig,
+    TrackerConfig,
+    TrainConfig,
+)
 from msattn.trainer.config.values import DTYPES, check, choices, folder_name, require, within
 from msattn.trainer.errors import UserError
 
@@ -61,27 +69,50 @@ class BenchRunConfig(JobConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(JobConfig):
-    """Keys of every command that loads a model; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
+class NamedConfig(JobConfig):
+    """Keys of every command whose results have a name.
 
     Attributes
     ----------
-    dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
-    overwrite : replace an existing artifact.
+    name : folder of the results.
+    overwrite : replace an existing result.
     resume : continue from the last complete checkpoint.
     """
 
-    model: ModelConfig
-    data: DataConfig
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     name: str = "base"
-    dtype: str = field(default="auto", metadata=choices(DTYPES))
     overwrite: bool = False
     resume: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         folder_name("name", self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainMtaConfig(NamedConfig):
+    """``msattn train-mta``."""
+
+    mta: MtaConfig
+    train: TrainConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.outputs) / "mta" / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(NamedConfig):
+    """Keys of every command that loads a model; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
+
+    Attributes
+    ----------
+    dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    dtype: str = field(default="auto", metadata=choices(DTYPES))
 
     @property
     def folder(self) -> Path:

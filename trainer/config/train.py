@@ -7,6 +7,9 @@ from msattn.trainer.config.values import check, choices, power_of_two, require, 
 POOLINGS = ("avg", "max", "min")
 HEADS = ("query", "kv")
 LOSSES = ("mse", "kl", "smooth_l1")
+ATTENTIONS = ("plain", "multi_token")
+MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
+MAX_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -172,3 +175,39 @@ class QModelConfig:
 
     def __post_init__(self) -> None:
         check(self, "qmodel.")
+
+
+@dataclass(frozen=True)
+class MtaConfig:
+    """The block-retrieval task of Multi-Token Attention, and the Llama model that learns it from random weights.
+
+    Attributes
+    ----------
+    attention : ``multi_token`` (a convolution of ``asked`` queries and ``2 * letters - 1`` keys in each head) or ``plain``.
+    blocks : blocks of a problem.
+    letters : distinct letters of a block.
+    asked : letters of the question.
+    test_problems : unseen problems that an evaluation solves.
+    num_layers, num_heads : layers, and attention heads of a layer.
+    hidden_size : width of the model; the MLPs are four times as wide.
+    """
+
+    attention: str = field(default="multi_token", metadata=choices(ATTENTIONS))
+    blocks: int = field(default=50, metadata=within("[1, 10000]"))
+    letters: int = field(default=5, metadata=within("[1, 25]"))
+    asked: int = field(default=2, metadata=within("[1, 25]"))
+    test_problems: int = field(default=1000, metadata=within("[1, 1e6]"))
+    num_layers: int = field(default=4, metadata=within("[1, 256]"))
+    num_heads: int = field(default=2, metadata=within("[1, 256]"))
+    hidden_size: int = field(default=256, metadata=within("[8, 65536]"))
+
+    def __post_init__(self) -> None:
+        check(self, "mta.")
+        require(self.asked <= self.letters, "mta.asked", self.asked, f"at most mta.letters={self.letters}")
+        longest = (MAX_KERNEL + 1) // 2
+        fits = self.attention == "plain" or self.letters <= longest
+        require(fits, "mta.letters", self.letters, f"at most {longest} with mta.attention=multi_token")
+        size, rest = divmod(self.hidden_size, self.num_heads)
+        fits = rest == 0 and size % 8 == 0 and size <= MAX_HEAD_SIZE
+        accepted = f"mta.num_heads={self.num_heads} times a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}"
+        require(fits, "mta.hidden_size", self.hidden_size, accepted)

@@ -1,24 +1,14 @@
-"""Block retrieval: training of a small Llama to find the block that contains all given letters.
+"""Block retrieval: the task that motivates Multi-Token Attention (arXiv 2504.00927), and a small Llama that learns it.
 
-    python -m msattn.trainer.mta.block_retrieval --attention plain --out FOLDER/plain
-    python -m msattn.trainer.mta.block_retrieval --attention multi_token --out FOLDER/multi_token
-
-This is the task that motivates Multi-Token Attention (arXiv 2504.00927). A problem is a sequence of blocks of distinct letters,
-followed by a question: some letters that occur together in only one block. The answer is that whole block::
+A problem is a sequence of blocks of distinct letters, followed by a question: some letters that occur together in only one
+block. The answer is that whole block::
 
     h j n v t . q f j g t . w h f t b . ... # t q -> q f j g t
 
-A head of plain attention finds blocks with one of the letters, and the matches have to be combined over several layers. The
-model learns from scratch with either attention; initial weights, problems and their order are equal. ``metrics.jsonl`` in the
-folder holds the curves, and ``result.json`` the final accuracy on unseen problems.
+A head of plain attention finds blocks with one of the letters, and the matches have to be combined over several layers.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,53 +17,13 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.config import MtaConfig
 from msattn.trainer.data.tasks.sequences import Tokens
 from msattn.trainer.mta.attention import convert
-from msattn.trainer.training.loop import fit
-from msattn.trainer.training.tracker import Tracker
 
 ALPHABET = 26
 BLOCK_END, QUESTION = ALPHABET, ALPHABET + 1  # the token ids after those of the letters
 VOCAB_SIZE = ALPHABET + 2
-# The fields of the plan that are command line options.
-OPTIONS = ("blocks", "letters", "asked", "steps", "batch_size", "lr", "warmup_steps", "eval_every", "test_problems", "seed")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All settings of an experiment.
-
-    Attributes
-    ----------
-    blocks, letters, asked : blocks per problem, letters per block, letters per question.
-    test_problems : unseen problems that are solved every ``eval_every`` steps and at the end.
-
-    The other fields are those of :class:`msattn.trainer.config.TrainConfig` and ``LlamaConfig``.
-    """
-
-    attention: Literal["plain", "multi_token"] = "multi_token"
-    blocks: int = 50
-    letters: int = 5
-    asked: int = 2
-    architecture: dict[str, Any] = field(
-        default_factory=lambda: {
-            "hidden_size": 256,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
-        }
-    )
-    steps: int = 4000
-    batch_size: int = 128
-    lr: float = 5e-4
-    warmup_steps: int = 200
-    log_every: int = 50
-    eval_every: int = 500
-    test_problems: int = 1000
-    seed: int = 0
 
 
 def problem(rng: np.random.Generator, *, blocks: int, letters: int, asked: int) -> Tokens:
@@ -105,8 +55,8 @@ def _random_blocks(rng: np.random.Generator, count: int, letters: int) -> Tokens
 class Problems(Dataset[dict[str, Tensor]]):
     """Dataset of ``count`` problems, ``input_ids`` int64 [T]; item i depends on (seed, i) alone."""
 
-    def __init__(self, plan: Plan, count: int, *, seed: tuple[int, int]) -> None:
-        self.sizes = {"blocks": plan.blocks, "letters": plan.letters, "asked": plan.asked}
+    def __init__(self, cfg: MtaConfig, count: int, *, seed: tuple[int, int]) -> None:
+        self.sizes = {"blocks": cfg.blocks, "letters": cfg.letters, "asked": cfg.asked}
         self.count = count
         self.seed = seed
 
@@ -142,21 +92,26 @@ class Solver(nn.Module):
         return {"loss": losses.mean(), "parts": {"first_letter": losses[:, 0].mean().detach()}}
 
 
-def build(plan: Plan) -> Solver:
-    """Returns an untrained solver. Its weights depend on ``plan.seed`` and are equal for both kinds of attention."""
+def build(cfg: MtaConfig, seed: int) -> Solver:
+    """Returns an untrained solver. Its weights depend on ``seed`` and are equal for both kinds of attention."""
     config = LlamaConfig(
-        **plan.architecture,
         vocab_size=VOCAB_SIZE,
-        max_position_embeddings=plan.blocks * (plan.letters + 1) + 1 + plan.asked + plan.letters,
+        hidden_size=cfg.hidden_size,
+        intermediate_size=4 * cfg.hidden_size,
+        num_hidden_layers=cfg.num_layers,
+        num_attention_heads=cfg.num_heads,
+        num_key_value_heads=cfg.num_heads,
+        max_position_embeddings=cfg.blocks * (cfg.letters + 1) + 1 + cfg.asked + cfg.letters,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
     )
-    torch.manual_seed(plan.seed)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    if plan.attention == "multi_token":
-        convert(model, kernel=(plan.asked, 2 * plan.letters - 1))  # the question, and a block from any letter
-    return Solver(model, plan.letters)
+    if cfg.attention == "multi_token":
+        convert(model, kernel=(cfg.asked, 2 * cfg.letters - 1))  # the question, and a block from any letter
+    return Solver(model, cfg.letters)
 
 
 @torch.no_grad()
@@ -172,65 +127,3 @@ def accuracy(solver: Solver, problems: Problems, batch_size: int) -> dict[str, f
         correct += int((logits.argmax(-1) == answers).all(-1).sum())
         loss += F.cross_entropy(logits.transpose(1, 2), answers, reduction="sum").item() / solver.letters
     return {"exact_match": correct / len(problems), "test_loss": loss / len(problems)}
-
-
-def train(plan: Plan, out: Path, *, device: torch.device, workers: int = 0, resume: bool = False) -> dict[str, float]:
-    """Trains by ``plan``, writes checkpoints and metrics to ``out`` and returns the last result of :func:`accuracy`."""
-    solver = build(plan).to(device)
-    problems = Problems(plan, plan.steps * plan.batch_size, seed=(plan.seed, 0))
-    test = Problems(plan, plan.test_problems, seed=(plan.seed, 1))
-    settings = TrainConfig(
-        lr=plan.lr,
-        steps=plan.steps,
-        batch_size=plan.batch_size,
-        micro_batch_size=plan.batch_size,
-        warmup_steps=min(plan.warmup_steps, plan.steps),
-        beta2=0.98,
-        log_every=plan.log_every,
-        eval_every=plan.eval_every,
-        save_every=plan.eval_every,
-        num_workers=workers,
-    )
-    with Tracker.start(
-        TrackerConfig("none"), folder=out, run_name=f"block-retrieval-{plan.attention}", config=asdict(plan)
-    ) as tracker:
-        trained = fit(
-            solver,
-            problems,
-            train=settings,
-            folder=out,
-            tracker=tracker,
-            device=device,
-            seed=plan.seed,
-            resume=resume,
-            evaluate=lambda: accuracy(solver, test, plan.batch_size),
-        )
-    result = {"plan": asdict(plan), "seconds": trained.seconds, "losses": trained.losses, "figures": trained.metrics}
-    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    return trained.metrics
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m msattn.trainer.mta.block_retrieval",
-        description="Train a small Llama to find the block that contains all given letters.",
-    )
-    parser.add_argument("--attention", choices=("plain", "multi_token"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and metrics")
-    for name in OPTIONS:
-        default = getattr(Plan(), name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"default {default}")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=8, help="data loader processes")
-    parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint")
-    options = parser.parse_args(arguments)
-
-    plan = Plan(options.attention, **{name: getattr(options, name) for name in OPTIONS})
-    device = torch.device(options.device)
-    figures = train(plan, options.out, device=device, workers=options.workers, resume=options.resume)
-    print(json.dumps(figures, indent=2), flush=True)
-
-
-if __name__ == "__main__":
-    main()

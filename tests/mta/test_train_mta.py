@@ -1,0 +1,150 @@
+"""msattn train-mta through the command line: results, resuming, sweeps, refused settings."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from msattn import cli
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.errors import UserError
+from msattn.trainer.mta import block_retrieval
+from msattn.trainer.mta.train_mta import load
+
+SMALL = ["device=cpu", "tracker=none", "train.num_workers=0", "train.log_every=1", "train.warmup_steps=1", "train.lr=1e-2"]
+SMALL += ["mta.blocks=3", "mta.letters=2", "mta.hidden_size=16", "mta.num_layers=1", "mta.test_problems=9"]
+SMALL += ["train.steps=4", "train.batch_size=4", "train.eval_every=2", "train.save_every=2"]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs ``msattn train-mta`` in an empty folder and returns its exit code."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train-mta", *SMALL, *overrides])
+        return int(ended.value.code or 0)
+
+    return run
+
+
+def solver(name: str = "base") -> Path:
+    return Path("outputs/mta") / name / "solver"
+
+
+def metrics(name: str = "base") -> dict[str, float]:
+    return json.loads((solver(name) / "result.json").read_text())["metrics"]
+
+
+@pytest.mark.parametrize("attention", ["plain", "multi_token"])
+def test_the_written_model_has_the_written_accuracy(train: Callable[..., int], attention: str) -> None:
+    assert train(f"mta.attention={attention}") == 0
+    found, trained = metrics(), load(solver())
+    problems = block_retrieval.Problems(compose("train-mta", SMALL).mta, 9, seed=(0, 1))
+    figures = block_retrieval.accuracy(trained, problems, batch_size=4)
+    assert figures == {name: pytest.approx(found[name], rel=1e-5) for name in ("exact_match", "test_loss")}
+    assert (found["steps"], set(found)) == (4, {"loss", "first_letter", "exact_match", "test_loss", "steps", "seconds"})
+    has_kernel = any(name.endswith("score_kernel") for name, _ in trained.named_parameters())
+    assert has_kernel == (attention == "multi_token")
+    lines = [json.loads(line) for line in Path("outputs/mta/base/runs/solver/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "exact_match" in line] == [2, 4]
+
+
+def test_without_evaluations_the_model_is_evaluated_at_the_end(train: Callable[..., int]) -> None:
+    assert train("train.eval_every=0") == 0
+    assert 0 <= metrics()["exact_match"] <= 1
+
+
+def test_a_result_is_replaced_only_on_request(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train() == 0
+    before = (solver() / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert train("seed=1") == 2
+    assert "solver: an artifact already exists; overwrite=true replaces it" in capsys.readouterr().err
+    assert (solver() / "model.safetensors").read_bytes() == before
+    assert train("seed=1", "overwrite=true") == 0
+    assert (solver() / "model.safetensors").read_bytes() != before
+
+
+@pytest.mark.parametrize("attention", ["plain", "multi_token"])
+def test_a_stopped_run_resumes_to_the_same_weights(
+    train: Callable[..., int], attention: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = f"mta.attention={attention}"
+    assert train(kind, "name=whole") == 0
+    forward, calls = block_retrieval.Solver.forward, 0
+
+    def interrupted(self: block_retrieval.Solver, input_ids: torch.Tensor) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(self, input_ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_retrieval.Solver, "forward", interrupted)
+        assert train(kind, "name=cut") == 130
+    assert "stopped after step 3 of 4" in capsys.readouterr().err
+    assert not solver("cut").exists()
+    assert train(kind, "name=cut", "resume=true", "mta.blocks=4") == 2
+    assert "has mta.blocks=3, not 4" in capsys.readouterr().err
+    assert train(kind, "name=cut", "resume=true") == 0
+    assert (solver("cut") / "model.safetensors").read_bytes() == (solver("whole") / "model.safetensors").read_bytes()
+
+
+def test_a_sweep_trains_both_kinds_of_attention(train: Callable[..., int]) -> None:
+    assert train("-m", "mta.attention=plain,multi_token", "name=${mta.attention}") == 0
+    assert {load(solver(name)).model.config.num_hidden_layers for name in ("plain", "multi_token")} == {1}
+    assert sorted(path.name for path in Path("outputs/mta").iterdir() if path.is_dir()) == ["multi_token", "plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["plain", "multi_token"])
+def test_training_lowers_the_loss(train: Callable[..., int], attention: str) -> None:
+    assert train(f"mta.attention={attention}", "mta.hidden_size=32", "train.steps=60", "train.batch_size=16") == 0
+    lines = [json.loads(line) for line in Path("outputs/mta/base/runs/solver/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "lr" in line]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mta.attention=multi", "mta.attention=multi: accepted are plain, multi_token"),
+        ("mta.asked=3", "mta.asked=3: at most mta.letters=2"),
+        ("mta.letters=17", "mta.letters=17: at most 16 with mta.attention=multi_token"),
+        ("mta.letters=26", "mta.letters=26: in [1, 25]"),
+        ("mta.hidden_size=24", "mta.hidden_size=24: mta.num_heads=2 times a head size that is a multiple of 8 up to 256"),
+        ("train.warmup_steps=5", "train.warmup_steps=5: accepted are at most train.steps=4"),
+        ("model=tiny", "unknown key model"),
+    ],
+)
+def test_settings_that_cannot_train_are_refused(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    assert train(override) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not solver().exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("result.json", "{", "result.json is not valid JSON"),
+        ("result.json", "{}", "a value is needed"),
+        ("model.safetensors", "x", "model.safetensors cannot be loaded"),
+    ],
+)
+def test_damaged_results_are_refused(train: Callable[..., int], file: str, content: str, message: str) -> None:
+    assert train("train.steps=1") == 0
+    (solver() / file).write_text(content)
+    with pytest.raises(UserError, match=message):
+        load(solver())

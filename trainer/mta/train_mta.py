@@ -1,0 +1,111 @@
+"""``msattn train-mta``: trains a small model on block retrieval, with multi-token or with plain attention."""
+
+import json
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+
+from msattn.trainer import artifacts
+from msattn.trainer.config import TrainMtaConfig, typed
+from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.models.devices import resolve_device
+from msattn.trainer.mta.block_retrieval import Problems, Solver, accuracy, build
+from msattn.trainer.storage.documents import read_json
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import replace_folder
+from msattn.trainer.training.checkpoints import flatten_settings
+from msattn.trainer.training.loop import fit
+from msattn.trainer.training.tracker import Tracker
+
+WEIGHTS = "model.safetensors"
+RESULT = "result.json"  # configuration, metrics, versions
+MAX_RESULT_BYTES = 1_000_000
+
+
+def train_mta(cfg: TrainMtaConfig) -> Path:
+    """Trains a model on block retrieval and writes it; the job of ``msattn train-mta``.
+
+    Runs with the same seed have the same initial weights, problems and order of problems, whatever their attention.
+
+    Returns
+    -------
+    Path
+        ``outputs/mta/<name>/solver``: weights, and ``result.json`` with configuration and metrics. Checkpoints and metrics over
+        time are in the sibling folder ``runs/solver``.
+
+    Raises
+    ------
+    UserError
+        Before training: a result exists, or the device is missing.
+    TrainingDiverged
+        A loss is not finite. The last complete checkpoint is kept.
+    """
+    folder = artifacts.artifact_folder(cfg.outputs, "mta", cfg.name, "solver")
+    artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
+    solver = build(cfg.mta, cfg.seed).to(resolve_device(cfg.device))
+    work, config = folder.parent / "runs" / "solver", asdict(cfg)
+    with Tracker.start(cfg.tracker, folder=work, run_name=f"mta-{cfg.name}", config=config) as tracker:
+        metrics = _train(cfg, solver, work, tracker)
+        tracker.summary(metrics)
+        if PartialState().is_main_process:  # all ranks hold the same weights
+            _write(folder, solver, {"config": config, "metrics": metrics, "versions": artifacts.versions()})
+            tracker.artifact(folder)
+    if PartialState().is_main_process:
+        artifacts.print_summary(folder, metrics)
+    return folder
+
+
+def load(folder: Path | str) -> Solver:
+    """Returns the trained solver in ``folder``, in fp32 on the CPU.
+
+    Raises
+    ------
+    UserError : the folder holds no result of ``msattn train-mta``, or a damaged one.
+    """
+    folder = Path(folder)
+    result = read_json(folder / RESULT, f"{folder}: {RESULT}", MAX_RESULT_BYTES)
+    cfg = typed(OmegaConf.create(result.get("config", {})), TrainMtaConfig)
+    solver = build(cfg.mta, cfg.seed)
+    try:
+        load_model(solver.model, folder / WEIGHTS)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise UserError(f"{folder}: {WEIGHTS} cannot be loaded ({first_line(error)})") from error
+    return solver
+
+
+def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) -> dict[str, Any]:
+    """Trains ``solver`` and returns its metrics: the last losses, accuracy on unseen problems, steps, seconds."""
+    problems = Problems(cfg.mta, cfg.train.steps * cfg.train.batch_size, seed=(cfg.seed, 0))
+    unseen = Problems(cfg.mta, cfg.mta.test_problems, seed=(cfg.seed, 1))
+    evaluate = partial(accuracy, solver, unseen, cfg.train.micro_batch_size)
+    result = fit(
+        solver,
+        problems,
+        train=cfg.train,
+        folder=work,
+        tracker=tracker,
+        device=solver.model.device,
+        seed=cfg.seed,
+        resume=cfg.resume,
+        extra_settings=flatten_settings(mta=asdict(cfg.mta)),
+        evaluate=evaluate,
+    )
+    figures = result.metrics
+    if not figures:  # train.eval_every=0
+        solver.eval()
+        figures = evaluate()
+        tracker.log(figures, result.steps)
+    return result.losses | figures | {"steps": result.steps, "seconds": result.seconds}
+
+
+def _write(folder: Path, solver: Solver, facts: dict[str, Any]) -> None:
+    """Writes weights and result; an error leaves no partial folder."""
+    with locked(folder), replace_folder(folder) as new:
+        save_model(solver.model, str(new / WEIGHTS))
+        (new / RESULT).write_text(json.dumps(facts, indent=2) + "\n")
