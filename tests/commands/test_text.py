@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 
 from msattn import cli
 from msattn.trainer.commands.compose import COMMANDS, compose
+from msattn.trainer.config import RunConfig
 from msattn.trainer.config.model import packaged_models
 from msattn.trainer.data import cache
 from msattn.trainer.errors import UserError
 from tests.test_bad_input import SMALL, text
 
-TRAINING = [name for name, command in COMMANDS.items() if command.trains]
+TRAINING = [name for name, command in COMMANDS.items() if command.trains and issubclass(command.schema, RunConfig)]
 SHORT = [*SMALL, "name=new", "train.batch_size=1"]
 DENSE = {"finetune": ["select.sparsity=0"]}
 
