@@ -13,10 +13,10 @@ SHARE_OF_MANY = float(os.environ.get("MSATTN_HOSTILE_SHARE", "0.2"))  # in `make
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives tests with the fixture ``tries`` a short run, and a longer one with the mark ``slow``."""
+    """Gives tests with the fixture ``tries`` a long run, marked ``slow``, or a short one where slow tests are left out."""
     if "tries" in metafunc.fixturenames:
-        parts = [pytest.param(SHARE_OF_FEW, id="few"), pytest.param(SHARE_OF_MANY, id="many", marks=pytest.mark.slow)]
-        metafunc.parametrize("share", parts)
+        few, many = pytest.param(SHARE_OF_FEW, id="few"), pytest.param(SHARE_OF_MANY, id="many", marks=pytest.mark.slow)
+        metafunc.parametrize("share", [few if metafunc.config.option.markexpr == "not slow" else many])
 
 
 @pytest.fixture

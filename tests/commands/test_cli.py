@@ -190,14 +190,17 @@ def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: py
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
 
 
-def test_out_of_gpu_memory_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "sizes"), [("train-gate", "data.seq_len"), ("train-mta", "mta.blocks"), ("bench", "bench.")]
+)
+def test_out_of_gpu_memory_is_one_line(command: str, sizes: str, msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(self: compose.Command, cfg: object, arguments: dict) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(compose.Command, "run", run_out)
-    code, _, err = msattn("train-gate")
+    code, _, err = msattn(command, *(["op=merge_states"] if command == "bench" else []))
     assert code == 2
-    assert err.startswith("msattn: device=cuda: the GPU has too little memory (CUDA out of memory); reduce data.seq_len")
+    assert err.startswith(f"msattn: device=cuda: the GPU has too little memory (CUDA out of memory); reduce {sizes}")
 
 
 def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

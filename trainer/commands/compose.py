@@ -36,7 +36,7 @@ class Command:
     """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
 
     ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
-    replaces.
+    replaces, ``sizes`` what to reduce where the machine is too small.
     """
 
     config: str
@@ -44,6 +44,7 @@ class Command:
     job: str
     first: tuple[str, ...]
     writes: tuple[str, ...] = ()
+    sizes: str = "data.seq_len or the batch size"
 
     @property
     def trains(self) -> bool:
@@ -133,6 +134,7 @@ COMMANDS = {
             "overwrite",
         ),
         writes=("solver",),
+        sizes="mta.blocks or train.batch_size",
     ),
     "eval": Command(
         "eval",
@@ -156,6 +158,7 @@ COMMANDS = {
             "device",
             *(f"bench.{key}" for key in ("lengths", "heads", "head_size", "dtype", "sparsities", "direction", "tune")),
         ),
+        sizes="bench.lengths or bench.heads",
     ),
 }
 
@@ -330,21 +333,21 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
         return UserError(str(error))
     except (MemoryError, RuntimeError, OSError) as error:
         disk = disk_error(error, cfg.folder, resumes=COMMANDS[command].trains) if isinstance(error, OSError) else None
-        shortage = _shortage(error)
+        shortage = _shortage(error, COMMANDS[command].sizes)
         if disk is None and shortage is None:
             raise
         return disk or UserError(shortage)
 
 
-def _shortage(error: Exception) -> str | None:
+def _shortage(error: Exception, sizes: str) -> str | None:
     """Returns one line for an error that means that the machine is too small for the job; None for other errors."""
     import torch
 
     reason = first_line(error).partition(". ")[0]
     if isinstance(error, torch.OutOfMemoryError):
-        return f"device=cuda: the GPU has too little memory ({reason}); reduce data.seq_len or the batch size"
+        return f"device=cuda: the GPU has too little memory ({reason}); reduce {sizes}"
     if isinstance(error, MemoryError) or re.search("can't allocate memory|Storage size calculation overflowed", str(error)):
-        return f"this machine has too little memory ({reason}); reduce data.seq_len or the batch size"
+        return f"this machine has too little memory ({reason}); reduce {sizes}"
     if "Too many open files" in str(error):
         return f"{reason}; train.num_workers=0 needs none, and ulimit -n raises the limit"
     return None

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 
@@ -68,6 +67,8 @@ def load(folder: Path | str) -> Solver:
     ------
     UserError : the folder holds no result of ``msattn train-mta``, or a damaged one.
     """
+    from omegaconf import OmegaConf
+
     folder = Path(folder)
     result = read_json(folder / RESULT, f"{folder}: {RESULT}", MAX_RESULT_BYTES)
     cfg = typed(OmegaConf.create(result.get("config", {})), TrainMtaConfig)
