@@ -38,20 +38,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints tried and ended well for each area of the tests in ``tests/adversary``."""
+    """Prints tries for each area of the tests in ``tests/adversary``: ended well, all, and those with two good ends."""
     tried: Counter[str] = Counter()
+    either: Counter[str] = Counter()
     well: Counter[str] = Counter()
     reports = [report for each in terminalreporter.stats.values() for report in each if isinstance(report, pytest.TestReport)]
     for report in reports:
         for name, value in report.user_properties if report.when == "teardown" else ():
             if name == "tries":
-                area, count, good = value  # pyrefly: ignore[not-iterable]
+                area, count, good, both = value  # pyrefly: ignore[not-iterable]
                 tried[area] += count
                 well[area] += good
+                either[area] += both
     if tried:
-        terminalreporter.section("hostile tries: ended well / tried")
+        terminalreporter.section("hostile tries: ended well / tried (refused or served right, either is well)")
         for area in tried:
-            terminalreporter.line(f"{area:<28} {well[area]:>5} / {tried[area]}")
+            terminalreporter.line(f"{area:<28} {well[area]:>5} / {tried[area]:>5} ({either[area]})")
 
 
 @pytest.fixture(autouse=True)

@@ -69,3 +69,5 @@ def raised() -> Iterator[None]:
             if stop is None:
                 raise
             raise stop from error
+        if stop is not None:  # Python drops exceptions that are raised inside a destructor
+            raise stop

@@ -77,11 +77,3 @@ def logits(base: Any) -> Tensor:
 
 def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=2e-4, atol=2e-4)
-
-
-def served(call: Callable[[], Any]) -> Any:
-    """Returns ``call()``, which must not be refused."""
-    try:
-        return call()
-    except ValueError as error:
-        raise AssertionError(f"refused: {error}") from error

@@ -26,5 +26,5 @@ def tries(request: pytest.FixtureRequest, share: float, record_property: Callabl
     assert mark is not None, "the mark area names the area"
     found = Tries(str(mark.args[0]), share)
     yield found
-    record_property("tries", [found.area, found.count, found.count - len(found.bad)])
+    record_property("tries", [found.area, found.count, found.count - len(found.bad), found.open])
     found.check()

@@ -77,7 +77,8 @@ def test_damaged_bytes(tries: Tries, fresh: Callable[[str], Path]) -> None:
     for kind, file, damage, seed in tries.chosen(product(KINDS, FILES, BYTES, range(3))):
         folder = fresh(kind)
         damage_bytes(folder / file, damage, seed)
-        tries.python(f"{kind}/{file} {damage} {seed}", partial(load, folder), same_as_shipped(kind))
+        harmless = file == FILES[0] and "flipped" in damage  # at times, in the header
+        tries.python(f"{kind}/{file} {damage} {seed}", partial(load, folder), same_as_shipped(kind) if harmless else None)
 
 
 TENSORS: dict[str, Callable[[Tensors, str], Tensors]] = {
@@ -135,13 +136,15 @@ def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path]
     for kind, place, value in tries.chosen(cases):
         folder, before = fresh(kind), shipped[kind]
         changed = without(before, place) if value is REMOVED else with_value(before, place, value)
+        if changed == before:
+            continue
         if signed:
             sign(folder, changed)
         else:
             (folder / "manifest.json").write_text(json.dumps(changed))
-        served = partial(_legitimate, kind=kind, place=place) if signed else same_as_shipped(kind)
+        right = partial(_legitimate, kind=kind, place=place) if signed else None
         case = f"{kind} {'.'.join(map(str, place))}={value!r}"
-        tries.python(case, partial(attached, folder, kind, place), served)
+        tries.python(case, partial(attached, folder, kind, place), right)
 
 
 def _legitimate(found: Any, kind: str, place: tuple[Any, ...]) -> bool:

@@ -47,7 +47,6 @@ from tests.adversary.attached import (
     model,
     partition,
     same,
-    served,
 )
 from tests.adversary.tries import Tries
 from tests.factory import random_tokens, tiny_config, tiny_model
@@ -200,10 +199,10 @@ def test_arguments(tries: Tries) -> None:
         accepted, call = ACCEPTED[name](value), partial(attached, {**context, name: value}, logits)
         reference = context if name in SWITCHES else {**context, name: plain(value)}
 
-        def right(found: Tensor, accepted: bool = accepted, reference: dict[str, Any] = reference) -> bool:
-            return accepted and same(found, attached(reference, logits))
+        def right(found: Tensor, reference: dict[str, Any] = reference) -> bool:
+            return same(found, attached(reference, logits))
 
-        tries.python(f"{name}: {label}", partial(served, call) if accepted else call, right)
+        tries.python(f"{name}: {label}", call, right, accepted=accepted)
 
 
 def test_models(tries: Tries) -> None:
@@ -290,12 +289,10 @@ def test_selections(tries: Tries) -> None:
         def call(form: str = form, policy: str = policy, key: Any = key, value: Any = value) -> Tensor:
             return attached({"select": selection(form, policy, key, value)}, logits)
 
-        def right(
-            found: Tensor, accepted: bool = accepted, reference: Callable[..., Tensor] = call, value: Any = value
-        ) -> bool:
-            return accepted and same(found, reference(form="mapping", value=plain(value)))
+        def right(found: Tensor, reference: Callable[..., Tensor] = call, value: Any = value) -> bool:
+            return same(found, reference(form="mapping", value=plain(value)))
 
-        tries.python(f"{form} {policy}: {key!r}={value!r:.60}", partial(served, call) if accepted else call, right)
+        tries.python(f"{form} {policy}: {key!r}={value!r:.60}", call, right, accepted=accepted)
 
 
 STEPS = ("enter", "leave", "enable", "disable", "run", "copy", "pickle", "compile", "tokens", "wrong")
@@ -322,12 +319,12 @@ def test_calls_out_of_order(tries: Tries) -> None:
                     "wrong": lambda: msattn.enable(base, select=SCORES, probes=2),
                 }
                 possible = not on and step != "wrong"
-                tries.python(case, partial(served, calls[step]) if possible else calls[step], lambda sparse, ok=possible: ok)
+                tries.python(case, calls[step], lambda sparse: True, accepted=possible)
                 if possible:
                     context, enabled = (entering, False) if step == "enter" else (None, True)
             elif step == "disable":
                 off = partial(msattn.disable, base)
-                tries.python(case, partial(served, off) if enabled else off, lambda nothing, ok=enabled: ok)
+                tries.python(case, off, lambda nothing: True, accepted=enabled)
                 enabled = False
             elif step == "leave":
                 if context is not None:
@@ -335,9 +332,9 @@ def test_calls_out_of_order(tries: Tries) -> None:
                     context = None
             elif step in ("copy", "pickle"):
                 twin = partial(copy.deepcopy, base) if step == "copy" else partial(pickle.dumps, base)
-                tries.python(case, twin if on else partial(served, twin), lambda found, on=on: not on)
+                tries.python(case, twin, lambda found: True, accepted=not on)
             else:
-                tries.python(case, partial(served, run), lambda found, on=on: torch.equal(found, results[on]))
+                tries.python(case, run, lambda found, on=on: torch.equal(found, results[on]), accepted=True)
         if context is not None:
             context.__exit__(None, None, None)
         if enabled:

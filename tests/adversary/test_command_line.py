@@ -304,7 +304,7 @@ def test_options(tries: Tries, started: list[Any]) -> None:
         tries.command(
             [command, *(word[:40] for word in ending)],
             *[command, *prompt, *ending],
-            served=lambda out, command=command: started == [expected[command]],
+            right=lambda out, command=command: started == [expected[command]],
         )
     for line in tries.chosen(NO_COMMANDS):
         tries.command(repr(line), *line.split(" "))

@@ -13,7 +13,13 @@ import torch
 
 from msattn.trainer.artifacts import read
 from msattn.trainer.errors import UserError
-from msattn.trainer.training.checkpoints import TrainingResult, handle_write_errors, mark_complete, newest_checkpoint
+from msattn.trainer.training.checkpoints import (
+    TrainingResult,
+    handle_write_errors,
+    mark_complete,
+    newest_checkpoint,
+    remove_older,
+)
 from msattn.trainer.training.parts import FinishedParts
 from tests.adversary.steps import Child, on_each_change
 from tests.adversary.tries import Tries
@@ -41,19 +47,20 @@ def test_writers_with_failing_operations(tries: Tries, tmp_path: Path) -> None:
 
         code = Child(partial(_write_twice, writer, folder, failing(step, error, folder))).wait()
         values = {READERS[writer](folder)}
-        WRITERS[writer](folder, 3.0)
+        WRITERS[writer](folder, 4.0)
         fault = None if code in (0, 2) else f"exit code {code}"
-        if not values <= ({1.0, 2.0} if code == 2 else {2.0}):
+        if not values <= ({2.0, 3.0} if code == 2 else {3.0}):
             fault = f"exit code {code}, holds {values}"
-        tries.record(case, fault if READERS[writer](folder) == 3.0 else "the next write is lost")
+        tries.record(case, fault if READERS[writer](folder) == 4.0 else "the next write is lost")
 
 
 def _write_twice(writer: str, folder: Path, fail: Callable[[], None]) -> None:
-    """Writes 1, and then 2 while operations fail; ends the process with code 2 if that is refused in one line."""
+    """Writes 1 and 2, and then 3 while operations fail; ends the process with code 2 if that is refused in one line."""
     WRITERS[writer](folder, 1.0)
+    WRITERS[writer](folder, 2.0)
     fail()
     try:
-        WRITERS[writer](folder, 2.0)
+        WRITERS[writer](folder, 3.0)
     except UserError as error:
         os._exit(3 if "\n" in str(error) else 2)
 
@@ -72,6 +79,7 @@ def _write_checkpoint(folder: Path, value: float) -> None:
         checkpoint.mkdir(parents=True)
         (checkpoint / "weights").write_text(str(value))
         mark_complete(checkpoint, {}, TrainingResult(int(value), 0.0, {}, {}))
+    remove_older(checkpoint.parent)
 
 
 def _read_checkpoint(folder: Path) -> float:

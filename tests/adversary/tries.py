@@ -1,7 +1,7 @@
 """Tries: hostile inputs and how each ended.
 
-A try ends well if it is refused in one sentence (a ValueError in Python, exit code 2 on the command line), or if it is served
-and the result is right. Tracebacks, hangs, other results and code that ran are bad ends.
+Each try says how it has to end: refused in one sentence (a ``UserError`` in Python, exit code 2 on the command line), served
+with the right result, or either. Tracebacks, hangs, other results and code that ran are bad ends.
 """
 
 import io
@@ -15,7 +15,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from msattn import cli
+from msattn.trainer.errors import UserError
 
+REFUSED, SERVED = "refused", "served"
 TIME_LIMIT = 60.0  # seconds after which a try counts as hanging; tries take less than a second on an idle machine
 Case = TypeVar("Case")
 
@@ -33,12 +35,14 @@ class Tries:
     area : name in the summary.
     share : share of the cases that is tried; a test's parameter.
     count : tries so far.
+    open : how many of them may be refused or served right.
     bad : a line for each try that did not end well.
     """
 
     area: str
     share: float = 1.0
     count: int = 0
+    open: int = 0
     bad: list[str] = field(default_factory=list)
 
     def chosen(self, cases: Iterable[Case], seed: int = 0) -> Sequence[Case]:
@@ -53,13 +57,39 @@ class Tries:
         if fault is not None:
             self.bad.append(f"{case}: {fault}")
 
-    def python(self, case: object, call: Callable[[], Any], served: Callable[[Any], bool] = lambda result: False) -> None:
-        """Tries a Python call: it must raise a ValueError of one line, or return what ``served`` accepts."""
-        self.record(case, python_fault(call, served))
+    def python(
+        self,
+        case: object,
+        call: Callable[[], Any],
+        right: Callable[[Any], bool] | None = None,
+        *,
+        accepted: bool | None = None,
+        refusal: type[Exception] = UserError,
+    ) -> None:
+        """Tries a Python call.
 
-    def command(self, case: object, *arguments: str, served: Callable[[str], bool] = lambda output: False) -> None:
-        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and an output that ``served`` accepts."""
-        self.record(case, command_fault(arguments, served))
+        Parameters
+        ----------
+        right : whether a result is right; None: the call must be refused.
+        accepted : True if the call must return, False if it must be refused, None if either is well.
+        refusal : the error that refuses, of one line.
+        """
+        ends = self._ends(right, accepted)
+        self.record(case, python_fault(call, right, ends, refusal))
+
+    def command(
+        self, case: object, *arguments: str, right: Callable[[str], bool] | None = None, accepted: bool | None = None
+    ) -> None:
+        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and an output that is ``right``."""
+        ends = self._ends(right, accepted)
+        self.record(case, command_fault(arguments, right, ends))
+
+    def _ends(self, right: Callable[[Any], bool] | None, accepted: bool | None) -> set[str]:
+        """Returns the ends that are well, and counts a try that has both."""
+        if right is None or accepted is False:
+            return {REFUSED}
+        self.open += accepted is None
+        return {SERVED} if accepted else {REFUSED, SERVED}
 
     def check(self) -> None:
         """Fails if a try did not end well, with the first of them."""
@@ -67,22 +97,26 @@ class Tries:
         assert not self.bad, f"{self.area}: {len(self.bad)} of {self.count} tries ended badly:\n{shown}"
 
 
-def python_fault(call: Callable[[], Any], served: Callable[[Any], bool]) -> str | None:
+def python_fault(
+    call: Callable[[], Any], right: Callable[[Any], bool] | None, ends: set[str], refusal: type[Exception]
+) -> str | None:
     """Returns how a Python call ended badly, or None."""
     try:
         with limited_time():
             result = call()
-    except ValueError as error:
+    except refusal as error:
         lines = str(error).strip().splitlines()
-        return None if len(lines) == 1 else f"refused in {len(lines)} lines: {error}"
+        if len(lines) != 1:
+            return f"refused in {len(lines)} lines: {error}"
+        return None if REFUSED in ends else f"refused: {error}"
     except Hung:
         return f"hung for {TIME_LIMIT:.0f} s"
     except BaseException as error:  # any other exception is a bad end
         return f"{type(error).__name__}: {error}"
-    return None if served(result) else f"served: {result!r:.200}"
+    return None if SERVED in ends and right is not None and right(result) else f"served: {result!r:.200}"
 
 
-def command_fault(arguments: Sequence[str], served: Callable[[str], bool]) -> str | None:
+def command_fault(arguments: Sequence[str], right: Callable[[str], bool] | None, ends: set[str]) -> str | None:
     """Returns how a command ended badly, or None. It runs in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     try:
@@ -94,18 +128,20 @@ def command_fault(arguments: Sequence[str], served: Callable[[str], bool]) -> st
         return f"hung for {TIME_LIMIT:.0f} s"
     except BaseException as error:  # a traceback on a terminal
         return f"{type(error).__name__}: {error}"
-    return output_fault(code, out.getvalue(), err.getvalue(), served)
+    return output_fault(code, out.getvalue(), err.getvalue(), right, ends)
 
 
-def output_fault(code: int, out: str, err: str, served: Callable[[str], bool]) -> str | None:
+def output_fault(code: int, out: str, err: str, right: Callable[[str], bool] | None, ends: set[str]) -> str | None:
     """Returns how a command with these results ended badly, or None."""
     lines = [line for line in err.splitlines() if line.startswith("msattn: ") and not line.startswith("msattn: warning")]
     if "Traceback" in err:
         return f"traceback: {err[-300:]}"
     if code == 2:
-        return None if len(lines) == 1 else f"exit code 2 with {len(lines)} lines: {err[-300:]}"
+        if len(lines) != 1:
+            return f"exit code 2 with {len(lines)} lines: {err[-300:]}"
+        return None if REFUSED in ends else f"refused: {lines[0]}"
     if code == 0:
-        return None if served(out) else f"served: {out[-200:]}"
+        return None if SERVED in ends and right is not None and right(out) else f"served: {out[-200:]}"
     return f"exit code {code}: {err[-300:]}"
 
 

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig
@@ -343,3 +344,14 @@ def test_the_error_for_too_little_text_gives_the_token_count(tmp_path: Path, tok
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(UserError, match=r"empty\.txt hold only 0 tokens"):
         chunks(text_config(tmp_path / "empty.txt", seq_len=64), tokenizer, seed=0)
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_refused_in_one_line(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its regular expression takes too many steps on the text; the library then raises what is no Exception."""
+    failing = PreTrainedTokenizerFast.from_pretrained(EMBEDDED_MODEL)
+    splits: Any = pre_tokenizers
+    slow = splits.Split(Regex("(?:(?: [a-z]{1,9}){1,9})+\u0001"), "isolated")
+    failing.backend_tokenizer.pre_tokenizer = splits.Sequence([slow, failing.backend_tokenizer.pre_tokenizer])
+    with pytest.raises(UserError, match="the model's tokenizer cannot encode the text ") as refused:
+        encode(iter([Document("long", " zip nor quo my" * 300)]), failing)
+    assert "\n" not in str(refused.value)

@@ -1,5 +1,6 @@
 """Tests of resuming after SIGKILL, signals, lost ranks and full disks: bit-identical results, with one rank or several."""
 
+import errno
 import os
 import resource
 import signal
@@ -11,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -202,21 +204,68 @@ def test_a_signal_in_the_last_step_is_not_lost(whole: Path, tmp_path: Path) -> N
 
 
 def test_a_checkpoint_is_removed_only_when_two_newer_ones_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states: list[tuple[list[int], list[int]]] = []
-    mark = checkpoint_files.mark_complete
+    states: list[list[int]] = []
+    remove = checkpoint_files.remove_older
 
     def complete() -> list[int]:
         return sorted(int(path.parent.name.split("-")[1]) for path in (tmp_path / "checkpoints").glob(f"*/{MARKER}"))
 
-    def recorded(*arguments: Any) -> None:
-        before = complete()
-        mark(*arguments)
-        states.append((before, complete()))
+    def recorded(checkpoints: Path) -> None:
+        states.append(complete())
+        remove(checkpoints)
+        states.append(complete())
 
-    monkeypatch.setattr("msattn.trainer.training.callbacks.mark_complete", recorded)
+    monkeypatch.setattr("msattn.trainer.training.callbacks.remove_older", recorded)
     run(Line(tmp_path / "seen-0"), tmp_path)
-    assert states[:3] == [([], [3]), ([3], [3, 6]), ([3, 6], [6, 9])]
-    assert all(len(after) <= MAX_CHECKPOINTS and after[-1] > before[-1] for before, after in states[1:])
+    assert states[:6] == [[3], [3], [3, 6], [3, 6], [3, 6, 9], [6, 9]]
+    assert all(len(after) <= MAX_CHECKPOINTS for after in states[1::2])
+
+
+@pytest.mark.parametrize("how", ["a link", "files that stay open"])
+def test_a_checkpoint_that_cannot_be_removed_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    checkpoints, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    run(Line(tmp_path / "seen-0"), tmp_path, replace(TRAIN, steps=6, schedule="constant"))
+    if how == "a link":
+        (checkpoints / "checkpoint-3").rename(elsewhere)
+        (checkpoints / "checkpoint-3").symlink_to(elsewhere)
+    else:
+        stays = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        monkeypatch.setattr(checkpoint_files.shutil, "rmtree", Mock(side_effect=stays))
+    longer = replace(TRAIN, steps=9, schedule="constant")
+    settings = read_marker(checkpoints / "checkpoint-6").settings | {"train.steps": 9}
+    for name in ("checkpoint-3", "checkpoint-6"):
+        result = read_marker(checkpoints / name).result
+        (checkpoints / name / MARKER).unlink()
+        mark_complete(checkpoints / name, settings, result)
+    run(Line(tmp_path / "seen-0"), tmp_path, longer, resume=True)
+    assert newest_checkpoint(checkpoints) == checkpoints / "checkpoint-9"
+    if how == "a link":
+        assert not (checkpoints / "checkpoint-3").is_symlink()
+        assert (elsewhere / WEIGHTS).exists()
+    else:
+        assert "warning: " in (line := capfd.readouterr().err)
+        assert "checkpoint-3 cannot be removed (Directory not" in line
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_other_names_beside_checkpoints_stay(tmp_path: Path, resume: bool) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    run(Line(tmp_path / "seen-0"), tmp_path)
+    (checkpoints / "checkpoint-2.tar.gz").write_text("mine")
+    (checkpoints / "checkpoint-best").mkdir()
+    run(Line(tmp_path / "seen-0"), tmp_path, resume=resume)
+    assert (checkpoints / "checkpoint-2.tar.gz").read_text() == "mine"
+    assert (checkpoints / "checkpoint-best").is_dir()
+
+
+def test_an_earlier_run_that_cannot_be_removed_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(Line(tmp_path / "seen-0"), tmp_path)
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "x")
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", Mock(side_effect=denied))
+    with pytest.raises(UserError, match=r"x: an earlier checkpoint cannot be removed \(Permission denied\)"):
+        run(Line(tmp_path / "seen-0"), tmp_path)
 
 
 def test_an_older_run_is_unmarked_before_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

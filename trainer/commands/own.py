@@ -91,6 +91,8 @@ def _read_config(model: str) -> dict[str, Any]:
 
 
 def _quoted(value: str) -> str:
-    """Returns ``value`` as a quoted string of Hydra's override grammar."""
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    """Returns ``value`` as a quoted string of Hydra's override grammar, in which it is no interpolation."""
+    plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    # A backslash is only special before a quote.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), plain)
     return f"'{escaped}'"

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from msattn.trainer.config import DataConfig, text_files
 from msattn.trainer.data.cache import cached
+from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.data.sources import Document, documents, source_identity
 from msattn.trainer.errors import UserError, print_once
@@ -181,7 +182,7 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("tokens of text", total=at_least)
         for batch in _batches(source):
-            encoded = tokenizer([document.text for document in batch], add_special_tokens=False, verbose=False)["input_ids"]
+            encoded = encode_texts(tokenizer, [document.text for document in batch])
             pieces += [np.asarray([*first, *ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
             total += sum(len(first) + len(ids) + 1 for ids in encoded)
             progress.update(task, completed=total)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.perplexity import compare
@@ -44,6 +45,6 @@ def beginnings(cfg: EvalRunConfig, tokenizer: Any, length: int) -> Iterator[Tens
     for document in data.documents(cfg.data, heldout=True):
         if len(document.text) < length - len(first):  # a token has a character at least
             continue
-        ids = [*first, *tokenizer(document.text, add_special_tokens=False)["input_ids"]]
+        ids = [*first, *encode_texts(tokenizer, [document.text])[0]]
         if len(ids) >= length:
             yield torch.tensor(ids[:length])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
@@ -101,15 +102,15 @@ def _room(cfg: EvalRunConfig, tokenizer: Any, length: int) -> int:
 
 
 def _count(tokenizer: Any, text: str) -> int:
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return len(encode_texts(tokenizer, [text])[0])
 
 
 def encode(tokenizer: Any, sample: ruler.Sample, chat: bool | None) -> Tensor:
     """Returns the tokens ``[1, N]`` of a prompt and the begun answer, which is in the reply if there is a chat template."""
     opening, reply = around_prompt(tokenizer, chat)
     if not reply:
-        return torch.tensor([[*opening, *tokenizer(sample.prompt + sample.begun, add_special_tokens=False)["input_ids"]]])
-    prompt, begun = tokenizer([sample.prompt, sample.begun.lstrip()], add_special_tokens=False)["input_ids"]
+        return torch.tensor([[*opening, *encode_texts(tokenizer, [sample.prompt + sample.begun])[0]]])
+    prompt, begun = encode_texts(tokenizer, [sample.prompt, sample.begun.lstrip()])
     return torch.tensor([[*opening, *prompt, *reply, *begun]])
 
 

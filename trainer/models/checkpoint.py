@@ -1,4 +1,4 @@
-"""The weights of a model: checks of the files in a local folder before they are loaded, and of the model after that."""
+"""The weights of a model: checks of the files before they are loaded, and of the model after that."""
 
 import os
 import re
@@ -37,31 +37,45 @@ class Index:
     metadata: dict[str, Any]
 
 
-def check_weights(files: ModelFiles, config: "PreTrainedConfig") -> None:
-    """Checks the weight files of a local folder, before a model of the size in ``config`` takes memory.
+def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
+    """Returns the folder with the weight files, after checks, before a model of the size in ``config`` takes memory.
 
     Raises
     ------
     UserError : there are none, adapters or several checkpoints; a file is missing or no regular file, lies elsewhere, or holds
         code; two files have the same weights; or there are fewer bytes than the model has weights.
     """
-    if files.folder is None:
-        return
-    for name in sorted(os.listdir(files.folder)):
-        if name == ADAPTER or DISTRIBUTED.match(name):
-            raise UserError(f"{files.name}: {name}: accepted are whole models with their weights in {FILES[0]}, or in parts")
-    first = next((name for name in FILES if os.path.lexists(files.folder / name)), None)
+    if files.locate(ADAPTER) is not None:  # transformers would load the base model that it names
+        raise _not_whole(files, ADAPTER)
+    first = next((name for name in FILES if files.locate(name) is not None), None)
     if first is None:
         raise UserError(f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(FILES)})")
-    parts = [files.folder / name for name in (_parts(files, first) if first.endswith(INDEX) else [first])]
-    for part in parts:
-        check_regular(part, f"{files.name}: {part.name}")
+    names = _parts(files, first) if first.endswith(INDEX) else [first]
+    files.download(names)
+    parts = [_regular(files, name) for name in names]
+    folder = parts[0].parent
+    if distributed := sorted(filter(DISTRIBUTED.match, os.listdir(folder))):
+        raise _not_whole(files, distributed[0])
     _check_size(files, config, sum(part.stat().st_size for part in parts))
     if first.startswith("pytorch"):
         for part in parts:
             limited(lambda part=part: _check_pickle(part), f"{files.name}: {part.name} does not hold weights alone")
     else:
         _check_headers(files, parts, quantized=is_quantized(config))
+    return folder
+
+
+def _not_whole(files: ModelFiles, name: str) -> UserError:
+    return UserError(f"{files.name}: {name}: accepted are whole models with their weights in {FILES[0]}, or in parts")
+
+
+def _regular(files: ModelFiles, name: str) -> Path:
+    """Returns the path of a weight file, which may be a link to anywhere."""
+    found = files.locate(name)
+    if found is None:
+        raise UserError(f"{files.name}: {name} is missing")
+    check_regular(found, f"{files.name}: {name}")
+    return found
 
 
 def check_loaded(files: ModelFiles, model: "PreTrainedModel", info: Mapping[str, Any]) -> None:

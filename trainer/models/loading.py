@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from msattn.trainer.config import ModelConfig, nearest
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.architecture import generation_config, pretrained_config
-from msattn.trainer.models.checkpoint import check_loaded, check_weights
+from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, ROPE_TYPES, check_supported
 from msattn.trainer.models.identity import fingerprint
@@ -59,9 +59,13 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
 def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Loaded:
     torch_dtype = resolve_dtype(dtype, target)
     random = cfg.init == "random"
-    config, tokenizer = config_and_tokenizer(cfg)
+    files = _files(cfg)
+    config, tokenizer = _config_and_tokenizer(cfg, files)
     try:
-        model = _random(config, target, torch_dtype, seed) if random else _pretrained(cfg, config, target, torch_dtype)
+        if random:
+            model = _random(config, target, torch_dtype, seed)
+        else:
+            model = _pretrained(files, config, target, torch_dtype, cfg.trust_remote_code)
     except torch.OutOfMemoryError as error:
         raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
     model.eval().requires_grad_(False)
@@ -76,11 +80,15 @@ def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTraine
     ------
     UserError : as :func:`load`.
     """
-    config = random_config(cfg) if cfg.init == "random" else _config(cfg)
+    return _config_and_tokenizer(cfg, _files(cfg))
+
+
+def _config_and_tokenizer(cfg: ModelConfig, files: ModelFiles) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
+    config = random_config(cfg) if cfg.init == "random" else _config(files, cfg.trust_remote_code)
     if cfg.rope_scaling is not None:
         _scale_rope(config, cfg.rope_scaling)
     check_supported(config)
-    tokenizer = _tokenizer(cfg)
+    tokenizer = _tokenizer(cfg, files)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
     if tokens > config.vocab_size:
         raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {tokens} tokens")
@@ -148,39 +156,42 @@ def no_progress_bar() -> Iterator[None]:
 def _files(cfg: ModelConfig) -> ModelFiles:
     """Returns the files of the local folder or of the Hub model that ``model.path`` names."""
     name, folder = f"model.path={shown(cfg.path)}", EMBEDDED if cfg.path == "embedded" else local_folder(cfg.path)
+    files = ModelFiles(name, folder or cfg.path, cfg.revision)
+    if cfg.init == "random":
+        return files
     if folder is None and (os.path.exists(cfg.path) or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1):
         raise UserError(f"{name}: no such folder")
-    return ModelFiles(name, folder or cfg.path, cfg.revision)
+    return files.at_one_commit()
 
 
-def _config(cfg: ModelConfig) -> "PreTrainedConfig":
+def _config(files: ModelFiles, trust_remote_code: bool) -> "PreTrainedConfig":
     """Returns the configuration of a pretrained model; code that the user trusts may decide it."""
     from transformers import AutoConfig
 
-    files = _files(cfg)
-    if not cfg.trust_remote_code:
+    if not trust_remote_code:
         return pretrained_config(files)
     try:
-        return AutoConfig.from_pretrained(files.source, revision=cfg.revision, trust_remote_code=True)
+        return AutoConfig.from_pretrained(files.source, revision=files.revision, trust_remote_code=True)
     except (OSError, ValueError, KeyError) as error:
         raise files.error(error) from error
 
 
-def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+def _pretrained(
+    files: ModelFiles, config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, trust_remote_code: bool
+) -> "PreTrainedModel":
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    files = _files(cfg)
-    own = None if cfg.trust_remote_code else generation_config(files, config)
+    own = None if trust_remote_code else generation_config(files, config)
     try:
-        check_weights(files, config)
-        with nullcontext() if files.folder is None else no_progress_bar():
+        folder = checked_weights(files, config)
+        with no_progress_bar():
             model, info = AutoModelForCausalLM.from_pretrained(
-                files.source,
+                files.source if trust_remote_code else folder,  # code is in other files, of the same commit
                 config=config,
                 generation_config=own,
-                revision=cfg.revision,
-                trust_remote_code=cfg.trust_remote_code,
+                revision=files.revision,
+                trust_remote_code=trust_remote_code,
                 dtype=dtype,
                 device_map={"": device},
                 ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -191,17 +202,18 @@ def _pretrained(cfg: ModelConfig, config: "PreTrainedConfig", device: torch.devi
     except (OSError, ValueError, RuntimeError, SafetensorError, *OF_QUANTIZERS) as error:
         raise files.error(error) from error
     check_loaded(files, model, info)
+    model.config.name_or_path = str(files.source)
     return model
 
 
-def _tokenizer(cfg: ModelConfig) -> "PreTrainedTokenizerBase":
+def _tokenizer(cfg: ModelConfig, files: ModelFiles) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
     from transformers import PreTrainedTokenizerFast
 
     folder = local_folder(cfg.path)
     if cfg.path == "embedded" or (cfg.init == "random" and (folder is None or not (folder / VOCABULARY).is_file())):
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    return load_tokenizer(_files(cfg), cfg.trust_remote_code)
+    return load_tokenizer(files, cfg.trust_remote_code)
 
 
 def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
     "chat_template.jinja",
 )
 SLOW = ("tokenizer.model", "vocab.json")  # of which transformers makes a tokenizer
-PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京."  # a text that has to be encoded and decoded
+LONG_TEXT = " and so on it goes" * 200 + " 1234567890" * 50 + "a" * 500  # some regular expressions fail on long texts only
+PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京." + LONG_TEXT  # a text to encode and decode
 
 
 @dataclass(frozen=True)

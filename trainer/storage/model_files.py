@@ -2,9 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class ModelFiles:
     ----------
     name : the argument that names the model, such as ``model.path=meta-llama/Llama-3.1-8B``, for messages.
     source : a local folder, or a Hub id.
-    revision : branch, tag or commit of a Hub model.
+    revision : branch, tag or commit of a Hub model, see :meth:`at_one_commit`.
     """
 
     name: str
@@ -38,6 +38,33 @@ class ModelFiles:
     def kind(self) -> str:
         return "Hub model" if self.folder is None else "folder"
 
+    def at_one_commit(self) -> "ModelFiles":
+        """Returns these files at the commit that the revision is now, so that all are of the same commit."""
+        from transformers.utils.hub import resolve_revision
+
+        if self.folder is not None:
+            return self
+        with no_retry_warnings():
+            return replace(self, revision=resolve_revision(str(self.source), self.revision))
+
+    def locate(self, file: str) -> Path | None:
+        """Returns the path of a file, which is downloaded if necessary; None if there is none. What it is, is not checked."""
+        if self.folder is None:
+            return self._download(file, False)
+        return self.folder / file if os.path.lexists(self.folder / file) else None
+
+    def download(self, files: Sequence[str]) -> None:
+        """Downloads files of a Hub model side by side; raises UserError if one is missing there."""
+        from transformers.utils.hub import cached_files
+
+        if self.folder is not None:
+            return
+        try:
+            with no_retry_warnings():
+                cached_files(str(self.source), list(files), revision=self.revision)
+        except (OSError, ValueError) as error:
+            raise self.error(error) from error
+
     def find(self, file: str, required: bool = False) -> Path | None:
         """Returns the path of a file; None if there is none.
 
@@ -45,10 +72,7 @@ class ModelFiles:
         ------
         UserError : it is no regular file, or a link that leaves the folder; a ``required`` file cannot be found.
         """
-        if self.folder is None:
-            found = self._download(file, required)
-        else:
-            found = self.folder / file if os.path.lexists(self.folder / file) else None
+        found = self._download(file, True) if self.folder is None and required else self.locate(file)
         if found is None and required:
             raise UserError(f"{self.name}: the {self.kind} has no {file}, so it is not a Hugging Face model")
         if found is not None:

@@ -58,12 +58,12 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
         clean_up(folder, keep=keep)
         new.mkdir()
         yield new
-        _sync(new)
+        sync_tree(new)
         if folder.exists():
             _exchange(new, folder, _sibling(folder, "old"))
         else:
             new.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
         clean_up(folder, keep=keep)
     except BaseException as error:
         # Built before the removal, so that the message reports the free space that the write found.
@@ -132,11 +132,11 @@ def _renameat2() -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), "renameat2", None)
 
 
-def _sync(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Waits until all files and folders below ``folder`` are on the disk."""
     for path in folder.rglob("*"):
-        _sync_folder(path) if path.is_dir() else sync_file(path)
-    _sync_folder(folder)
+        sync_folder(path) if path.is_dir() else sync_file(path)
+    sync_folder(folder)
 
 
 def sync_file(path: Path) -> None:
@@ -145,7 +145,8 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Waits until the names of the files in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,7 +23,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
 from msattn.trainer.progress import Progress, postpone
-from msattn.trainer.training.checkpoints import TrainingResult, describe_last_checkpoint, handle_write_errors, mark_complete
+from msattn.trainer.training.checkpoints import (
+    TrainingResult,
+    describe_last_checkpoint,
+    handle_write_errors,
+    mark_complete,
+    remove_older,
+)
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
@@ -145,6 +151,7 @@ class TrainingCallback(TrainerCallback):
             checkpoint = Path(cast(str, args.output_dir)) / f"checkpoint-{state.global_step}"
             with handle_write_errors(checkpoint):
                 mark_complete(checkpoint, self.settings, self.result(state.global_step))
+            remove_older(checkpoint.parent)
 
     def _read_losses(self, step: int, args: TrainingArguments) -> None:
         if not self._batches:

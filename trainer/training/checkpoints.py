@@ -23,7 +23,7 @@ from msattn.trainer.errors import UserError, first_line, print_once, write_error
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import checked, read_json
 from msattn.trainer.storage.hashes import first_difference, folder_hashes
-from msattn.trainer.storage.replace import sync_file
+from msattn.trainer.storage.replace import sync_file, sync_folder, sync_tree
 
 WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
@@ -82,8 +82,12 @@ def describe_last_checkpoint(checkpoints: Path) -> str:
 
 
 def _complete_checkpoints(checkpoints: Path) -> list[Path]:
-    markers = (marker for marker in checkpoints.glob(f"checkpoint-*/{MARKER}") if marker.is_file())
-    found = [marker.parent for marker in markers if _steps(marker.parent) is not None]
+    return [path for path in _all_checkpoints(checkpoints) if os.path.isfile(path / MARKER)]
+
+
+def _all_checkpoints(checkpoints: Path) -> list[Path]:
+    """Returns the checkpoints, complete or not, by their steps; files and folders with other names are not ours."""
+    found = [path for path in checkpoints.glob("checkpoint-*") if _steps(path) is not None and os.path.isdir(path)]
     return sorted(found, key=lambda path: _steps(path) or 0)
 
 
@@ -93,8 +97,12 @@ def _steps(checkpoint: Path) -> int | None:
 
 
 def _remove(checkpoint: Path) -> None:
-    if (checkpoint / MARKER).is_file():
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
+    if os.path.isfile(checkpoint / MARKER):
         (checkpoint / MARKER).unlink()  # first, so that a partly removed checkpoint is ignored
+        sync_folder(checkpoint)
     shutil.rmtree(checkpoint)
 
 
@@ -121,17 +129,19 @@ def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool,
 
     Raises
     ------
-    UserError : the run to resume had other settings, or all of its checkpoints are damaged.
+    UserError : the run to resume had other settings, all of its checkpoints are damaged, or one cannot be removed.
     """
     choice: list[Any] = [None]
     if writes:
         try:
             choice = [_intact_checkpoint(checkpoints, settings) if resume else None]
-            for path in checkpoints.glob("checkpoint-*"):
-                if choice[0] is None or not (path / MARKER).exists() or (_steps(path) or 0) > (_steps(choice[0]) or 0):
+            for path in _all_checkpoints(checkpoints):
+                if choice[0] is None or not os.path.isfile(path / MARKER) or (_steps(path) or 0) > (_steps(choice[0]) or 0):
                     _remove(path)
         except UserError as error:
             choice = [error]
+        except OSError as error:
+            choice = [UserError(f"{error.filename or checkpoints}: an earlier checkpoint cannot be removed ({error.strerror})")]
     broadcast_object_list(choice)
     if isinstance(choice[0], UserError):
         raise choice[0]
@@ -172,7 +182,7 @@ def _check_settings(checkpoints: Path, before: Mapping[str, Any], now: Mapping[s
 
 @contextmanager
 def handle_write_errors(checkpoint: Path) -> Iterator[None]:
-    """Turns a failed write of ``checkpoint`` into a one-line error and removes the incomplete checkpoint.
+    """Turns a failed write of ``checkpoint`` into a one-line error and removes the checkpoint, unless it is complete.
 
     Raises
     ------
@@ -186,26 +196,33 @@ def handle_write_errors(checkpoint: Path) -> Iterator[None]:
         # PyTorch's writer raises a RuntimeError without a reason; others, such as that of a lost connection, are not ours.
         if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in ("iostream", "inline_container")):
             raise
-        failure = write_error(checkpoint, cause, kept=describe_last_checkpoint(checkpoint.parent))
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        raise failure from error
+        if not os.path.isfile(checkpoint / MARKER):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        raise write_error(checkpoint, cause, kept=describe_last_checkpoint(checkpoint.parent)) from error
 
 
 def mark_complete(checkpoint: Path, settings: dict[str, Any], result: TrainingResult) -> None:
-    """Syncs ``checkpoint`` to disk, marks it as complete and removes all but the newest :data:`MAX_CHECKPOINTS`.
+    """Syncs ``checkpoint`` to disk and marks it as complete.
 
     The marker is renamed into place after the sync, because some full disks report an error only then.
     """
-    for path in checkpoint.rglob("*"):
-        if path.is_file():
-            sync_file(path)
+    sync_tree(checkpoint)
     content = {"settings": settings, "result": asdict(result), "files": folder_hashes(checkpoint)}
     unfinished = checkpoint / f"{MARKER}.part"
     unfinished.write_text(json.dumps(content | {"checksum": _checksum(json.loads(json.dumps(content)))}))
     sync_file(unfinished)
     os.replace(unfinished, checkpoint / MARKER)
-    for older in _complete_checkpoints(checkpoint.parent)[:-MAX_CHECKPOINTS]:
-        _remove(older)
+    sync_folder(checkpoint)
+    sync_folder(checkpoint.parent)
+
+
+def remove_older(checkpoints: Path) -> None:
+    """Removes all but the newest :data:`MAX_CHECKPOINTS` complete checkpoints; warns of one that cannot be removed."""
+    for older in _complete_checkpoints(checkpoints)[:-MAX_CHECKPOINTS]:
+        try:
+            _remove(older)
+        except OSError as error:
+            print_once(f"warning: {older} cannot be removed ({error.strerror or first_line(error)})")
 
 
 def read_marker(checkpoint: Path) -> Marker:

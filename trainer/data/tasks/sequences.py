@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.data.tasks.exercises import TASKS, Exercise, Rng, Task, distinct, random_key, random_value
 from msattn.trainer.data.tasks.wordings import Wording
 
@@ -28,7 +29,7 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer that the tasks use."""
 
     def __len__(self) -> int: ...
-    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
+    def __call__(self, text: list[str], *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]: ...
     def convert_ids_to_tokens(self, ids: Any) -> Any: ...
 
 
@@ -209,7 +210,7 @@ def needle_prompt(
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
     """Returns the tokens of each text."""
-    return [np.asarray(ids, np.int64) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+    return [np.asarray(ids, np.int64) for ids in encode_texts(tokenizer, list(texts))]
 
 
 def starts_word(tokenizer: Tokenizer, ids: Tokens) -> NDArray[np.bool_]:
