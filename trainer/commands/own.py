@@ -51,7 +51,7 @@ def _model_overrides(model: str) -> list[str]:
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
     if sizes:
         values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
-        print_once(f"--model {model}: {positions} positions, so model.presets has {values}")
+        print_once(f"--model {shown(model)}: {positions} positions, so model.presets has {values}")
     return [
         "model=own",
         f"model.name={_quoted(name)}",
