@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from msattn.trainer.errors import write_error
+from msattn.trainer.errors import UserError, write_error
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
@@ -31,6 +31,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         yield new
         sync_file(new)
         os.replace(new, path)
+        sync_folder(path.parent)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
@@ -50,8 +51,9 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
 
     Raises
     ------
-    UserError : a file cannot be written, as on a full disk.
+    UserError : a file cannot be written, as on a full disk, or ``folder`` is a symbolic link.
     """
+    check_no_link(folder)
     new = _sibling(folder, "new")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -81,17 +83,35 @@ def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> Non
     Raises
     ------
     OSError : the folders beside ``folder`` cannot be renamed.
+    UserError : ``folder`` is a symbolic link.
     """
+    check_no_link(folder)
     new, old = _sibling(folder, "new"), _sibling(folder, "old")
-    shutil.rmtree(new, ignore_errors=True)
-    if old.is_dir():
-        if not folder.exists():  # killed between two renames
+    _remove(new)
+    if os.path.lexists(old):
+        if not os.path.isdir(old):  # not of a writer, which would leave a folder
+            _remove(old)
+        elif not folder.exists():  # killed between two renames
             old.rename(folder)
         elif keep is not None:
             old.rename(keep(old))
         else:
             old.rename(new)  # first, so that a partly removed folder is never taken for the old one
-            shutil.rmtree(new, ignore_errors=True)
+            _remove(new)
+
+
+def check_no_link(folder: Path) -> None:
+    """Raises UserError if ``folder`` is a symbolic link: an exchange of folders would replace the link and not its target."""
+    if os.path.islink(folder):
+        raise UserError(f"{folder}: a symbolic link, which is not overwritten; remove it, or link the folder above it")
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder as far as possible; a link or a file is unlinked."""
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def current_folder(folder: Path) -> Path:

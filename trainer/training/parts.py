@@ -15,7 +15,7 @@ from torch import Tensor
 from msattn.trainer.artifacts import content_hash
 from msattn.trainer.errors import UserError, first_line, print_once, write_error
 from msattn.trainer.storage.documents import read_json
-from msattn.trainer.storage.replace import sync_file
+from msattn.trainer.storage.replace import sync_file, sync_folder
 
 SETTINGS = "settings.json"
 MAX_SETTINGS_BYTES = 8_000_000
@@ -56,6 +56,7 @@ class FinishedParts:
                 partial.write_text(self._settings)
                 sync_file(partial)
                 partial.rename(path)
+                sync_folder(folder)
         except OSError as error:
             with suppress(OSError):  # of the same disk; the next run removes it
                 partial.unlink()
@@ -117,6 +118,7 @@ class FinishedParts:
             save_file(tensors, partial, metadata={"note": text, "hash": self._hash(name, tensors, text)})
             sync_file(partial)
             partial.rename(self._path(name))
+            sync_folder(self.folder)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 partial.unlink()
