@@ -15,6 +15,7 @@ from typing import Any
 
 from msattn.trainer.errors import UserError, free_space, print_once
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system without POSIX locks
 _held: dict[Path, int] = {}  # locked folders of this process and the threads that hold them
 _registry = threading.Lock()
 _in_turn = threading.Lock()  # POSIX locks do not exclude threads of one process
@@ -84,10 +85,11 @@ def _file_lock(folder: Path, path: Path, *, wait: bool = False) -> Iterator[None
 
 
 def _open_locked(folder: Path, path: Path, *, wait: bool) -> int | None:
-    """Returns the descriptor of the locked file, or None where the file system has no locks.
+    """Returns the descriptor of the locked file, or None where the file system has no locks; other errors are tried once more.
 
     A POSIX lock, unlike that of ``flock``, is not inherited by data workers, which may outlive a killed process.
     """
+    failed = False
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,8 +106,12 @@ def _open_locked(folder: Path, path: Path, *, wait: bool) -> int | None:
             os.close(descriptor)
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise _refusal(folder, _read(path)) from error
-            print_once(f"warning: {folder}: the file system has no locks; run one job at a time in this folder")
-            return None
+            if error.errno in NO_LOCKS:
+                print_once(f"warning: {folder}: the file system has no locks; run one job at a time in this folder")
+                return None
+            if failed:
+                raise UserError(f"{folder}: its lock {path.name} cannot be taken ({error.strerror}); run again") from error
+            failed = True  # another holder removed the file meanwhile (ESTALE of network file systems)
 
 
 def _is_open(path: Path, descriptor: int) -> bool:
