@@ -237,6 +237,21 @@ def test_outputs_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., 
     assert "outputs=half" in rejected(command, *long, "outputs=half")
 
 
+@pytest.mark.parametrize("key", ["outputs", "model.path", "data.path", "artifacts.gate", "--config-dir"])
+def test_paths_that_are_too_long_are_rejected(here: Path, rejected: Callable[..., str], key: str) -> None:
+    path = "a/" * 2500
+    command = ["generate", "--prompt", "a"] if key in ("artifacts.gate", "model.path") else ["train-gate", *SMALL]
+    found = rejected(*command, *([key, path] if key.startswith("--") else [f"{key}={path}"]))
+    assert "a/a/a/a" in found
+
+
+def test_an_artifact_folder_that_is_a_link_is_rejected(here: Path, rejected: Callable[..., str]) -> None:
+    (here / "outputs/tiny/linked").mkdir()
+    (here / "outputs/tiny/linked/gate").symlink_to(here / "outputs/tiny/base/gate")
+    found = rejected("train-gate", *SMALL, "data.heldout_path=heldout.txt", "name=linked", "overwrite=true")
+    assert "linked/gate: a symbolic link, which is not overwritten" in found
+
+
 def test_an_artifact_folder_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., str]) -> None:
     (here / "outputs/tiny/new").mkdir()
     (here / "outputs/tiny/new/gate").write_text("mine")

@@ -234,3 +234,15 @@ def test_code_of_a_model_folder_is_not_run(folder: Path, file: str, monkeypatch:
     with pytest.raises(UserError, match=r"bring Python code of their own \(auto_map\), which is not run"):
         load(pretrained(folder), device="cpu")
     assert not ran.exists()
+
+
+def test_further_chat_templates_stay_in_the_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "secret"
+    outside.write_text("{{ messages }}")
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "rag.jinja").write_text("{{ messages }}")
+    assert load(pretrained(folder), device="cpu").tokenizer is not None
+    (templates / "tool_use.jinja").symlink_to(outside)
+    with pytest.raises(UserError, match=r"additional_chat_templates/tool_use\.jinja links to a file outside its folder"):
+        load(pretrained(folder), device="cpu")

@@ -24,7 +24,7 @@ def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
     The embedded model falls back on the artifacts that ship with the package, unless a ``name`` is given.
     """
     own = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
-    if current_folder(own).exists():
+    if os.path.exists(current_folder(own)):
         return own
     return SHIPPED / kind if cfg.model.is_embedded and cfg.name == RunConfig.name else None
 
@@ -43,10 +43,10 @@ def find(path: str | Path, *kinds: str) -> Path:
     UserError : there is no such folder, or it holds only artifacts of other kinds.
     """
     folder = _local_folder(path)
-    if (folder / MANIFEST).is_file():
+    if os.path.isfile(folder / MANIFEST):
         return folder
     of_kind = {kind: current_folder(folder / kind) for kind in KINDS}
-    held = [kind for kind in KINDS if (of_kind[kind] / MANIFEST).is_file()]
+    held = [kind for kind in KINDS if os.path.isfile(of_kind[kind] / MANIFEST)]
     accepted = [kind for kind in kinds if kind in held]
     if held and not accepted:
         choice = f"accepted is {' or '.join(kinds)}" if kinds else f"name one, e.g. {folder / held[0]}"

@@ -27,7 +27,7 @@ from msattn.trainer.artifacts.manifest import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import current_folder, replace_folder
+from msattn.trainer.storage.replace import check_no_link, current_folder, replace_folder
 
 CARD_TITLES = {
     "gate": "SeerAttention gates: scores of key blocks for each query block",
@@ -45,16 +45,25 @@ def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIF
 
     Raises
     ------
-    UserError : an artifact exists there and ``overwrite`` is off, the folder holds other files, or it cannot be written.
+    UserError : it is a symbolic link, an artifact exists there and ``overwrite`` is off, the folder holds other files, or it
+        cannot be written.
     """
-    if (current_folder(folder) / marker).exists():
+    check_no_link(folder)
+    if os.path.exists(current_folder(folder) / marker):
         if not overwrite:
             raise UserError(f"{folder}: an artifact already exists; overwrite=true replaces it, another name= keeps both")
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif os.path.exists(folder) and (not os.path.isdir(folder) or _holds_files(folder)):
         raise UserError(f"{folder}: the folder holds files that are not an artifact; choose another name= or outputs=")
-    existing = next(parent for parent in folder.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    existing = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
         raise UserError(f"outputs={folder}: no permission to write below {existing}")
+
+
+def _holds_files(folder: Path) -> bool:
+    try:
+        return bool(os.listdir(folder))
+    except OSError as error:
+        raise UserError(f"{folder}: the folder cannot be read ({error.strerror}); choose another name= or outputs=") from error
 
 
 def write(
@@ -159,7 +168,7 @@ def versions() -> dict[str, str]:
 def _card(manifest: Mapping[str, Any]) -> str:
     """Returns the model card: YAML front matter for the Hub, a description, a usage example and the metrics."""
     kind, model = manifest["kind"], manifest["model"]
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model["id"]) and not Path(model["id"]).exists()
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model["id"]) and not os.path.exists(model["id"])
     base = f"base_model: {model['id']}\n" if on_hub else ""
     argument = "gate" if kind == "gate" else "qmodel"
     figures = [(name, value) for name, value in manifest["metrics"].items() if isinstance(value, int | float | str)]

@@ -1,9 +1,9 @@
 """Completion of overrides in the shell: groups, options, keys, and the choices of a key."""
 
+import os
 from collections.abc import Sequence
 from glob import escape, glob
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from msattn.trainer.commands.compose import COMMANDS
@@ -34,7 +34,7 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
 
 def complete_model(incomplete: str) -> list[str]:
     """Returns the packaged models and the folders that begin with ``incomplete``."""
-    folders = [f"{path}/" for path in sorted(glob(f"{escape(incomplete)}*")) if Path(path).is_dir()]
+    folders = [f"{path}/" for path in sorted(glob(f"{escape(incomplete)}*")) if os.path.isdir(path)]
     return [name for name in packaged_models() if name.startswith(incomplete)] + folders
 
 

@@ -392,7 +392,7 @@ def _with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list
     if config_dir is None:
         return list(overrides)
     with refused(f"--config-dir {shown(config_dir)}"):
-        if not config_dir.is_dir():
+        if not os.path.isdir(config_dir):
             raise UserError(f"--config-dir {shown(config_dir)}: no such folder")
     path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [*overrides, f"hydra.searchpath=['file://{path}']"]

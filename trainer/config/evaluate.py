@@ -1,7 +1,7 @@
 """Configuration of the evaluation tasks."""
 
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check, choices, require, within
@@ -122,7 +122,7 @@ class HarnessConfig:
     def check_paths(self) -> None:
         """Raises UserError if there are no tasks, or no such folder."""
         require(bool(self.tasks), "eval.harness.tasks", self.tasks, "one or more tasks of lm_eval")
-        found = self.include_path is None or Path(self.include_path).expanduser().is_dir()
+        found = self.include_path is None or os.path.isdir(os.path.expanduser(self.include_path))
         require(found, "eval.harness.include_path", self.include_path, "a folder with YAML files of tasks")
 
 

@@ -1,5 +1,6 @@
 """``msattn eval``: runs the evaluation tasks and writes tables, figures and a report."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -164,7 +165,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
 
 def _prepare(folder: Path) -> None:
     """Removes leftovers of a killed run. Raises UserError, before the first task runs, if results could not be written."""
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"outputs={folder}: this is a file; results need a folder of this name")
     with locked(folder):
         clean_up(folder, keep=partial(_kept_path, folder))

@@ -19,6 +19,7 @@ VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+TEMPLATES = "additional_chat_templates"  # a folder of further templates
 SLOW = ("tokenizer.model", "vocab.json")  # of which transformers makes a tokenizer
 LONG_TEXT = " and so on it goes" * 200 + " 1234567890" * 50 + "a" * 500  # some regular expressions fail on long texts only
 PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京." + LONG_TEXT  # a text to encode and decode
@@ -103,7 +104,8 @@ def _check_files(files: ModelFiles) -> None:
     settings = checked(document, Settings, f"{files.name}: {SETTINGS}")
     if isinstance(settings.auto_map, list) or "AutoTokenizer" in (settings.auto_map or ()):
         raise files.brings_code()
-    for name in (VOCABULARY, TEMPLATE):
+    extra = () if files.folder is None else sorted((files.folder / TEMPLATES).glob("*.jinja"))
+    for name in (VOCABULARY, TEMPLATE, *(f"{TEMPLATES}/{path.name}" for path in extra)):
         files.text(name)
 
 

@@ -1,7 +1,10 @@
 """Reading of JSON and YAML that others may have written: bounded in size and depth, plain values, checked types."""
 
 import json
+import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +25,8 @@ def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
 
     Raises
     ------
-    UserError : the file is missing, not regular, too large or not UTF-8; it is not an object, or holds NaN or nests too deeply.
+    UserError : the file is missing, not regular, too large or not UTF-8; it is not an object, or holds NaN or
+        infinity, or nests too deeply.
     """
     try:
         document = json.loads(read_text(path, where, max_bytes), parse_constant=_refuse_constant)
@@ -40,7 +44,8 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
     Raises
     ------
-    UserError : it is not valid YAML, nests too deeply, or has a tag, an alias or a value that JSON lacks, such as a date.
+    UserError : it is not valid YAML, nests too deeply, or has a tag, an alias, NaN, infinity or a value that
+        JSON lacks, such as a date.
     """
     import yaml
 
@@ -82,9 +87,15 @@ def read_text(path: Path, where: str, max_bytes: int) -> str:
 
 
 def check_regular(path: Path, where: str) -> None:
-    """Raises UserError if ``path`` is missing or no regular file, such as a folder or a pipe."""
-    if not path.is_file():
-        raise UserError(f"{where} is not a regular file" if path.exists() else f"{where} is missing")
+    """Raises UserError if ``path`` is missing, cannot be reached, or is no regular file, such as a folder or a pipe."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{where} is missing") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where} cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from error
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{where} is not a regular file")
 
 
 def check_contained(path: Path, root: Path, where: str) -> None:
@@ -94,10 +105,16 @@ def check_contained(path: Path, root: Path, where: str) -> None:
 
 
 def root_of_links(folder: Path) -> Path:
-    """Returns the folder that links in ``folder`` must not leave: files of the Hub's cache link to its ``blobs``."""
-    for parent in (folder.parent, folder.parent.parent):
-        if parent.name == "snapshots":
-            return parent.parent
+    """Returns the folder that links in ``folder`` must not leave: files of the Hub's cache link to its ``blobs``.
+
+    A repository in that cache is ``models--<id>/snapshots/<commit>`` beside ``models--<id>/blobs``.
+    """
+    folder = folder.resolve()
+    for snapshots in (folder.parent, folder.parent.parent):
+        repository = snapshots.parent
+        of_hub = snapshots.name == "snapshots" and repository.name.startswith(("models--", "datasets--"))
+        if of_hub and os.path.isdir(repository / "blobs"):
+            return repository
     return folder
 
 
@@ -135,7 +152,7 @@ def _plain_object(document: Any, where: str) -> dict[str, Any]:
 
 
 def _check_plain(value: Any, where: str, depth: int) -> None:
-    """Raises UserError for values that JSON lacks, such as dates, and for deep nesting."""
+    """Raises UserError for values that JSON lacks, such as dates and infinity, and for deep nesting."""
     if depth > MAX_DEPTH:
         raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
@@ -146,5 +163,7 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
     elif isinstance(value, list):
         for each in value:
             _check_plain(each, where, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where} has the value {value}, accepted are finite numbers")  # JSON's 1e999 is infinite
     elif value is not None and not isinstance(value, str | int | float | bool):
         raise UserError(f"{where} has the value {value!r:.40}, accepted are strings, numbers, true, false and null")

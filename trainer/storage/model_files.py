@@ -77,7 +77,7 @@ class ModelFiles:
             raise UserError(f"{self.name}: the {self.kind} has no {file}, so it is not a Hugging Face model")
         if found is not None:
             check_regular(found, f"{self.name}: {file}")
-            check_contained(found, root_of_links(found.parent), f"{self.name}: {file}")
+            check_contained(found, root_of_links(found.parents[len(Path(file).parts) - 1]), f"{self.name}: {file}")
         return found
 
     def text(self, file: str) -> str | None:
