@@ -22,6 +22,7 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "kernels": 3,  # operations
     "kernels.bench": 4,
     "trainer.errors": 5,
+    "trainer.memory": 5,
     "trainer.progress": 5,
     "trainer.signals": 6,
     "trainer.config": 6,

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.memory import free_memory
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 COMPRESSED = (".gz", ".xz", ".zst")
@@ -98,13 +99,6 @@ def largest_text() -> int:
 def largest_corpus() -> int:
     """Returns the bytes of text that may be read in all: a quarter of the free memory, as their tokens take as much again."""
     return free_memory() // 4
-
-
-def free_memory() -> int:
-    """Returns the bytes of memory that new data can take."""
-    import psutil
-
-    return psutil.virtual_memory().available
 
 
 def read_stream(stream: BinaryIO | BufferedIOBase, where: str, most: int) -> bytearray:

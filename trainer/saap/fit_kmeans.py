@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FitKMeansConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.memory import free_memory
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import Progress
 from msattn.trainer.saap.clustering import fit_centroids, mean_stats, resolve_engine
@@ -80,7 +80,7 @@ def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: i
         raise UserError(f"kmeans.num_buckets={num_buckets}: accepted are at most {num_keys}, the number of keys")
     heads = -(-models.num_layers(config) // processes) * models.num_kv_heads(config)
     needed = heads * num_keys * models.head_dim(config) * model.dtype.itemsize
-    free = psutil.virtual_memory().available // processes
+    free = free_memory() // processes
     if needed > free:
         raise UserError(
             f"kmeans.num_prompts={cfg.kmeans.num_prompts}: the keys take {needed / 1e9:.1f} GB of memory, "

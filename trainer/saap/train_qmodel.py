@@ -6,6 +6,7 @@ the prompts, then the layers. Weights and batches of a layer depend on the seed 
 of each other, so the result is the same for every grouping and number of ranks.
 """
 
+import os
 import shutil
 import time
 from dataclasses import asdict
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import torch
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.memory import free_memory
 from msattn.trainer.saap.distillation import BatchSeeds, Distiller, average_layers, routing_recall
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
@@ -94,7 +95,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
 def load_partition(cfg: TrainQModelConfig) -> KMeans:
     """Loads the k-means ``artifacts.kmeans``, by default that of the same model and name; UserError if there is none."""
     source = cfg.artifacts.kmeans or artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
-    if cfg.artifacts.kmeans is None and not Path(source).exists():
+    if cfg.artifacts.kmeans is None and not os.path.exists(source):
         hint = f"msattn fit-kmeans {cfg.arguments(cfg.name)} creates it, artifacts.kmeans names another"
         raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; {hint}")
     return KMeans.load(source)
@@ -168,7 +169,7 @@ def layers_at_once(
     layer_bytes = sum(cache.max_layer_bytes() for cache in caches)
     layer_bytes += heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
     on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available // processes
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory() // processes
     given = cfg.qmodel.layers_at_once
     wanted = min(given or 1, layers)
     if wanted * layer_bytes > free:
