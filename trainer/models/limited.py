@@ -36,17 +36,21 @@ def limited(call: Callable[[], Result], where: str) -> Result:
     """
     forks = multiprocessing.get_context("fork")
     receiver, sender = forks.Pipe(duplex=False)
-    copy = forks.Process(target=_answer, args=(call, sender))
+    copy = forks.Process(target=_answer, args=(call, sender), daemon=True)
     copy.start()
-    sender.close()
     result, reason = None, None
-    with receiver, suppress(EOFError):  # the end of the copy, without an answer
-        if receiver.poll(WAIT):
-            result, reason = receiver.recv()
-        else:
-            copy.kill()
-            reason = f"no answer after {WAIT} s"
-    copy.join()
+    try:
+        sender.close()
+        with receiver, suppress(EOFError):  # the end of the copy, without an answer
+            if receiver.poll(WAIT):
+                result, reason = receiver.recv()
+            else:
+                copy.kill()
+                reason = f"no answer after {WAIT} s"
+        copy.join()
+    finally:  # a signal has raised an exception here: the copy would delay the end of this process
+        copy.kill()
+        copy.join()
     if copy.exitcode == -signal.SIGXCPU:
         reason = f"it takes more than {SECONDS} s"
     elif copy.exitcode and reason is None:
