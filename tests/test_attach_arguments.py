@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -187,3 +188,14 @@ def test_autocast_and_compile(embedded: Any) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
         assert sparse.stats()["sparsity"] == pytest.approx(before, abs=0.05)
+
+
+def test_scalars_and_arrays_of_numpy(embedded: Any) -> None:
+    options: dict[str, Any] = {"strict": np.True_, "measure_time": np.False_, "dense_layers": np.array([0, 2])}
+    with msattn.attach(embedded, qmodel="embedded", **options) as sparse:
+        assert served(sparse)[-1] == {1, 3, 4, 5}
+    for wrong in (np.array([0.0]), np.array([[0]]), np.array(0), np.array([True]), np.array(["0"])):
+        with pytest.raises(msattn.UserError, match=r"dense_layers=.*accepted is a sequence of integers"):
+            msattn.enable(embedded, qmodel="embedded", dense_layers=wrong)
+    with pytest.raises(msattn.UserError, match=r"strict=.*accepted is True or False"):
+        msattn.enable(embedded, qmodel="embedded", strict=np.array(True))

@@ -1,12 +1,16 @@
 """Configurations as published models have them are accepted, and keep what the attention depends on."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from msattn.trainer.models.architecture import generation_config, pretrained_config
+from msattn.trainer.models.families import check_supported
+from msattn.trainer.models.rope import inverse_frequencies
 from msattn.trainer.storage.model_files import ModelFiles
 
 LLAMA3_ROPE = {
@@ -166,3 +170,27 @@ def test_published_configurations(name: str, tmp_path: Path) -> None:
     loaded = generation_config(files, config)
     for key in ("eos_token_id", "temperature", "top_p", "top_k", "repetition_penalty"):
         assert getattr(loaded, key) == generation.get(key)
+
+
+@pytest.mark.parametrize(("model", "key"), [("Llama-3.1-8B-Instruct", "attention_bias"), ("Qwen3-8B", "use_sliding_window")])
+def test_null_flags_are_false(tmp_path: Path, model: str, key: str) -> None:
+    described, generation = MODELS[model]
+    (tmp_path / "config.json").write_text(json.dumps(described | {key: None}))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"do_sample": None}))
+    files = ModelFiles("model", tmp_path)
+    config = pretrained_config(files)
+    assert getattr(config, key) is False
+    assert generation_config(files, config).do_sample is False
+
+
+def test_a_null_attention_factor_is_the_default(tmp_path: Path) -> None:
+    described = dict(MODELS["Llama-3.1-8B-Instruct"][0])
+    found = []
+    for extra in ({}, {"attention_factor": None}):
+        described["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, **extra}
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        config = pretrained_config(ModelFiles("model", tmp_path))
+        check_supported(config)
+        found.append(inverse_frequencies(config))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == pytest.approx(0.1 * math.log(4) + 1)  # YaRN (2023), equation 22

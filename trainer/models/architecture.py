@@ -27,6 +27,7 @@ TokenId = Annotated[int, Interval(ge=-1, lt=2**24)]  # -1 in old files: none
 Base = Annotated[float, Interval(gt=1, le=1e12)]
 Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Share = Annotated[float, Interval(ge=0, le=1)]
+Flag = bool | None  # null means False
 Activation = Literal["silu", "swish", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2"]
 
 
@@ -42,7 +43,7 @@ class Rope:
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0
     original_max_position_embeddings: Positions = 8192
-    attention_factor: Annotated[float, Interval(gt=0, le=100)] = 1.0
+    attention_factor: Annotated[float, Interval(gt=0, le=100)] | None = None
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
     mscale: Positive = 1.0
@@ -67,7 +68,7 @@ class Architecture:
     head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
     hidden_act: Activation = "silu"
     rms_norm_eps: Annotated[float, Interval(gt=0, le=0.1)] = 1e-6
-    attention_bias: bool = False
+    attention_bias: Flag = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     attention_dropout: Share | None = 0.0
@@ -81,7 +82,7 @@ class Architecture:
     partial_rotary_factor: Share | None = None
     original_max_position_embeddings: Positions | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
-    use_sliding_window: bool = False
+    use_sliding_window: Flag = False
     sliding_window: Positions | None = None
     max_window_layers: Annotated[int, Ge(0), Lt(2**20)] = 0
     attn_logit_softcapping: Annotated[float, Gt(0)] | None = None
@@ -103,7 +104,7 @@ class Generation:
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     pad_token_id: TokenId | None = None
-    do_sample: bool = False
+    do_sample: Flag = False
     temperature: Annotated[float, Interval(ge=0, le=100)] | None = None
     top_k: Annotated[int, Interval(ge=0, lt=2**24)] | None = None
     top_p: Share | None = None
@@ -161,4 +162,5 @@ def _check_quantization(quantization: dict[str, Any]) -> None:
 def _known(document: Mapping[str, Any], schema: type, where: str) -> dict[str, Any]:
     """Returns the keys of ``document`` that ``schema`` has, after a check of their values."""
     checked(document, schema, where)
-    return {item.name: document[item.name] for item in fields(schema) if item.name in document}
+    known = [item for item in fields(schema) if item.name in document]
+    return {item.name: bool(document[item.name]) if item.type == Flag else document[item.name] for item in known}

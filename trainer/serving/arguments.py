@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,10 +31,10 @@ TYPES: dict[str, tuple[Any, str]] = {
     "sink": (int | None, "an integer"),
     "dense_layers": (list[int] | range | None, "a sequence of integers"),
     "dense_below": (int | None, "an integer"),
-    "strict": (bool, "True or False"),
-    "cuda_graphs": (bool, "True or False"),
-    "measure_recall": (bool, "True or False"),
-    "measure_time": (bool, "True or False"),
+    "strict": (bool | np.bool_, "True or False"),
+    "cuda_graphs": (bool | np.bool_, "True or False"),
+    "measure_recall": (bool | np.bool_, "True or False"),
+    "measure_time": (bool | np.bool_, "True or False"),
 }
 
 
@@ -41,7 +42,8 @@ def check_types(**options: object) -> None:
     """Raises UserError for an option of another type than :data:`TYPES` accepts."""
     for name, value in options.items():
         kind, accepted = TYPES[name]
-        require(has_type(value, kind), name, repr(value), f"accepted is {accepted}")
+        plain = value.tolist() if name == "dense_layers" and isinstance(value, np.ndarray) else value
+        require(has_type(plain, kind), name, repr(value), f"accepted is {accepted}")
 
 
 def check_model(model: Any) -> None:
