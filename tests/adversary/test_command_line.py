@@ -108,7 +108,7 @@ def compose_value(command: str, key: str, text: str) -> Any:
 def holds(config: Any, key: str, value: Any, kind: Any, choices: tuple[str, ...]) -> bool:
     """Returns True if ``key`` of ``config`` is ``value``, and this has the annotated type and is sane."""
     found = value_of(config, key)
-    if choices and not set(found if isinstance(found, list) else [found]) <= set(choices):
+    if choices and found is not None and not set(found if isinstance(found, list) else [found]) <= set(choices):
         return False
     if key in ("name", "model.name") and "/" in found:
         return False

@@ -40,12 +40,8 @@ class ModelFiles:
 
     def at_one_commit(self) -> "ModelFiles":
         """Returns these files at the commit that the revision is now, so that all are of the same commit."""
-        from transformers.utils.hub import resolve_revision
-
-        if self.folder is not None:
-            return self
-        with no_retry_warnings():
-            return replace(self, revision=resolve_revision(str(self.source), self.revision))
+        snapshot = None if self.folder is not None else self._download("config.json", False)
+        return self if snapshot is None else replace(self, revision=snapshot.parent.name)
 
     def locate(self, file: str) -> Path | None:
         """Returns the path of a file, which is downloaded if necessary; None if there is none. What it is, is not checked."""
