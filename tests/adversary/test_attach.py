@@ -165,7 +165,7 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {  # what must be served; all else 
     "sink": lambda x: integer(x, 0, 10**9),
     "dense_layers": lambda x: isinstance(x, list | tuple | range) and all(integer(each, 0, LAYERS - 1) for each in x),
     "dense_below": lambda x: integer(x, 0),
-    **dict.fromkeys(SWITCHES, lambda x: isinstance(x, bool)),
+    **dict.fromkeys(SWITCHES, lambda x: isinstance(x, bool | np.bool_)),
 }
 
 

@@ -85,8 +85,11 @@ def open_bytes(file: Path, where: str, most: int) -> BinaryIO:
 
 
 def check_regular(file: Path, where: str) -> None:
-    """Raises UserError for a device or a pipe, which may have no end; OSError for a file that does not exist."""
-    mode = file.stat().st_mode
+    """Raises UserError for a device or a pipe, which may have no end, and for a NUL in the path; OSError if there is no file."""
+    try:
+        mode = file.stat().st_mode
+    except ValueError as error:  # a NUL character
+        raise UserError(f"{where}: {first_line(error)}") from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise UserError(f"{where}: a device, pipe or socket; accepted is a regular file")
 
