@@ -242,7 +242,7 @@ def test_all_of_a_held_out_path_is_held_out(tmp_path: Path) -> None:
 def test_both_parts_of_a_single_document_get_different_needles(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("".join(TEXTS) * 10)
     (train,), (heldout,) = sides(text_config(tmp_path / "book.txt", needles=True))
-    needles = [set(re.findall(r"The secret number of \w+ \w+ is \d{5}\.", side.text)) for side in (train, heldout)]
+    needles = [set(re.findall(r"\b\d{5}\b", side.text)) for side in (train, heldout)]
     assert all(needles)
     assert not needles[0] & needles[1]
 

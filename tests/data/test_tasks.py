@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from msattn.trainer.data.tasks import exercises, grammar, sequences
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences, insert_spans, needle_prompt
-from msattn.trainer.data.tasks.wordings import HELD_OUT, KNOWN, TRAINING, Wording, enumerated
+from msattn.trainer.data.tasks.wordings import HELD_OUT, TRAINING, Wording, enumerated
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.teachers.text import crop_from
 from msattn.trainer.teachers.tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ def test_wordings_name_their_keys_and_values() -> None:
         assert "{key}" in wording.question
         assert "{key}" in wording.plural
         assert "{value}" not in wording.question + wording.plural
-    assert KNOWN.state("red fox", "12345") == f"{KNOWN.ask(['red fox'], 1)} 12345."
+    assert TRAINING[0].state("red fox", "12345") == f"{TRAINING[0].ask(['red fox'], 1)} 12345."
 
 
 def test_held_out_wordings_are_not_trained() -> None:
@@ -172,7 +172,7 @@ def test_copies_repeat_a_passage_and_weight_only_predictable_tokens(seed: int) -
     st.integers(300, 700),
     st.sampled_from([1, 3, 8]),
     st.none() | st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-    st.sampled_from([KNOWN, *HELD_OUT]),
+    st.sampled_from([TRAINING[0], *HELD_OUT]),
 )
 @settings(max_examples=60, deadline=None)
 def test_needle_prompts_have_the_given_length_and_depth(
@@ -197,7 +197,7 @@ def test_needle_prompts_have_the_given_length_and_depth(
 
 def test_prompt_too_short_for_its_needles_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"length=40: 8 needles and a question need at least 1\d\d tokens"):
-        needle_prompt(np.random.default_rng(0), 40, crop_from(TEXT), TOKENIZER, KNOWN, count=8)
+        needle_prompt(np.random.default_rng(0), 40, crop_from(TEXT), TOKENIZER, TRAINING[0], count=8)
 
 
 def test_spans_at_one_position_keep_their_order() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msattn.trainer.data.tasks.sequences import needle_prompt
-from msattn.trainer.data.tasks.wordings import KNOWN
+from msattn.trainer.data.tasks.wordings import TRAINING
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.chat import around_prompt, encode_conversation, encode_prompt
@@ -66,7 +66,7 @@ def test_a_needle_is_asked_for_in_a_message(chat_tokenizer: Any) -> None:
         return np.asarray(words[:size])
 
     _, reply = around_prompt(chat_tokenizer, None)
-    prompt = needle_prompt(np.random.default_rng(0), 200, crop, chat_tokenizer, KNOWN, count=1, reply=reply)
+    prompt = needle_prompt(np.random.default_rng(0), 200, crop, chat_tokenizer, TRAINING[0], count=1, reply=reply)
     text = chat_tokenizer.decode(prompt.ids)
     body, answer = text[:-6], text[-5:]
     assert len(prompt.ids) == 200

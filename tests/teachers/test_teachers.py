@@ -22,7 +22,7 @@ from msattn.trainer.config import DataConfig, ModelConfig
 from msattn.trainer.data.chunking import encode
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences
-from msattn.trainer.data.tasks.wordings import KNOWN
+from msattn.trainer.data.tasks.wordings import TRAINING
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.models.loading import Loaded, load
 from msattn.trainer.teachers import figures, train
@@ -90,7 +90,7 @@ def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
 
 def test_shipped_model_retrieves_passkeys_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
-    prompts, answer = figures.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3, wordings=[KNOWN])[1]
+    prompts, answer = figures.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3, wordings=[TRAINING[0]])[1]
     assert figures.needle_accuracy(model, prompts, answer) == 1.0
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
     assert figures.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5

@@ -85,7 +85,7 @@ def open_bytes(file: Path, where: str, most: int) -> BinaryIO:
 
 
 def check_regular(file: Path, where: str) -> None:
-    """Raises UserError for a device or a pipe, which may have no end, and for a NUL in the path; OSError if there is no file."""
+    """Raises UserError for a device or a pipe, which may have no end, and for a path with a NUL; OSError if there is none."""
     try:
         mode = file.stat().st_mode
     except ValueError as error:  # a NUL character

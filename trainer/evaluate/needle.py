@@ -18,7 +18,7 @@ from torch import Tensor
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.tasks.sequences import NeedlePrompt, needle_prompt
-from msattn.trainer.data.tasks.wordings import KNOWN
+from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.cost import cost
@@ -145,7 +145,9 @@ def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
 
 
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: Tensor, length: int) -> Samples:
-    """Returns ``samples`` prompts at each of ``depths``, drawn from the seed; they start with the BOS token, if there is one.
+    """Returns ``samples`` prompts at each of ``depths``, drawn from the seed, in held-out wordings in turn.
+
+    They start with the BOS token, if there is one.
 
     Raises
     ------
@@ -165,9 +167,10 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: Tensor, length: int
     for number, depth in enumerate(settings.depths):
         for sample in range(settings.samples):
             rng = np.random.default_rng((cfg.seed, length, number, sample))
+            wording = HELD_OUT[(number * settings.samples + sample) % len(HELD_OUT)]
             try:
                 prompt = needle_prompt(
-                    rng, length - len(opening), crop, tokenizer, KNOWN, count=settings.needles, depth=depth, reply=reply
+                    rng, length - len(opening), crop, tokenizer, wording, count=settings.needles, depth=depth, reply=reply
                 )
             except ValueError as error:
                 raise UserError(f"eval.needle.lengths={length}: {error}") from error

@@ -37,8 +37,8 @@ class Plan:
     eval_every: int = 500
 
 
-SHORT_TASKS = {"needles": 0.2, "several_values": 0.05, "several_keys": 0.05, "pairs": 0.12, "tracking": 0.08}
-LONG_TASKS = {"needles": 0.14, "several_values": 0.03, "several_keys": 0.03, "pairs": 0.05, "tracking": 0.03, "copies": 0.02}
+SHORT_TASKS = {"needles": 0.3, "several_values": 0.05, "several_keys": 0.05, "pairs": 0.12, "tracking": 0.08}
+LONG_TASKS = {"needles": 0.22, "several_values": 0.03, "several_keys": 0.03, "pairs": 0.05, "tracking": 0.03, "copies": 0.02}
 COUNTING = {"common_words": 0.05, "frequent_words": 0.05}
 
 # 5.8 million parameters, 4096 tokens: learns retrieval on short sequences with many tasks; the last stage is mostly text.
@@ -53,9 +53,9 @@ EMBEDDED = Plan(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
     },
     stages=(
-        Stage(512, 256, 3000, {**SHORT_TASKS, "copies": 0.1}, warmup_steps=300),
+        Stage(512, 256, 5000, {**SHORT_TASKS, "copies": 0.1}, warmup_steps=300),
         Stage(1024, 128, 800, {**SHORT_TASKS, "copies": 0.05}),
-        Stage(4096, 48, 1600, LONG_TASKS, schedule="cosine"),
+        Stage(4096, 48, 2000, LONG_TASKS, schedule="cosine"),
     ),
     lr=2e-3,
 )

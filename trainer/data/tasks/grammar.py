@@ -53,6 +53,39 @@ PLURALS = (
 )
 
 
+ASKING = (
+    *("Which {noun}", "What", "To what {noun} did", "In what {noun} did", "How much", "I forgot", "I forgot the {noun} of"),
+    *(
+        "Tell me",
+        "Recall",
+        "Say",
+        "Q:",
+        "Question:",
+        "Who knows",
+        "Where was",
+        "Do you know what",
+        "Please find",
+        "About",
+        "For",
+    ),
+)
+ASKED = ("? ", "? ", "? ", ". ", ": ", ", ", " - ", "; ", "\n", " ")
+REPLIES = (
+    *(
+        "It {verb}",
+        "It is",
+        "It",
+        "The {noun}",
+        "The {noun} {verb}",
+        "The {noun} of {key} {verb}",
+        "A:",
+        "Answer:",
+        "That {verb}",
+    ),
+    *("To", "At", "By", "In", "With", "About", "Up to", "Exactly", "They said", "I think", "Of course", "Then", "Namely"),
+)
+
+
 def compose(rng: Rng, words: Sequence[str]) -> Wording:
     """Returns a wording of :data:`msattn.trainer.data.tasks.wordings.TRAINING`, or composes one; ``words`` fill it up."""
     kind = rng.random()
@@ -61,7 +94,8 @@ def compose(rng: Rng, words: Sequence[str]) -> Wording:
     noun, verb = _one(rng, NOUNS), _one(rng, VERBS)
     before, after = _fact(rng, kind, noun, verb, words)
     fact = _one(rng, OPENINGS) + before if kind < 0.8 else before
-    question = _one(rng, QUESTIONS).format(fact=before, noun=noun, verb=verb, key="{key}")
+    form = _one(rng, QUESTIONS) if rng.random() < 0.5 else _question(rng, words)
+    question = form.format(fact=before, noun=noun, verb=verb, key="{key}")
     plural = _one(rng, PLURALS).format(noun=noun, key="{key}")
     return Wording(f"{fact} {{value}}{after}", question, plural)
 
@@ -84,6 +118,16 @@ def _fact(rng: Rng, kind: float, noun: str, verb: str, words: Sequence[str]) -> 
         forms = (f"{{key}}{_one(rng, MARKS)}", f"{noun} of {{key}}{_one(rng, MARKS)}", f"{{key}}.{noun}{_one(rng, MARKS)}")
         return _one(rng, forms), _one(rng, ("", ";", ".", ",", " |"))
     return f"{_some(rng, words)} {{key}} {_some(rng, words)}", _one(rng, (".", f" {_some(rng, words)}.", "\n"))
+
+
+def _question(rng: Rng, words: Sequence[str]) -> str:
+    """Returns a question about ``{key}`` in random words, and the beginning of the answer, often with words of neither."""
+    before = _one(rng, ASKING) if rng.random() < 0.6 else _some(rng, words).capitalize()
+    if rng.random() < 0.4:
+        before = f"{before} {_some(rng, words)}"
+    after = f" {_some(rng, words)}" if rng.random() < 0.5 else ""
+    reply = _one(rng, REPLIES) if rng.random() < 0.7 else _some(rng, words).capitalize()
+    return f"{before} {{key}}{after}{_one(rng, ASKED)}{reply}"
 
 
 def _some(rng: Rng, words: Sequence[str]) -> str:

@@ -5,12 +5,17 @@ from collections import deque
 
 import numpy as np
 
-from msattn.trainer.data.tasks.exercises import random_key, random_value
-from msattn.trainer.data.tasks.wordings import KNOWN
+from msattn.trainer.data.tasks.exercises import Rng, random_key, random_value
+from msattn.trainer.data.tasks.wordings import TRAINING
+
+Fact = tuple[str, str]  # a statement, and a question with its answer
 
 
 def inject_needles(text: str, name: str, min_distance: int = 350, window: int = 16) -> str:
     """Inserts facts between the lines of ``text``: half of them new, half repetitions of recent ones.
+
+    The wordings are those of :data:`msattn.trainer.data.tasks.wordings.TRAINING`. A repetition is the statement again, or a
+    question and its answer.
 
     Parameters
     ----------
@@ -19,7 +24,7 @@ def inject_needles(text: str, name: str, min_distance: int = 350, window: int = 
     window : number of most recent facts from which repetitions are drawn.
     """
     rng = np.random.default_rng(list(hashlib.sha256(name.encode()).digest()))
-    recent: deque[str] = deque(maxlen=window)
+    recent: deque[Fact] = deque(maxlen=window)
     pieces: list[str] = []
     distance = 0
     for line in text.splitlines(keepends=True):
@@ -28,8 +33,13 @@ def inject_needles(text: str, name: str, min_distance: int = 350, window: int = 
         if distance >= min_distance:
             distance = 0
             if not recent or rng.random() < 0.5:
-                recent.append(KNOWN.state(random_key(rng), random_value(rng)))
-                pieces.append(f" {recent[-1]} ")
+                recent.append(_new(rng))
+                pieces.append(f" {recent[-1][0]} ")
             else:
-                pieces.append(f" {recent[rng.integers(len(recent))]} ")
+                pieces.append(f" {recent[rng.integers(len(recent))][rng.integers(2)]} ")
     return "".join(pieces)
+
+
+def _new(rng: Rng) -> Fact:
+    wording, key, value = TRAINING[rng.integers(len(TRAINING))], random_key(rng), random_value(rng)
+    return wording.state(key, value), f"{wording.ask([key], 1)} {value}."

@@ -191,8 +191,6 @@ TRAINING = (
     ),
 )
 
-KNOWN = TRAINING[0]  # the one that the embedded model knows
-
 HELD_OUT = (
     Wording(
         "The hidden token for {key} is {value}.",
