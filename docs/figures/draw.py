@@ -106,7 +106,7 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
     axes.axhline(1, color=theme.grid, linewidth=1)
     axes.set(title="Perplexity over dense", xlabel="share of visible blocks that is read (%)", ylabel="ratio")
     axes.set_xticks([0.05, 0.1, 0.2, 0.5], ["5", "10", "20", "50"])
-    axes.set_ylim(0.99, 1.33)
+    axes.set_ylim(0.99, 1.5)
     axes.legend(frameon=False, fontsize=8, labelcolor=theme.text)
 
 
