@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from msattn.trainer.saap.distillation import BatchSeeds, Distiller, average_layers, hash32, routing_recall
+from msattn.trainer.saap.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, hash32, routing_recall
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.targets import QueryTargets
@@ -33,8 +33,8 @@ def random_qmodel(layers: list[int], heads: int, size: int, buckets: int, **sett
 def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
     count = torch.tensor([[7, 100], [50, 1]])
     rows = random_targets(count, 4, 3)
-    both = Distiller(random_qmodel([1, 3], 2, 4, 3), rows, 400)
-    seeds = torch.tensor([BatchSeeds(5, 100)[i]["batch_seeds"] for i in range(100)])
+    both = CachedBatches(rows, [1, 3], 400)
+    seeds = torch.tensor([BatchSeeds(5, 100)[i]["batches"] for i in range(100)])
     assert len(set(seeds.tolist())) == 100
     sampled = both.sample(seeds) - rows.start[..., None]
     assert sampled.shape == (2, 2, 40_000)
@@ -47,11 +47,11 @@ def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
     assert both.sample_hashes.unique().numel() == both.sample_hashes.numel()  # every head has its own samples
 
     own = QueryTargets(rows.queries, rows.targets, rows.entropy, rows.start[1:], rows.count[1:])
-    alone = Distiller(random_qmodel([3], 2, 4, 3), own, 400)
+    alone = CachedBatches(own, [3], 400)
     assert torch.equal(alone.sample(seeds), both.sample(seeds)[1:])
     assert torch.equal(both.sample(seeds[3:4]), both.sample(seeds)[:, :, 1200:1600])
     assert not torch.equal(both.sample(seeds[3:4]), both.sample(seeds[4:5]))
-    other = torch.tensor([BatchSeeds(6, 1)[0]["batch_seeds"]])
+    other = torch.tensor([BatchSeeds(6, 1)[0]["batches"]])
     assert not torch.equal(both.sample(other), both.sample(seeds[:1]))
 
 
@@ -68,9 +68,9 @@ def test_loss_is_the_mean_divergence_and_its_gradient_that_of_the_sum(residual: 
     rows = random_targets(torch.tensor([[9, 4], [6, 8]]), 8, 5)
     qmodel = random_qmodel([1, 3], 2, 8, 5, residual=residual)
     seeds = torch.tensor([12345])
-    distiller = Distiller(qmodel, rows, 16)
-    outputs = distiller(seeds)
-    sampled = distiller.sample(seeds)
+    batches = CachedBatches(rows, [1, 3], 16)
+    outputs = Distiller(qmodel, batches)(seeds)
+    sampled = batches.sample(seeds)
     targets, probs = rows.targets[sampled], qmodel(rows.queries[sampled]).softmax(-1)
     divergence = (targets * (targets.clamp(min=1e-30) / probs).log()).sum(-1).mean(-1)
     torch.testing.assert_close(outputs["loss"], divergence.mean())
@@ -85,7 +85,7 @@ def test_loss_is_the_mean_divergence_and_its_gradient_that_of_the_sum(residual: 
 
 def test_a_step_compiles_without_graph_breaks() -> None:
     rows = random_targets(torch.tensor([[9, 4]]), 8, 5)
-    distiller = Distiller(random_qmodel([0], 2, 8, 5, residual=True), rows, 16)
+    distiller = Distiller(random_qmodel([0], 2, 8, 5, residual=True), CachedBatches(rows, [0], 16))
     seeds = torch.tensor([3])
     eager = distiller(seeds)["loss"]
     compiled = torch.compile(distiller, fullgraph=True, backend="aot_eager", dynamic=False)(seeds)["loss"]
@@ -97,11 +97,12 @@ def test_bf16_products_change_the_loss_little_and_the_samples_not() -> None:
     rows = random_targets(torch.tensor([[900, 40], [60, 800]]), 64, 128)
     qmodel = random_qmodel([1, 3], 2, 64, 128)
     seeds = torch.tensor([3, 4])
-    exact = Distiller(qmodel, rows, 256)
-    expected, sampled = exact(seeds)["loss"], exact.sample(seeds)
+    batches = CachedBatches(rows, [1, 3], 256)
+    expected, sampled = Distiller(qmodel, batches)(seeds)["loss"], batches.sample(seeds)
     there = QueryTargets(*(getattr(rows, field.name).cuda() for field in fields(QueryTargets)))
-    quick = Distiller(qmodel.cuda(), there, 256, bf16=True)
-    assert torch.equal(quick.sample(seeds.cuda()).cpu(), sampled)
+    batches = CachedBatches(there, [1, 3], 256)
+    quick = Distiller(qmodel.cuda(), batches, bf16=True)
+    assert torch.equal(batches.sample(seeds.cuda()).cpu(), sampled)
     loss = quick(seeds.cuda())["loss"]
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
@@ -121,9 +122,12 @@ def test_routing_recall(per_query_head: bool) -> None:
     count = torch.tensor([[7, 1, 1500, 30][:heads]])
     rows = random_targets(count, 6, 6)
     (metrics,) = routing_recall(qmodel, rows).values()
-    assert set(metrics) == {f"recall_{name}@{probes}" for name in ("qmodel", "kmeans", "oracle") for probes in (1, 2, 4)}
+    names = ("qmodel", "kmeans", "oracle")
+    assert set(metrics) == {"heldout_loss"} | {f"recall_{name}@{probes}" for name in names for probes in (1, 2, 4)}
     head = torch.arange(heads).repeat_interleave(count[0])
     scores = (rows.queries[:, None] @ centroids[0, head])[:, 0]
+    divergence = torch.nn.functional.kl_div(scores.log_softmax(-1), rows.targets, reduction="batchmean")
+    assert metrics["heldout_loss"] == pytest.approx(divergence.item(), abs=1e-5)
     two = rows.targets.gather(-1, scores.topk(2).indices).sum(-1).mean().item()
     assert metrics["recall_kmeans@2"] == pytest.approx(two, abs=1e-5)
     assert metrics["recall_qmodel@2"] == pytest.approx(two, abs=1e-5)

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from msattn.trainer import artifacts
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import FitKMeansConfig, KMeansConfig
+from msattn.trainer.config import DataConfig, FitKMeansConfig, KMeansConfig, ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.saap.clustering import (
     batched_kmeans,
@@ -21,9 +21,9 @@ from msattn.trainer.saap.clustering import (
     resolve_engine,
     split_empty,
 )
-from msattn.trainer.saap.fit_kmeans import collect_keys, fit_kmeans
+from msattn.trainer.saap.fit_kmeans import collect_keys, fit_kmeans, sampled_positions
 from msattn.trainer.saap.kmeans import KMeans
-from tests.factory import random_tokens, tiny_model
+from tests.factory import random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job, prepare
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -170,12 +170,37 @@ def test_faiss_kmeans_matches_the_high_level_interface() -> None:
 def test_collected_keys_are_in_the_order_of_prompts(rope: bool) -> None:
     model, prompts = tiny_model(), random_tokens(3, 20)
     chunks = [{"input_ids": prompt} for prompt in prompts]
-    keys = collect_keys(model, chunks, [1], rope=rope)
+    everything = [torch.arange(1, 20)] * 3
+    keys = collect_keys(model, chunks, [1], everything, rope=rope)
     assert list(keys) == [1]
     assert keys[1].shape == (2, 3 * 19, 16)
     for number, chunk in enumerate(chunks):
-        alone = collect_keys(model, [chunk], [0, 1], rope=rope)
+        alone = collect_keys(model, [chunk], [0, 1], everything[:1], rope=rope)
         assert torch.equal(keys[1][:, 19 * number : 19 * (number + 1)], alone[1])
+    some = [torch.tensor([3, 19]), torch.tensor([], dtype=torch.int64), torch.tensor([1])]
+    sampled = collect_keys(model, chunks, [1], some, rope=rope)
+    assert torch.equal(sampled[1], keys[1][:, [2, 18, 38]])
+
+
+def sampling_config(points: int | None, seed: int = 0) -> FitKMeansConfig:
+    model = ModelConfig("toy", "none", init="random", architecture=tiny_architecture())
+    kmeans = KMeansConfig(num_buckets=10, points_per_bucket=points)
+    return FitKMeansConfig(model=model, data=DataConfig("stdlib", seq_len=51), kmeans=kmeans, seed=seed)
+
+
+def test_sampled_positions_are_uniform_over_all_prompts() -> None:
+    for points in (None, 16, 1000):  # 150 keys or more: all of them, as before
+        assert [each.tolist() for each in sampled_positions(sampling_config(points), 3)] == [list(range(1, 51))] * 3
+    counts = torch.zeros(3, 51)
+    for seed in range(60):
+        for chunk, positions in enumerate(sampled_positions(sampling_config(6, seed), 3)):
+            assert torch.equal(positions, positions.unique()), "ascending, without repetition"
+            counts[chunk, positions] += 1
+    assert counts.sum() == 60 * 60
+    assert not counts[:, 0].any(), "the sink is never sampled"
+    kept, expected = counts[:, 1:], 60 * 60 / 150
+    assert ((kept - expected) ** 2 / (expected * 0.6)).sum() < 150 + 5 * 300**0.5  # chi squared
+    assert sampled_positions(sampling_config(6), 3)[1].tolist() == sampled_positions(sampling_config(6), 3)[1].tolist()
 
 
 JOB = """

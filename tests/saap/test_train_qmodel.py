@@ -34,7 +34,7 @@ from msattn.trainer.saap.distillation import Distiller
 from msattn.trainer.saap.fit_kmeans import fit_kmeans
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.targets import QueryTargets, TargetCache, layer_targets
+from msattn.trainer.saap.targets import QueryTargets, TargetCache, key_buckets, layer_targets
 from msattn.trainer.saap.train_qmodel import layer_groups, train_qmodel
 from msattn.trainer.training.parts import FinishedParts
 from tests.factory import random_tokens, tiny_architecture, tiny_model
@@ -281,9 +281,10 @@ def random_partition(x: LayerInputs, rope: bool = False) -> KMeans:
 def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_distance: int | None, rope: bool) -> None:
     x = layer_inputs(tiny_model(), random_tokens(1, 60))[1]
     partition = random_partition(x, rope)
-    cfg = QModelConfig(queries_per_prompt=20, long_range=12, causal=causal, min_distance=min_distance)
+    cfg = QModelConfig(long_range=12, causal=causal, min_distance=min_distance)
     positions = torch.arange(0, 60, 2, dtype=torch.int32)
-    found = layer_targets(x, partition, cfg, positions, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    found = layer_targets(x, partition, key_buckets(x, partition), cfg, positions, generator, 20)
     ends = found["counts"].cumsum(0).tolist()
 
     buckets = partition.assign(1, x.k_nope, x.k)[0]
@@ -312,8 +313,9 @@ def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_
 
 def test_long_range_0_uses_every_query() -> None:
     x = layer_inputs(tiny_model(), random_tokens(1, 60))[1]
-    cfg = QModelConfig(queries_per_prompt=60, long_range=0)
-    found = layer_targets(x, random_partition(x), cfg, torch.arange(60, dtype=torch.int32), torch.Generator().manual_seed(0))
+    partition, generator = random_partition(x), torch.Generator().manual_seed(0)
+    positions = torch.arange(60, dtype=torch.int32)
+    found = layer_targets(x, partition, key_buckets(x, partition), QModelConfig(long_range=0), positions, generator, 60)
     assert found["counts"].tolist() == found["long_range"].tolist() == [60] * 4
 
 

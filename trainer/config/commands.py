@@ -191,6 +191,8 @@ class TrainQModelConfig(RunConfig):
             distance = getattr(self.qmodel, key)
             ok = distance is None or distance < length
             require(ok, f"qmodel.{key}", distance, f"accepted is less than data.seq_len={length}")
+        ok = self.qmodel.source == "cache" or not self.train.compile
+        require(ok, "train.compile", self.train.compile, "accepted is false with qmodel.source=online, which runs the model")
         why = "accepted is 0: a norm over all layers would make each result depend on the layers that train with it"
         require(clipped == 0, "train.max_grad_norm", clipped, why)
 

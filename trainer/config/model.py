@@ -21,6 +21,9 @@ class ModelPresets:
     gate_steps, gate_batch : optimizer steps of the gates, and chunks of a step.
     gate_loss, gate_q_pool, gate_k_pool : loss and poolings of the gates.
     kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, and whose queries train the classifier.
+    points_per_bucket : keys that are clustered, for each bucket (None: all).
+    qmodel_source, qmodel_steps_per_prompt, qmodel_schedule : source of training queries, batches of a run of the model over a
+        chunk, and schedule of the learning rate.
     probes : buckets that each decoded query reads.
     recent : last keys that are always read, in tokens.
     data : text of a run that chooses none; None: training a pretrained model refuses, as the standard library is too little.
@@ -44,6 +47,10 @@ class ModelPresets:
     gate_k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
     kmeans_prompts: int = field(default=8, metadata=within("[1, 1e6]"))
     qmodel_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
+    points_per_bucket: int | None = field(default=None, metadata=within("[1, 1e6]"))
+    qmodel_source: str = "cache"
+    qmodel_steps_per_prompt: int = field(default=25, metadata=within("[1, 1e6]"))
+    qmodel_schedule: str = "cosine"
     probes: int = field(default=32, metadata=within("[0, 1e6]"))
     recent: int = field(default=2047, metadata=within("[1, 1e9]"))
     data: str | None = field(default=None, metadata=choices(("stdlib",)))

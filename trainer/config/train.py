@@ -6,6 +6,7 @@ from msattn.trainer.config.values import check, choices, power_of_two, require, 
 
 POOLINGS = ("avg", "max", "min")
 HEADS = ("query", "kv")
+SOURCES = ("cache", "online")
 LOSSES = ("mse", "kl", "smooth_l1")
 ATTENTIONS = ("plain", "multi_token")
 MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
@@ -127,6 +128,8 @@ class KMeansConfig:
     num_buckets : buckets of each key/value head.
     iterations : Lloyd iterations.
     num_prompts : chunks of ``data.seq_len`` tokens whose keys are clustered.
+    points_per_bucket : keys of each head, for each bucket, that are drawn at random from those of all chunks (None: all keys).
+        Only these are kept in memory; 256 is the default of Faiss.
     normalize_keys : scale keys to unit length before clustering.
     rope : cluster keys after RoPE (an untrained baseline) instead of before.
     engine : ``batched`` (all heads of a layer at once, with msattn's kernels), ``faiss`` (one head after another, on the GPU if
@@ -136,6 +139,7 @@ class KMeansConfig:
     num_buckets: int = field(default=1024, metadata=within("[1, 1e6]"))
     iterations: int = field(default=10, metadata=within("[1, 1e6]"))
     num_prompts: int = field(default=8, metadata=within("[1, 1e6]"))
+    points_per_bucket: int | None = field(default=None, metadata=within("[1, 1e6]"))
     normalize_keys: bool = False
     rope: bool = False
     engine: str = field(default="auto", metadata=choices(("auto", "batched", "faiss")))
@@ -150,10 +154,14 @@ class QModelConfig:
 
     Attributes
     ----------
+    source : ``cache`` (queries and targets of all chunks are computed once, kept on disk and used many times) or ``online``
+        (the model runs during training, and every batch has new queries of one chunk, as in the paper).
     hidden : width of the hidden layer.
     heads : ``kv`` (one classifier for each key/value head) or ``query`` (one for each query head).
-    num_prompts : chunks whose queries and targets are cached.
-    queries_per_prompt : training queries of each chunk and query head.
+    num_prompts : chunks whose queries train the classifiers.
+    queries_per_prompt : cached queries of each chunk and query head; held-out ones with either source.
+    steps_per_prompt : batches that are drawn each time the model runs over a chunk (``online``).
+    prompts_at_once : chunks whose batches alternate at random (``online``); their batches are kept in memory.
     long_range : training queries are those whose top key is more than this many tokens away (0: all queries).
     causal : exclude keys after the query from the targets (the paper includes them).
     min_distance : targets count only keys farther than this many tokens (None: all keys).
@@ -162,10 +170,13 @@ class QModelConfig:
     layers_at_once : layers that train together on one device (None: as many as fit its free memory); does not change results.
     """
 
+    source: str = field(default="cache", metadata=choices(SOURCES))
     hidden: int = field(default=1024, metadata=within("[1, 16384]"))
     heads: str = field(default="kv", metadata=choices(HEADS))
     num_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
     queries_per_prompt: int = field(default=1000, metadata=within("[1, 1e6]"))
+    steps_per_prompt: int = field(default=25, metadata=within("[1, 1e6]"))
+    prompts_at_once: int = field(default=2, metadata=within("[1, 1e6]"))
     long_range: int = field(default=1024, metadata=within("[0, 1e9]"))
     causal: bool = False
     min_distance: int | None = field(default=None, metadata=within("[0, 1e9]"))

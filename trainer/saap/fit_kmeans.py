@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,8 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
 
 def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: int, processes: int) -> None:
     """Raises UserError if there are fewer keys than buckets, or if the keys of one rank do not fit into memory."""
-    config, num_buckets, num_keys = model.config, cfg.kmeans.num_buckets, num_chunks * (cfg.data.seq_len - 1)
+    config, num_buckets = model.config, cfg.kmeans.num_buckets
+    num_keys = num_sampled(cfg, num_chunks * (cfg.data.seq_len - 1))
     if num_buckets > num_keys:
         raise UserError(f"kmeans.num_buckets={num_buckets}: accepted are at most {num_keys}, the number of keys")
     heads = -(-models.num_layers(config) // processes) * models.num_kv_heads(config)
@@ -84,8 +86,28 @@ def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: i
     if needed > free:
         raise UserError(
             f"kmeans.num_prompts={cfg.kmeans.num_prompts}: the keys take {needed / 1e9:.1f} GB of memory, "
-            f"{free / 1e9:.1f} GB are free; lower it or data.seq_len"
+            f"{free / 1e9:.1f} GB are free; lower it or data.seq_len, or sample them with kmeans.points_per_bucket=256"
         )
+
+
+def num_sampled(cfg: FitKMeansConfig, num_keys: int) -> int:
+    """Returns how many of the ``num_keys`` keys of each head are clustered."""
+    points = cfg.kmeans.points_per_bucket
+    return num_keys if points is None else min(num_keys, points * cfg.kmeans.num_buckets)
+
+
+def sampled_positions(cfg: FitKMeansConfig, num_chunks: int) -> list[Tensor]:
+    """Returns the positions of each chunk whose keys are clustered, int64 and ascending, the same for all heads and layers.
+
+    They are a simple random sample of all positions but the first of each chunk. It is drawn before the model runs, so that the
+    other keys are never kept, and depends on the seed alone.
+    """
+    length = cfg.data.seq_len - 1
+    num_keys = num_chunks * length
+    generator = np.random.default_rng(cfg.seed)
+    chosen = np.sort(generator.choice(num_keys, num_sampled(cfg, num_keys), replace=False, shuffle=False))
+    ends = np.searchsorted(chosen, length * np.arange(1, num_chunks))
+    return [torch.from_numpy(part - i * length + 1) for i, part in enumerate(np.split(chosen, ends))]
 
 
 def fit_layers(
@@ -102,7 +124,7 @@ def fit_layers(
     missing = [layer for layer in layers if layer_part(layer) not in parts]
     if not missing:
         return
-    keys = collect_keys(model, chunks, missing, rope=cfg.kmeans.rope, quiet=quiet)
+    keys = collect_keys(model, chunks, missing, sampled_positions(cfg, len(chunks)), rope=cfg.kmeans.rope, quiet=quiet)
     with Progress(transient=False, enabled=not quiet) as progress:
         task = progress.add_task("k-means of heads", total=len(missing) * models.num_kv_heads(model.config))
         for layer in missing:
@@ -117,20 +139,26 @@ def fit_layers(
 
 
 def collect_keys(
-    model: "PreTrainedModel", chunks: data.Chunks, layers: list[int], *, rope: bool, quiet: bool = False
+    model: "PreTrainedModel",
+    chunks: data.Chunks,
+    layers: list[int],
+    positions: list[Tensor],
+    *,
+    rope: bool,
+    quiet: bool = False,
 ) -> dict[int, Tensor]:
-    """Returns the keys ``[Hkv, n, D]`` of each of ``layers``, in the order of ``chunks``.
+    """Returns the keys ``[Hkv, n, D]`` of each of ``layers`` at the ``positions`` of each chunk, in the order of ``chunks``.
 
-    Position 0 of each chunk is left out. The keys are on the CPU, in the model's dtype, after RoPE if ``rope`` is set.
+    The keys are on the CPU, in the model's dtype, after RoPE if ``rope`` is set.
     """
     keys: dict[int, Tensor] = {}
-    begin = 0
+    begin, chosen = 0, positions[0]
 
     def collecting_attention(x: LayerInputs) -> Tensor:
         if x.layer in layers:
-            new = (x.k if rope else x.k_nope)[0, :, 1:]
-            if begin == 0:
-                keys[x.layer] = torch.empty(new.shape[0], len(chunks) * new.shape[1], new.shape[2], dtype=new.dtype)
+            new = (x.k if rope else x.k_nope)[0, :, chosen]
+            if x.layer not in keys:
+                keys[x.layer] = torch.empty(new.shape[0], sum(map(len, positions)), new.shape[2], dtype=new.dtype)
             keys[x.layer][:, begin : begin + new.shape[1]] = new
         return dense_attention(x)
 
@@ -138,9 +166,9 @@ def collect_keys(
     progress = Progress(transient=False, enabled=not quiet)
     with tap(model, collecting_attention), torch.no_grad(), progress:
         for i in progress.track(range(len(chunks)), description="keys of prompts"):
-            input_ids = chunks[i]["input_ids"].to(device)
-            run_backbone(model, input_ids[None])
-            begin += len(input_ids) - 1
+            chosen = positions[i].to(device)
+            run_backbone(model, chunks[i]["input_ids"][None].to(device))
+            begin += len(chosen)
     return keys
 
 

@@ -32,15 +32,30 @@ MIN_QUERIES = 16  # minimum per head and prompt: if fewer are long-range, those 
 ENTROPY_BYTES = 4  # bytes per row, in addition to its fp16 query and target
 
 
+def key_buckets(x: LayerInputs, partition: KMeans) -> Tensor:
+    """Returns the bucket of each key of a whole prompt: int32 ``[1, Hkv, N]``, -1 for the attention sink, position 0."""
+    buckets = partition.assign(x.layer, x.k_nope, x.k)
+    buckets[:, :, 0] = -1
+    return buckets
+
+
 def layer_targets(
-    x: LayerInputs, partition: KMeans, cfg: QModelConfig, positions: Tensor, generator: torch.Generator
+    x: LayerInputs,
+    partition: KMeans,
+    buckets: Tensor,
+    cfg: QModelConfig,
+    positions: Tensor,
+    generator: torch.Generator,
+    most: int,
 ) -> dict[str, Tensor]:
-    """Returns queries and targets of one layer and prompt, at most ``cfg.queries_per_prompt`` for each query head.
+    """Returns queries and targets of one layer and prompt, at most ``most`` for each query head.
 
     Parameters
     ----------
     x : LayerInputs
-        A whole prompt. The attention sink, position 0, is left out of the targets.
+        A whole prompt.
+    buckets : Tensor
+        Result of :func:`key_buckets`.
     positions : Tensor
         int32, ascending: the positions of the queries to choose from.
     generator : torch.Generator
@@ -49,11 +64,9 @@ def layer_targets(
     Returns
     -------
     dict
-        On the CPU: ``queries`` fp16 [rows, D] and ``targets`` fp16 [rows, C], ordered by query head; ``counts`` and
+        On the device of ``x``: ``queries`` fp16 [rows, D] and ``targets`` fp16 [rows, C], ordered by query head; ``counts`` and
         ``long_range`` int64 [Hq], the number of rows of each head and of long-range queries among them.
     """
-    buckets = partition.assign(x.layer, x.k_nope, x.k)
-    buckets[:, :, 0] = -1
     queries = x.q[:, :, positions]
 
     def mass_beyond(min_distance: int | None):
@@ -76,24 +89,26 @@ def layer_targets(
     sample = torch.rand(distance.shape, generator=generator).to(distance.device)
     # Long-range queries first, in random order, then the others by distance.
     priority = torch.where(far, 1 + sample, distance / x.num_keys).masked_fill(~usable, -1)
-    ranked = priority.topk(min(cfg.queries_per_prompt, len(positions)), dim=-1).indices  # [Hq, n]
+    ranked = priority.topk(min(most, len(positions)), dim=-1).indices  # [Hq, n]
     counts = far.sum(-1).clamp(min=MIN_QUERIES).minimum(usable.sum(-1)).clamp(max=ranked.shape[1])
     head, rank = (torch.arange(ranked.shape[1], device=ranked.device) < counts[:, None]).nonzero(as_tuple=True)
     chosen = ranked[head, rank]
     source = x.q if partition.rope else x.q_nope
-    found = {
+    return {
         "queries": source[0][head, positions[chosen].long()].half(),
         "targets": target.mass[0][head, chosen].half(),
         "counts": counts,
         "long_range": far.sum(-1).minimum(counts),
     }
-    return {name: value.cpu() for name, value in found.items()}
 
 
 def prompt_targets(
     model: "PreTrainedModel", partition: KMeans, cfg: QModelConfig, input_ids: Tensor, seed: int
 ) -> dict[str, Tensor]:
-    """Returns :func:`layer_targets` of every routed layer for one prompt ``input_ids [N]``, with keys ``{layer}.{name}``."""
+    """Returns :func:`layer_targets` of every routed layer for one prompt ``input_ids [N]``, with keys ``{layer}.{name}``.
+
+    The tensors are on the CPU.
+    """
     generator = torch.Generator().manual_seed(seed)
     candidates = torch.randperm(len(input_ids), generator=generator)[: CANDIDATES * cfg.queries_per_prompt]
     positions = candidates.sort().values.to(input_ids.device, torch.int32)
@@ -101,8 +116,9 @@ def prompt_targets(
 
     def recording_attention(x: LayerInputs) -> Tensor:
         if x.layer in partition.layers:
-            tensors = layer_targets(x, partition, cfg, positions, generator)
-            found.update({f"{x.layer}.{name}": value for name, value in tensors.items()})
+            buckets, most = key_buckets(x, partition), cfg.queries_per_prompt
+            tensors = layer_targets(x, partition, buckets, cfg, positions, generator, most)
+            found.update({f"{x.layer}.{name}": value.cpu() for name, value in tensors.items()})
         return dense_attention(x)
 
     with tap(model, recording_attention), torch.no_grad():

@@ -1,8 +1,9 @@
 """``msattn train-qmodel``: distils the frozen model's attention over buckets (SAAP, arXiv 2502.08246, section 4).
 
-Queries and targets are cached first (:mod:`msattn.trainer.saap.targets`). Then groups of layers train together, as many at
-once as fit in device memory, so that one step's launch overhead on the host serves many heads. The ranks of ``torchrun`` divide
-the prompts, then the layers. Weights and batches of a layer depend on the seed and the layer alone, and layers are independent
+Queries and targets are cached first (:mod:`msattn.trainer.saap.targets`), or drawn while the classifiers train
+(:mod:`msattn.trainer.saap.online`). Groups of layers train together, as many at once as fit in device memory, so that a step's
+launch overhead on the host, or a pass of the model, serves many heads. The ranks of ``torchrun`` divide the cached prompts,
+then the layers. Weights and batches of a layer depend on the seed and the layer alone, and layers are independent
 of each other, so the result is the same for every grouping and number of ranks.
 """
 
@@ -15,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
-from msattn.trainer.saap.distillation import BatchSeeds, Distiller, average_layers, routing_recall
+from msattn.trainer.saap.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
 from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.online import BatchNumbers, OnlineBatches, OnlineTargets
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.routing import layer_index, serving
 from msattn.trainer.saap.targets import TargetCache
@@ -40,7 +43,17 @@ HELDOUT_PROMPTS = 4
 MEMORY_SHARE = 0.8  # share of the free device memory that training may fill
 STATE_BYTES = 18  # per weight: itself, its gradient and Adam's two moments in fp32, and a bf16 copy for the product
 ACTIVATION_BYTES = 32  # per element of the hidden layer and the logits: tensors saved for backward, and gradients
-NOT_CACHED = ("hidden", "heads", "batch_queries", "residual", "layers_at_once")  # settings without effect on the targets
+NOT_CACHED = (  # settings without effect on the cached targets
+    "source",
+    "hidden",
+    "heads",
+    "steps_per_prompt",
+    "prompts_at_once",
+    "batch_queries",
+    "residual",
+    "layers_at_once",
+)
+TrainTargets = TargetCache | OnlineTargets
 
 
 def train_qmodel(cfg: TrainQModelConfig) -> Path:
@@ -73,12 +86,16 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     settings = target_settings(cfg, loaded, partition, [text.fingerprint, heldout_text.fingerprint])
     with ranks.main_process_first():  # it removes parts that were made with other settings
         cached, trained = open_parts(cfg, work, settings, clear=ranks.is_main_process and not cfg.resume)
-    train = TargetCache(cached, "train", text, partition, cfg)
+    online = cfg.qmodel.source == "online"
+    train: TrainTargets = (
+        OnlineTargets(loaded.model, text, partition, cfg) if online else TargetCache(cached, "train", text, partition, cfg)
+    )
     heldout = TargetCache(cached, "heldout", heldout_text, partition, cfg)
     for cache in (train, heldout):
-        cache.compute_missing(loaded.model, ranks)
-        cache.check()
-    if (share := train.long_range_share()) < 1 and ranks.is_main_process:
+        if isinstance(cache, TargetCache):
+            cache.compute_missing(loaded.model, ranks)
+            cache.check()
+    if (share := long_range_share(train, heldout)) < 1 and ranks.is_main_process:
         print(f"{1 - share:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
     config, fingerprint = loaded.model.config, loaded.fingerprint
     heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
@@ -90,6 +107,11 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         write_artifact(cfg, folder, train, heldout, trained, fingerprint)
     ranks.wait_for_everyone()
     return folder
+
+
+def long_range_share(train: TrainTargets, heldout: TargetCache) -> float:
+    """Returns the share of long-range queries among the cached training queries, or the held-out ones if none are cached."""
+    return (train if isinstance(train, TargetCache) else heldout).long_range_share()
 
 
 def load_partition(cfg: TrainQModelConfig) -> KMeans:
@@ -133,7 +155,7 @@ def open_parts(
 
 def train_missing_layers(
     cfg: TrainQModelConfig,
-    train: TargetCache,
+    train: TrainTargets,
     heldout: TargetCache,
     heads: int,
     work: Path,
@@ -145,7 +167,7 @@ def train_missing_layers(
     device = partition.centroids.device
     shares = np.array_split(np.array(partition.layers), ranks.num_processes)
     missing = [layer for layer in shares[ranks.process_index].tolist() if layer_part(layer) not in trained]
-    group_size = layers_at_once(cfg, [train, heldout], len(missing), heads, device, ranks.num_processes)
+    group_size = layers_at_once(cfg, train, heldout, len(missing), heads, device, ranks.num_processes)
     with distributed.isolated_rank(device):
         for layers in layer_groups(missing, group_size):
             print(f"layers {layer_range(layers)}: {len(layers) * heads} classifiers train at once", flush=True)
@@ -155,7 +177,13 @@ def train_missing_layers(
 
 
 def layers_at_once(
-    cfg: TrainQModelConfig, caches: list[TargetCache], layers: int, heads: int, device: torch.device, processes: int
+    cfg: TrainQModelConfig,
+    train: TrainTargets,
+    heldout: TargetCache,
+    layers: int,
+    heads: int,
+    device: torch.device,
+    processes: int,
 ) -> int:
     """Returns how many of ``layers`` train together: ``qmodel.layers_at_once``, or as many as the free memory holds.
 
@@ -163,19 +191,25 @@ def layers_at_once(
     ------
     UserError : ``qmodel.layers_at_once`` layers do not fit into memory, or a single one does not.
     """
-    *_, num_buckets, head_dim = caches[0].partition.centroids.shape
+    online = isinstance(train, OnlineTargets)
+    *_, num_buckets, head_dim = heldout.partition.centroids.shape
     weights = cfg.qmodel.hidden * (head_dim + num_buckets)
     elements = cfg.qmodel.batch_queries * cfg.train.micro_batch_size * (cfg.qmodel.hidden + num_buckets)
-    layer_bytes = sum(cache.max_layer_bytes() for cache in caches)
+    layer_bytes = heldout.max_layer_bytes() + (train.max_layer_bytes(heads) if online else train.max_layer_bytes())
     layer_bytes += heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory() // processes
+    if online:
+        free = max(0, free - train.pass_bytes())
     given = cfg.qmodel.layers_at_once
     wanted = min(given or 1, layers)
     if wanted * layer_bytes > free:
         memory = f"{wanted * layer_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; lower it or"
         if wanted > 1:
             raise UserError(f"qmodel.layers_at_once={given}: training {wanted} layers takes {memory} set it to null")
+        if online:
+            one = f"qmodel.steps_per_prompt={cfg.qmodel.steps_per_prompt}: beside a pass of the model, training one layer takes"
+            raise UserError(f"{one} {memory} qmodel.prompts_at_once")
         raise UserError(
             f"qmodel.num_prompts={cfg.qmodel.num_prompts}: training one layer takes {memory} qmodel.queries_per_prompt"
         )
@@ -200,7 +234,7 @@ def layer_range(layers: list[int]) -> str:
 def train_layers(
     cfg: TrainQModelConfig,
     layers: list[int],
-    train: TargetCache,
+    train: TrainTargets,
     heldout: TargetCache,
     heads: int,
     work: Path,
@@ -211,7 +245,15 @@ def train_layers(
     whole = train.partition
     device = whole.centroids.device
     partition = KMeans(whole.centroids[[layer_index(whole.layers, layer) for layer in layers]], layers, whole.rope)
-    train_data, heldout_data = train.load(layers, heads, device), heldout.load(layers, heads, device)
+    heldout_data, length = heldout.load(layers, heads, device), cfg.train.steps * cfg.train.batch_size
+    draw: CachedBatches | OnlineBatches
+    dataset: Dataset[Any]
+    online = isinstance(train, OnlineTargets)
+    if online:
+        draw, dataset = OnlineBatches(train, layers, heads), BatchNumbers(length)
+    else:
+        cached = train.load(layers, heads, device)
+        draw, dataset = CachedBatches(cached, layers, cfg.qmodel.batch_queries), BatchSeeds(cfg.seed, length)
     qmodel = QModel(partition, heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed).to(device)
     bf16 = device.type == "cuda" and models.resolve_dtype(cfg.dtype, device) != torch.float32
     loading_seconds = time.perf_counter() - began
@@ -220,8 +262,8 @@ def train_layers(
     run_name = f"{cfg.model.name}-{cfg.name}-qmodel-{layer_range(layers)}"
     with Tracker.start(cfg.tracker, folder=folder, run_name=run_name, config=asdict(cfg)) as tracker:
         result = fit(
-            Distiller(qmodel, train_data, cfg.qmodel.batch_queries, bf16=bf16),
-            BatchSeeds(cfg.seed, cfg.train.steps * cfg.train.batch_size),
+            Distiller(qmodel, draw, bf16=bf16),
+            dataset,
             train=cfg.train,
             folder=folder,
             tracker=tracker,
@@ -230,6 +272,8 @@ def train_layers(
             resume=cfg.resume,
             evaluate=lambda: average_layers(routing_recall(qmodel, heldout_data)),
             optimizer="adam",
+            collate=BatchNumbers.collate if online else None,
+            shuffle=not online,
         )
         metrics = {
             layer: {"loss": result.losses[f"layer {layer}"], **recalls}
@@ -247,7 +291,7 @@ def train_layers(
 def write_artifact(
     cfg: TrainQModelConfig,
     folder: Path,
-    train: TargetCache,
+    train: TrainTargets,
     heldout: TargetCache,
     trained: FinishedParts,
     fingerprint: dict[str, Any],
@@ -258,8 +302,9 @@ def write_artifact(
     layers = [trained.load(layer_part(layer)) for layer in partition.layers]
     kv_heads = len(layers) * partition.centroids.shape[1]
     metrics = average_layers({layer: note["metrics"] for layer, (_, note) in zip(partition.layers, layers, strict=True)})
+    cached = [each for each in (train, heldout) if isinstance(each, TargetCache)]
     metrics |= {
-        "cache_seconds_a_kv_head": (train.seconds() + heldout.seconds()) / kv_heads,
+        "cache_seconds_a_kv_head": sum(each.seconds() for each in cached) / kv_heads,
         "training_seconds_a_kv_head": sum(note["seconds"] for _, note in layers) / kv_heads,
     }
     artifacts.write(
@@ -274,7 +319,7 @@ def write_artifact(
             "rope": partition.rope,
             "num_buckets": partition.num_buckets,
             "kmeans_hash": partition.artifact.manifest["content_hash"],
-            "share_long_range": train.long_range_share(),
+            "share_long_range": long_range_share(train, heldout),
             "serving": serving(cfg.model.presets, partition.num_buckets),
         },
         data=train.chunks.fingerprint,
@@ -282,7 +327,7 @@ def write_artifact(
         metrics=metrics,
         overwrite=cfg.overwrite,
     )
-    work = train.parts.folder.parent
+    work = heldout.parts.folder.parent
     run_name = f"{cfg.model.name}-{cfg.name}-qmodel"
     with Tracker.start(cfg.tracker, folder=work, run_name=run_name, config=asdict(cfg)) as tracker:
         tracker.summary(metrics)

@@ -70,6 +70,7 @@ def fit(
     collate: Callable[[list[Any]], dict[str, Any]] | None = None,
     optimizer: Literal["adamw", "adam"] = "adamw",
     shard: str | None = None,
+    shuffle: bool = True,
 ) -> TrainingResult:
     """Trains ``module`` in place for ``train.steps`` optimizer steps.
 
@@ -90,6 +91,7 @@ def fit(
     optimizer : ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient.
     shard : name of the layer class whose weights are sharded over the ranks' GPUs (FSDP2); None replicates them. With
         sharding the weights of ``module`` are ``DTensor`` afterwards.
+    shuffle : if False, items come in the order of ``dataset``, which has ``train.steps * train.batch_size`` of them.
 
     Raises
     ------
@@ -118,7 +120,7 @@ def fit(
     trainer = _Trainer(
         model=module,
         args=arguments,
-        train_dataset=_ShuffledPasses(dataset, train.steps * train.batch_size, seed),
+        train_dataset=_ShuffledPasses(dataset, train.steps * train.batch_size, seed) if shuffle else dataset,
         data_collator=cast(Any, collate or default_collate),
         optimizer_cls_and_kwargs=(optimizer_class, options),
         callbacks=[callback],
