@@ -111,7 +111,7 @@ def holds(config: Any, key: str, value: Any, kind: Any, choices: tuple[str, ...]
     found = value_of(config, key)
     if choices and found is not None and not set(found if isinstance(found, list) else [found]) <= set(choices):
         return False
-    if key in ("name", "model.name") and "/" in found:
+    if key in ("name", "model.name") and "/" in str(found):
         return False
     return fits(found, value, kind)
 
