@@ -2,10 +2,12 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from msattn.trainer.errors import Terminated
 
@@ -62,6 +64,14 @@ def raised() -> Iterator[None]:
         stop = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
         raise stop
 
+    def end_if_lost(lost: Any) -> None:
+        """Python drops exceptions that are raised inside a destructor."""
+        if stop is not None and lost.exc_value is stop:
+            end_at_once(signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+        report(lost)
+
+    report = sys.unraisablehook
+    sys.unraisablehook = end_if_lost
     with handled(stop_once):
         try:
             yield
@@ -69,5 +79,5 @@ def raised() -> Iterator[None]:
             if stop is None:
                 raise
             raise stop from error
-        if stop is not None:  # Python drops exceptions that are raised inside a destructor
-            raise stop
+        finally:
+            sys.unraisablehook = report

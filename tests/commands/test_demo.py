@@ -53,7 +53,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert {row["task"] for row in rows} == {"perplexity", "recall", "needle"}
     assert {"dense", "gate", "random", "quest"} <= {row["method"] for row in rows}
     assert "One of the needle prompts" in out
-    assert "The secret number of" in out
+    assert "The hidden token for" in out
     made = (folder / "kmeans/manifest.json").read_bytes()
 
     assert msattn("generate", "name=demo", *SMALL, "--prompt", "def main():\n    return 1\n" * 40, "max_new_tokens=4") == 0

@@ -191,7 +191,9 @@ def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: s
         assert answer.isdigit()
         assert len(answer) == 5
         assert loaded.tokenizer.decode(ids[:-answers]).count(answer) == 1
-        assert " The secret number of" in loaded.tokenizer.decode(ids[-samples.decoded :])
+    asked = [loaded.tokenizer.decode(ids[-samples.decoded :]) for ids in samples.ids]
+    for text, question in zip(asked, ("hidden token", "agent", "chest named", "ledger"), strict=True):
+        assert question in text  # held-out wordings, in turn
     right = samples.ids[:, -samples.longest :].clone()
     assert samples.found(right) == [True] * 4
     right[2, -1] += 1
