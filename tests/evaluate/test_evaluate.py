@@ -191,7 +191,7 @@ def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: s
         assert answer.isdigit()
         assert len(answer) == 5
         assert loaded.tokenizer.decode(ids[:-answers]).count(answer) == 1
-    asked = [loaded.tokenizer.decode(ids[-samples.decoded :]) for ids in samples.ids]
+    asked = [str(loaded.tokenizer.decode(ids[-samples.decoded :])) for ids in samples.ids]
     for text, question in zip(asked, ("hidden token", "agent", "chest named", "ledger"), strict=True):
         assert question in text  # held-out wordings, in turn
     right = samples.ids[:, -samples.longest :].clone()
