@@ -140,6 +140,7 @@ def whole(cfg: TrainQModelConfig) -> dict[str, Any]:
     return artifacts.read(train_qmodel(cfg)).manifest
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_bits_of_another_grouping(
     cfg: TrainQModelConfig, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

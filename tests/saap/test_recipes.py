@@ -50,7 +50,8 @@ def test_a_recipe_has_the_settings_of_the_paper(recipe: str, length: int) -> Non
     assert (presets.probes, presets.recent) == (32, 2047)
 
 
-@pytest.mark.parametrize("recipe", ["saap_llama31", pytest.param("saap_llama31_500k", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["saap_llama31", "saap_llama31_500k"])
 def test_a_recipe_runs_on_a_toy_model(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(300)))
