@@ -11,6 +11,7 @@ from rich.progress import Progress
 from torch.nn import functional as F
 
 from msattn.trainer import artifacts, data, models
+from msattn.trainer.attach import attach
 from msattn.trainer.config import (
     ArtifactsConfig,
     DataConfig,
@@ -31,7 +32,9 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.select import Quest, Selection
 from tests.factory import tiny_architecture, tiny_model
 
 BUCKETS = 4
@@ -295,6 +298,41 @@ def test_named_artifacts(trained: Path, text: str) -> None:
         assert [routing.name for routing in found.bucket_routings] == names
         assert found.block_selections[0].name == "gate"
         assert [note.split()[1] for note in found.notes] == ["qmodel"]
+
+
+def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Path, text: str) -> None:
+    cfg = config(trained, text, baselines=["quest", "random"])
+    cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
+    found = methods.calibrate_baselines(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    quest = next(method for method in found.block_selections if method.name == "quest")
+    train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
+    expected = calibrate(Quest(16), loaded.model, [train[i] for i in range(len(train))])
+    assert quest.thresholds == expected
+    ((label, select),) = quest.settings([0.6])
+    assert label == "sparsity 0.6, calibrated"
+    ids = train[0]["input_ids"]
+    with quest.attach(loaded.model, select) as sparse:
+        perplexity.prefill(loaded, ids)
+        calibrated = sparse.stats()["sparsity"]
+    by_hand = Selection.from_config(select, thresholds=expected)
+    with attach(loaded.model, select=by_hand) as sparse:
+        perplexity.prefill(loaded, ids)
+        assert sparse.stats()["sparsity"] == calibrated
+    topk = replace(cfg, select=SelectConfig("topk", block_size=16))
+    assert all(method.thresholds is None for method in methods.find_methods(topk, loaded, torch.device("cpu")).block_selections)
+    decoding = replace(cfg, eval=replace(cfg.eval, tasks=["decoding"]))
+    assert (
+        methods.calibrate_baselines(untouched := methods.find_methods(cfg, loaded, torch.device("cpu")), decoding, loaded)
+        is untouched
+    )
+
+
+def test_rows_of_calibrated_baselines_name_the_policy(tmp_path: Path, text: str) -> None:
+    cfg = config(tmp_path, text, tasks=["perplexity", "recall"], baselines=["quest"])
+    cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
+    rows = json.loads((evaluate(cfg) / "results.json").read_text())["rows"]
+    settings = {(row["task"], row["setting"]) for row in rows if row["method"] == "quest"}
+    assert settings == {(task, f"sparsity {s}, calibrated") for task in ("perplexity", "recall") for s in ("0", "0.6")}
 
 
 def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:

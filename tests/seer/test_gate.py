@@ -20,7 +20,7 @@ from msattn.trainer.seer.blocks import sparsity as realised
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.distillation import GateDistiller, gate_loss, gate_recall
 from msattn.trainer.seer.gate import INITIAL_SCALE, AttnGate, Gate, frequency_matched_projection
-from msattn.trainer.seer.select import Selection, TopK
+from msattn.trainer.seer.select import GateScores, Selection, TopK
 from tests.factory import random_tokens, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
@@ -284,7 +284,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     model = tiny_model(initializer_range=0.3)
     gate = noisy_gate(config(), std=0.2)
     ids = topical_tokens(4, 16, seed=2)
-    gate.thresholds = calibrate(gate, model, [{"input_ids": row} for row in ids], floor)
+    gate.thresholds = calibrate(GateScores(gate), model, [{"input_ids": row} for row in ids], floor)
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
     visible, diagonal = visible_and_diagonal(256, 256, BLOCK, None, CPU)
     for x in inputs_of_layers(model, ids):
@@ -298,7 +298,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
 
 def test_sparsity_beyond_the_calibration_is_refused():
     model, gate = tiny_model(), noisy_gate(config())
-    gate.thresholds = calibrate(gate, model, [{"input_ids": random_tokens(1, 64)[0]}])
+    gate.thresholds = calibrate(GateScores(gate), model, [{"input_ids": random_tokens(1, 64)[0]}])
     with pytest.raises(UserError, match=r"select.sparsity=0.97"):
         Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.97), gate)
 
@@ -314,7 +314,7 @@ def write(gate: Gate, folder):
 @pytest.mark.parametrize("changes", [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl"}])
 def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate = noisy_gate(config(**changes), "llama3")
-    gate.thresholds = calibrate(gate, tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}])
+    gate.thresholds = calibrate(GateScores(gate), tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}])
     loaded = Gate.load(write(gate, tmp_path / "gate"))
     assert loaded.cfg == gate.cfg
     assert loaded.thresholds == gate.thresholds

@@ -90,9 +90,10 @@ class TopKConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class CalibratedConfig(SparsityConfig):
-    """Selects part of each row's top-k share, and blocks above a threshold per layer that is stored with the gate.
+    """Selects part of each row's top-k share, and blocks above a threshold per layer.
 
-    ``sparsity`` is the mean over the rows and heads of a layer.
+    ``sparsity`` is the mean over the rows and heads of a layer. Thresholds are stored with a gate; ``msattn eval`` measures
+    those of other scores on training text.
     """
 
     policy: str = field(default="calibrated", metadata=choices(POLICIES))

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msattn.trainer import artifacts
+from msattn.trainer import artifacts, data
 from msattn.trainer.attach import LOADERS, attach, serving_numbers
-from msattn.trainer.config import EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
+from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
+from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import check_length
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.routing import serving
-from msattn.trainer.seer.select import Multiscale
+from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
+from msattn.trainer.seer.select import Multiscale, Selection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,11 +33,15 @@ COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmode
 
 @dataclass(frozen=True)
 class BlockSelectionMethod:
-    """Sparse prefill: ``select`` names the block scores and the policy that turns them into blocks to read."""
+    """Sparse prefill: ``select`` names the block scores and the policy that turns them into blocks to read.
+
+    ``thresholds`` are those of a baseline's scores for the calibrated policy; a gate has its own.
+    """
 
     name: str
     select: SelectConfig
     gate: "Gate | None" = None
+    thresholds: dict[str, Any] | None = None
 
     def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
         """Returns ``(label, selection)`` for each setting to measure.
@@ -43,7 +50,8 @@ class BlockSelectionMethod:
         compared with top-k that reads the same number of tokens.
         """
         if isinstance(self.select, SparsityConfig):
-            return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
+            policy = ", calibrated" * isinstance(self.select, CalibratedConfig)
+            return [(f"sparsity {s:g}{policy}", replace(self.select, sparsity=s)) for s in sparsities]
         if isinstance(self.select, MultiscaleConfig):
             shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
             topk_of_equal_cost = self.select.with_policy("topk", sparsity=1 - cost)
@@ -55,8 +63,15 @@ class BlockSelectionMethod:
         self, model: "PreTrainedModel", select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
     ) -> AbstractContextManager["Sparse"]:
         """Attaches the selection to ``model`` with ``dense_below=0``, so that prompts of every length use sparse attention."""
-        sparse_select = replace(select, dense_below=0)
-        return attach(model, gate=self.gate, select=sparse_select, measure_recall=measure_recall, measure_time=measure_time)
+        measures = {"measure_recall": measure_recall, "measure_time": measure_time}
+        if self.thresholds is not None:
+            return attach(model, select=self.selection(select), **measures)  # reads prompts of every length sparsely
+        return attach(model, gate=self.gate, select=replace(select, dense_below=0), **measures)
+
+    def selection(self, select: SelectConfig) -> Selection:
+        """Returns the selection by ``select``, one of :meth:`settings`."""
+        thresholds = self.thresholds if isinstance(select, CalibratedConfig) else None
+        return Selection.from_config(select, self.gate, thresholds)
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,31 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
     return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes)
 
 
+def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
+    """Returns ``methods`` with thresholds for the baselines that are calibrated, measured as those of a gate.
+
+    Gates and baselines are calibrated on the first training chunks of ``data``, which hold no held-out text.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
+    """
+    baselines = [each for each in methods.block_selections if each.gate is None]
+    if not baselines or not isinstance(cfg.select, CalibratedConfig) or cfg.eval.tasks == ["decoding"]:
+        return methods
+    check_length(loaded.model.config, cfg.data.seq_len)
+    check_heldout(cfg.data)
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
+    items = [chunks[i] for i in range(len(chunks))]
+
+    def calibrated(method: BlockSelectionMethod) -> BlockSelectionMethod:
+        scorer = Selection.from_config(method.select.with_policy("topk")).scorer
+        return replace(method, thresholds=calibrate(scorer, loaded.model, items))
+
+    gates = [each for each in methods.block_selections if each.gate is not None]
+    return replace(methods, block_selections=gates + [calibrated(each) for each in baselines])
+
+
 def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:
     """Returns ``{label: (kind, path)}`` of the artifacts to read, and a note for each kind that is missing or not of this name.
 
@@ -156,14 +196,14 @@ def _block_selections(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BlockSe
     gates = {label: module for label, module in found.items() if label.startswith("gate")}
     # Baselines select among the same blocks as the gate.
     size = next((gate.cfg.block_size for gate in gates.values()), cfg.select.block_size)
-    # The thresholds of the calibrated policy are stored with a gate; baselines have none.
-    fixed = cfg.select.with_policy("topk") if cfg.select.policy == "calibrated" else cfg.select
     methods = []
     for label, gate in gates.items():
         methods.append(BlockSelectionMethod(label, replace(cfg.select, scores="gate"), gate))
-        if fixed != cfg.select and label == "gate":  # the policy of the baselines, for a comparison of the scores alone
-            methods.append(BlockSelectionMethod(f"{label}, top-k", replace(fixed, scores="gate"), gate))
-    return methods + [BlockSelectionMethod(name, replace(fixed, scores=name, block_size=size)) for name in cfg.eval.baselines]
+        if isinstance(cfg.select, CalibratedConfig) and label == "gate":  # for a comparison of the policies
+            methods.append(BlockSelectionMethod(f"{label}, top-k", cfg.select.with_policy("topk", scores="gate"), gate))
+    return methods + [
+        BlockSelectionMethod(name, replace(cfg.select, scores=name, block_size=size)) for name in cfg.eval.baselines
+    ]
 
 
 def _bucket_routings(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:

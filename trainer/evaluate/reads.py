@@ -15,7 +15,7 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.saap.routing import top_buckets
 from msattn.trainer.seer.maps import BlockMaps
-from msattn.trainer.seer.select import Oracle, Selection
+from msattn.trainer.seer.select import Oracle
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
@@ -37,7 +37,7 @@ class PrefillReads:
     def add(self, x: LayerInputs) -> None:
         """Stores the maps of a layer if it is one of the three."""
         if self.maps.shows(x.layer):
-            selection = Selection.from_config(self.select, self.method.gate)
+            selection = self.method.selection(self.select)
             size, scores = selection.block_size, selection.scorer(x)
             self.maps.add(x, size, Oracle(size)(x), scores, selection.choose(scores, x) > 0)
 

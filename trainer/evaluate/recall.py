@@ -26,7 +26,7 @@ from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.saap.routing import top_buckets
-from msattn.trainer.seer.select import Selection, selected_attention, sparsity
+from msattn.trainer.seer.select import selected_attention, sparsity
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -135,7 +135,7 @@ def block_recalls(
     x: LayerInputs, dense: "MaxPoolAttention", method: BlockSelectionMethod, sparsities: list[float]
 ) -> dict[str, LayerRecall]:
     """Returns ``{setting: recall}`` of one block selection; its scores are computed once for all sparsities."""
-    selections = {label: Selection.from_config(select, method.gate) for label, select in method.settings(sparsities)}
+    selections = {label: method.selection(select) for label, select in method.settings(sparsities)}
     scores, recalls = None, {}
     for label, selection in selections.items():
         scores = selection.scorer(x) if scores is None else scores

@@ -56,6 +56,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     _check_sizes(cfg, loaded, found)
+    found = methods.calibrate_baselines(found, cfg, loaded)
     rows = _run_tasks(cfg, loaded, found)
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)

@@ -25,6 +25,7 @@ from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.distillation import gate_recall
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.select import GateScores
 from msattn.trainer.seer.train_gate import without_layers, write_gate
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
@@ -279,7 +280,7 @@ def _write_trained_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: d
     trained = Gate.build(loaded.model.config, gate.cfg)
     trained.load_state_dict(gather_weights(gate, torch.float32))
     trained.to(loaded.model.device)
-    trained.thresholds = calibrate(trained, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
+    trained.thresholds = calibrate(GateScores(trained), loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
     metrics = gate_recall(trained, loaded.model, rank_shard(heldout, len(heldout)))
     if PartialState().is_main_process:
         write_gate(folder.with_name("gate"), trained, cfg, loaded, chunks, without_layers(metrics))

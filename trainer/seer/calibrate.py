@@ -1,9 +1,9 @@
 """Calibrated thresholds, which select a given share of the blocks on average, and more in rows and heads that need more.
 
-Top-k reads the same share in each row of each head. Here top-k reads only a part of that share in each row (``FLOOR``), and one
-threshold per layer adds the blocks whose probability under the gate is high: many in early rows, few where attention is sharp.
-The threshold for each sparsity is measured once on text and stored with the gate. The selection of a row does not depend on
-later rows.
+Top-k reads the same share in each row of each head. Here top-k reads only a part of that share in each row (``FLOOR``), and
+one threshold per layer adds the blocks whose score is high: many in early rows, few where attention is sharp. They are
+measured once on text, for a grid of sparsities. A gate stores its thresholds; ``msattn eval`` measures those of the baselines
+in the same way. The selection of a row does not depend on later rows.
 """
 
 from collections.abc import Iterable
@@ -15,6 +15,7 @@ from accelerate.utils import reduce
 from annotated_types import Interval
 from torch import Tensor
 
+from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import activity
 from msattn.trainer.seer.blocks import candidate_blocks
@@ -23,7 +24,7 @@ from msattn.trainer.seer.policies import TopK
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from msattn.trainer.seer.gate import Gate
+    from msattn.trainer.seer.select import Scorer
 
 CALIBRATION_CHUNKS = 4  # chunks that thresholds are measured on
 FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the answer; 1 is plain top-k
@@ -52,12 +53,13 @@ class Thresholds:
 
 @torch.no_grad()
 def calibrate(
-    gate: "Gate", teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], floor: float = FLOOR
+    scorer: "Scorer", teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], floor: float = FLOOR
 ) -> dict[str, Any]:
-    """Returns thresholds of each layer for a grid of mean sparsities.
+    """Returns thresholds on the scores of each layer for a grid of mean sparsities.
 
     Parameters
     ----------
+    scorer : source of the block scores, of a gate (:class:`msattn.trainer.seer.select.GateScores`) or a baseline.
     chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     floor : part of its top-k share that each row reads regardless of the threshold, in [0, 1].
 
@@ -67,15 +69,15 @@ def calibrate(
         ``floor``; ``sparsities``, increasing; ``layers``: for each layer, a threshold per sparsity.
     """
     floors = [floor_policy(sparsity, floor) for sparsity in SPARSITIES]
-    counts = torch.zeros(len(gate.layers), len(SPARSITIES), BINS, dtype=torch.float64, device=teacher.device)
+    counts = torch.zeros(num_layers(teacher.config), len(SPARSITIES), BINS, dtype=torch.float64, device=teacher.device)
 
     def dense_attention_with_histograms(x: LayerInputs) -> Tensor:
-        scores = gate.scores(x)
-        candidates = candidate_blocks(x.num_queries, x.num_keys, gate.cfg.block_size, x.kv_start, x.q.device)
+        scores = scorer(x)
+        candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device)
         counts[x.layer] += torch.stack([histogram(scores, candidates.visible, read(scores, candidates)) for read in floors])
         return dense_attention(x)
 
-    with tap(teacher, dense_attention_with_histograms), activity("calibrating the thresholds of the gates"):
+    with tap(teacher, dense_attention_with_histograms), activity("calibrating the thresholds of block scores"):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
     counts = cast(Tensor, reduce(counts, "sum"))  # over ranks: integers, so the order does not change the sum

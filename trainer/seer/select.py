@@ -7,7 +7,7 @@ they are compared with share this interface. Nothing here synchronizes with the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -193,13 +193,21 @@ class Selection:
         return self.scorer.gate if isinstance(self.scorer, GateScores) else None
 
     @classmethod
-    def from_config(cls, cfg: SelectConfig, gate: "Gate | None" = None) -> "Selection":
+    def from_config(
+        cls, cfg: SelectConfig, gate: "Gate | None" = None, thresholds: dict[str, Any] | None = None
+    ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
+
+        Parameters
+        ----------
+        gate : the gate whose scores are used, with ``scores="gate"``.
+        thresholds : result of :func:`msattn.trainer.seer.calibrate.calibrate` for the scores of a baseline and the policy
+            ``calibrated``; a gate has its own.
 
         Raises
         ------
         UserError
-            If the scores are those of a gate and there is no gate, or the policy is calibrated and the gate is not.
+            The scores are those of a gate and there is no gate, or the policy is calibrated and there are no thresholds.
         """
         if cfg.scores == "gate" and gate is None:
             raise UserError(
@@ -214,7 +222,8 @@ class Selection:
             "quest": lambda: Quest(cfg.block_size),
         }
         scorer = scorers[cfg.scores]()
-        return cls(_policy(cfg, scorer), scorer, cfg.sink_blocks)
+        table = gate.thresholds if cfg.scores == "gate" and gate is not None else thresholds
+        return cls(_policy(cfg, scorer.block_size, table), scorer, cfg.sink_blocks)
 
     def blocks(self, x: "LayerInputs") -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
@@ -233,29 +242,28 @@ class Selection:
         return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.sink_blocks)
 
 
-def _policy(cfg: SelectConfig, scorer: Scorer) -> Policy | Sequence[Policy]:
+def _policy(cfg: SelectConfig, block_size: int, table: dict[str, Any] | None) -> Policy | Sequence[Policy]:
     match cfg:
         case TopKConfig():
             return TopK(cfg.sparsity)
         case CalibratedConfig():
-            return _calibrated(cfg, scorer)
+            return _calibrated(cfg, table)
         case ThresholdConfig():
             return Threshold(cfg.threshold)
         case NucleusConfig():
             return Nucleus(cfg.mass)
         case TokenBudgetConfig():
-            return TokenBudget(cfg.tokens, scorer.block_size)
+            return TokenBudget(cfg.tokens, block_size)
         case MultiscaleConfig():
             return Multiscale(cfg.shares)
     raise NotImplementedError(cfg.policy)
 
 
-def _calibrated(cfg: CalibratedConfig, scorer: Scorer) -> list[Policy]:
-    if not isinstance(scorer, GateScores) or scorer.gate.thresholds is None:
-        raise UserError(f"select.policy=calibrated: needs a gate with calibrated thresholds (select.scores={cfg.scores})")
-    table = scorer.gate.thresholds
+def _calibrated(cfg: CalibratedConfig, table: dict[str, Any] | None) -> list[Policy]:
+    if table is None:
+        raise UserError(f"select.policy=calibrated: needs calibrated thresholds of select.scores={cfg.scores}; topk needs none")
     if cfg.sparsity > table["sparsities"][-1]:
-        raise UserError(f"select.sparsity={cfg.sparsity}: the gate is calibrated up to {table['sparsities'][-1]}")
+        raise UserError(f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to {table['sparsities'][-1]}")
     floor = floor_policy(cfg.sparsity, table["floor"])
     return [Calibrated(floor, Threshold(threshold_at(table, i, cfg.sparsity))) for i in range(len(table["layers"]))]
 

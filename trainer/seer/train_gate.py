@@ -14,6 +14,7 @@ from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.maps import BlockMaps
+from msattn.trainer.seer.select import GateScores
 from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
@@ -51,7 +52,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     with Tracker.start(cfg.tracker, folder=work, run_name=run_name, config=asdict(cfg)) as tracker:
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         tracker.summary(metrics)
-        gate.thresholds = calibrate(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
+        gate.thresholds = calibrate(GateScores(gate), loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
         if PartialState().is_main_process:  # all ranks hold the same gates
             write_gate(folder, gate, cfg, loaded, chunks, metrics)
             tracker.artifact(folder)

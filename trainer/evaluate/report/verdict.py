@@ -278,7 +278,7 @@ def _name(method: str) -> str:
 
 
 def _opening(setting: str) -> str:
-    kind, _, value = setting.partition(" ")
+    kind, _, value = setting.partition(",")[0].partition(" ")  # the policy may follow
     return f"At {_percent(float(value))} sparsity" if kind == "sparsity" else f"With {setting}"
 
 
