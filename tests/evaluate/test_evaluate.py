@@ -229,7 +229,7 @@ def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_p
 def test_recall_of_a_method_does_not_depend_on_other_methods(loaded: Loaded, tmp_path: Path, text: str) -> None:
     """Every method reads the inputs of the dense model."""
     cfg = config(tmp_path, text)
-    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    found = methods.calibrate_baselines(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
     rows = recall.run(loaded, cfg, found, Progress(disable=True))
     alone = recall.run(loaded, cfg, replace(found, block_selections=found.block_selections[-1:]), Progress(disable=True))
     by_name = {(row.method, row.setting): row for row in rows}
@@ -309,7 +309,7 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     expected = calibrate(Quest(16), loaded.model, [train[i] for i in range(len(train))])
     assert quest.thresholds == expected
     ((label, select),) = quest.settings([0.6])
-    assert label == "sparsity 0.6, calibrated"
+    assert label == "sparsity 0.6"
     ids = train[0]["input_ids"]
     with quest.attach(loaded.model, select) as sparse:
         perplexity.prefill(loaded, ids)
@@ -327,12 +327,12 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     )
 
 
-def test_rows_of_calibrated_baselines_name_the_policy(tmp_path: Path, text: str) -> None:
+def test_rows_of_calibrated_baselines_keep_their_names(tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, tasks=["perplexity", "recall"], baselines=["quest"])
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
     rows = json.loads((evaluate(cfg) / "results.json").read_text())["rows"]
     settings = {(row["task"], row["setting"]) for row in rows if row["method"] == "quest"}
-    assert settings == {(task, f"sparsity {s}, calibrated") for task in ("perplexity", "recall") for s in ("0", "0.6")}
+    assert settings == {(task, f"sparsity {s}") for task in ("perplexity", "recall") for s in ("0", "0.6")}
 
 
 def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:

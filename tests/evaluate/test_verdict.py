@@ -1,6 +1,5 @@
 """The verdict's sentences, word by word, for evaluations with and without trained methods."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,12 +54,6 @@ def test_gate_and_classifier() -> None:
         "attention; the k-means alone, which needs no classifier, finds fewer (70 %); the window of first and last keys alone "
         "finds 20 % with 6 % of the keys.",
     ]
-
-
-def test_the_policy_in_a_setting_is_not_part_of_its_sparsity() -> None:
-    named = [replace(row, setting=f"{row.setting}, calibrated") for row in PREFILL if row.setting.startswith("sparsity")]
-    named += [row for row in PREFILL if not row.setting.startswith("sparsity")]
-    assert verdict(named) == verdict(PREFILL)
 
 
 def test_a_training_free_method_that_is_as_good_is_named() -> None:

@@ -8,8 +8,9 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.seer.a_shape import measure_spans
 from msattn.trainer.seer.calibrate import calibrate
-from msattn.trainer.seer.select import Selection
+from msattn.trainer.seer.select import Scorer, Selection
 from tests.factory import random_tokens, tiny_model
 
 BLOCK = 16
@@ -31,10 +32,14 @@ def layer_inputs(model: torch.nn.Module, ids: Tensor) -> list[LayerInputs]:
 def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) -> None:
     """The share is counted block by block over the causal triangle, which needs none of the calibration's code."""
     model, ids, blocks = tiny_model(initializer_range=0.3), random_tokens(3, 256), 256 // BLOCK
-    topk = Selection.from_config(SelectConfig(scores=scores, block_size=BLOCK))
-    table = calibrate(topk.scorer, model, [{"input_ids": row} for row in ids])
+    chunks = [{"input_ids": row} for row in ids]
+    if scores == "a_shape":
+        scorer: Scorer = measure_spans(model, chunks, BLOCK)
+    else:
+        scorer = Selection.from_config(SelectConfig(scores=scores, block_size=BLOCK)).scorer
+    table = calibrate(scorer, model, chunks)
     select = SelectConfig("calibrated", scores=scores, block_size=BLOCK, sparsity=0.6)
-    selection = Selection.from_config(select, thresholds=table)
+    selection = Selection.from_config(select, scorer=scorer, thresholds=table)
     triangle = [(row, col) for row in range(blocks) for col in range(row + 1)]
     # Chunk by chunk, because random scores depend on the shape.
     masks = [[selection.blocks(x)[0] for x in layer_inputs(model, row[None])] for row in ids]

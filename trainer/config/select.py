@@ -10,7 +10,7 @@ from msattn.trainer.errors import UserError
 if TYPE_CHECKING:
     from typing import Self
 
-BASELINES = ("oracle", "random", "sink_local", "mean_pool", "quest")
+BASELINES = ("oracle", "random", "sink_local", "a_shape", "mean_pool", "quest", "vertical_slash")
 SCORES = ("gate", *BASELINES)
 POLICIES: dict[str, type["SelectConfig"]] = {}  # by name; filled below the classes
 

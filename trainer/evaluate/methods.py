@@ -17,8 +17,9 @@ from msattn.trainer.models.families import check_length
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.routing import serving
+from msattn.trainer.seer.a_shape import measure_spans
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
-from msattn.trainer.seer.select import Multiscale, Selection
+from msattn.trainer.seer.select import Multiscale, Scorer, Selection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,12 +36,14 @@ COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmode
 class BlockSelectionMethod:
     """Sparse prefill: ``select`` names the block scores and the policy that turns them into blocks to read.
 
-    ``thresholds`` are those of a baseline's scores for the calibrated policy; a gate has its own.
+    ``scorer`` and ``thresholds`` are what a baseline needs from training text: the spans of the A shape, and the thresholds of
+    its scores for the calibrated policy. A gate has its own.
     """
 
     name: str
     select: SelectConfig
     gate: "Gate | None" = None
+    scorer: Scorer | None = None
     thresholds: dict[str, Any] | None = None
 
     def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
@@ -50,8 +53,7 @@ class BlockSelectionMethod:
         compared with top-k that reads the same number of tokens.
         """
         if isinstance(self.select, SparsityConfig):
-            policy = ", calibrated" * isinstance(self.select, CalibratedConfig)
-            return [(f"sparsity {s:g}{policy}", replace(self.select, sparsity=s)) for s in sparsities]
+            return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
         if isinstance(self.select, MultiscaleConfig):
             shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
             topk_of_equal_cost = self.select.with_policy("topk", sparsity=1 - cost)
@@ -64,14 +66,14 @@ class BlockSelectionMethod:
     ) -> AbstractContextManager["Sparse"]:
         """Attaches the selection to ``model`` with ``dense_below=0``, so that prompts of every length use sparse attention."""
         measures = {"measure_recall": measure_recall, "measure_time": measure_time}
-        if self.thresholds is not None:
+        if self.scorer is not None:
             return attach(model, select=self.selection(select), **measures)  # reads prompts of every length sparsely
         return attach(model, gate=self.gate, select=replace(select, dense_below=0), **measures)
 
     def selection(self, select: SelectConfig) -> Selection:
         """Returns the selection by ``select``, one of :meth:`settings`."""
         thresholds = self.thresholds if isinstance(select, CalibratedConfig) else None
-        return Selection.from_config(select, self.gate, thresholds)
+        return Selection.from_config(select, self.gate, scorer=self.scorer, thresholds=thresholds)
 
 
 @dataclass(frozen=True)
@@ -145,28 +147,31 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
 
 
 def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
-    """Returns ``methods`` with thresholds for the baselines that are calibrated, measured as those of a gate.
+    """Returns ``methods`` with the spans of the A shape, and with thresholds of the baselines if ``select`` is calibrated.
 
-    Gates and baselines are calibrated on the first training chunks of ``data``, which hold no held-out text.
+    They are measured as those of a gate, on the first training chunks of ``data``, which hold no held-out text.
 
     Raises
     ------
     UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
     """
-    baselines = [each for each in methods.block_selections if each.gate is None]
-    if not baselines or not isinstance(cfg.select, CalibratedConfig) or cfg.eval.tasks == ["decoding"]:
+    calibrated = isinstance(cfg.select, CalibratedConfig)
+    needy = [each for each in methods.block_selections if each.gate is None and (calibrated or each.name == "a_shape")]
+    if not needy or cfg.eval.tasks == ["decoding"]:
         return methods
     check_length(loaded.model.config, cfg.data.seq_len)
     check_heldout(cfg.data)
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
     items = [chunks[i] for i in range(len(chunks))]
 
-    def calibrated(method: BlockSelectionMethod) -> BlockSelectionMethod:
-        scorer = Selection.from_config(method.select.with_policy("topk")).scorer
-        return replace(method, thresholds=calibrate(scorer, loaded.model, items))
+    def measured(method: BlockSelectionMethod) -> BlockSelectionMethod:
+        if method.name == "a_shape":
+            scorer: Scorer = measure_spans(loaded.model, items, method.select.block_size)
+        else:
+            scorer = Selection.from_config(method.select.with_policy("topk")).scorer
+        return replace(method, scorer=scorer, thresholds=calibrate(scorer, loaded.model, items) if calibrated else None)
 
-    gates = [each for each in methods.block_selections if each.gate is not None]
-    return replace(methods, block_selections=gates + [calibrated(each) for each in baselines])
+    return replace(methods, block_selections=[measured(each) if each in needy else each for each in methods.block_selections])
 
 
 def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:

@@ -107,6 +107,11 @@ def _candidate_blocks(
     return Candidates(visible, always)
 
 
+def normalize_rows(scores: Tensor) -> Tensor:
+    """Divides rows by their sums; a row of zeros stays zero."""
+    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
 def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
     """Splits the tokens from ``start`` on into blocks.
 

@@ -29,9 +29,10 @@ from msattn.trainer.config import (
     TopKConfig,
 )
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidate_blocks, sparsity, visible_blocks
+from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidate_blocks, normalize_rows, sparsity, visible_blocks
 from msattn.trainer.seer.calibrate import floor_policy, threshold_at
 from msattn.trainer.seer.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
+from msattn.trainer.seer.vertical_slash import VerticalSlash
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
@@ -51,6 +52,7 @@ __all__ = [
     "Threshold",
     "TokenBudget",
     "TopK",
+    "VerticalSlash",
     "selected_attention",
     "sparsity",
     "visible_blocks",
@@ -194,34 +196,30 @@ class Selection:
 
     @classmethod
     def from_config(
-        cls, cfg: SelectConfig, gate: "Gate | None" = None, thresholds: dict[str, Any] | None = None
+        cls,
+        cfg: SelectConfig,
+        gate: "Gate | None" = None,
+        *,
+        scorer: Scorer | None = None,
+        thresholds: dict[str, Any] | None = None,
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
         Parameters
         ----------
         gate : the gate whose scores are used, with ``scores="gate"``.
+        scorer : source of the scores ``a_shape``, from :func:`msattn.trainer.seer.a_shape.measure_spans`; None: the one that
+            ``cfg.scores`` names.
         thresholds : result of :func:`msattn.trainer.seer.calibrate.calibrate` for the scores of a baseline and the policy
             ``calibrated``; a gate has its own.
 
         Raises
         ------
         UserError
-            The scores are those of a gate and there is no gate, or the policy is calibrated and there are no thresholds.
+            The scores are those of a gate and there is no gate, those of the A shape and there is no ``scorer``, or the policy
+            is calibrated and there are no thresholds.
         """
-        if cfg.scores == "gate" and gate is None:
-            raise UserError(
-                "select.scores=gate: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline"
-            )
-        scorers: dict[str, Callable[[], Scorer]] = {
-            "gate": lambda: GateScores(gate),  # pyrefly: ignore[bad-argument-type]
-            "oracle": lambda: Oracle(cfg.block_size),
-            "random": lambda: Random(cfg.block_size, cfg.seed),
-            "sink_local": lambda: SinkLocal(cfg.block_size),
-            "mean_pool": lambda: MeanPool(cfg.block_size),
-            "quest": lambda: Quest(cfg.block_size),
-        }
-        scorer = scorers[cfg.scores]()
+        scorer = scorer or _scorer(cfg, gate)
         table = gate.thresholds if cfg.scores == "gate" and gate is not None else thresholds
         return cls(_policy(cfg, scorer.block_size, table), scorer, cfg.sink_blocks)
 
@@ -240,6 +238,23 @@ class Selection:
     def candidates(self, x: "LayerInputs") -> Candidates:
         """Returns the blocks to select from."""
         return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.sink_blocks)
+
+
+def _scorer(cfg: SelectConfig, gate: "Gate | None") -> Scorer:
+    if cfg.scores == "gate" and gate is None:
+        raise UserError("select.scores=gate: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline")
+    if cfg.scores == "a_shape":
+        raise UserError("select.scores=a_shape: needs spans that msattn eval measures on text; sink_local has equal spans")
+    scorers: dict[str, Callable[[], Scorer]] = {
+        "gate": lambda: GateScores(gate),  # pyrefly: ignore[bad-argument-type]
+        "oracle": lambda: Oracle(cfg.block_size),
+        "random": lambda: Random(cfg.block_size, cfg.seed),
+        "sink_local": lambda: SinkLocal(cfg.block_size),
+        "mean_pool": lambda: MeanPool(cfg.block_size),
+        "quest": lambda: Quest(cfg.block_size),
+        "vertical_slash": lambda: VerticalSlash(cfg.block_size),
+    }
+    return scorers[cfg.scores]()
 
 
 def _policy(cfg: SelectConfig, block_size: int, table: dict[str, Any] | None) -> Policy | Sequence[Policy]:
@@ -277,11 +292,6 @@ def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> S
     options = {"block_size": block_size, "scale": x.scale, "kv_start": x.kv_start}
     operation = block_sparse_attention if selected.dtype == torch.bool else multiscale_attention
     return operation(x.q, x.k, x.v, selected, **options)
-
-
-def normalize_rows(scores: Tensor) -> Tensor:
-    """Divides rows by their sums; a row of zeros stays zero."""
-    return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def _visible(x: "LayerInputs", block_size: int) -> Tensor:

@@ -24,14 +24,19 @@ METHOD_STYLES: dict[str, dict[str, Any]] = {
     "oracle": {"color": INK, "marker": "D", "linestyle": "--"},
     "oracle routing": {"color": "#808080", "marker": "D", "linestyle": "--"},
     "quest": {"color": "#009E73", "marker": "s"},
+    "vertical_slash": {"color": "#6B8E23", "marker": "p"},
     "mean_pool": {"color": "#56B4E9", "marker": "^"},
     "sink_local": {"color": "#E69F00", "marker": "v"},
+    "a_shape": {"color": "#C0A000", "marker": "<"},
     "random": {"color": "#999999", "marker": "x"},
     "k-means": {"color": "#CC79A7", "marker": "P"},
     WINDOW: {"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9},
 }
 DEFAULT_STYLE = {"color": "#B8860B", "marker": "d"}
-METHOD_TITLES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "quest": "Quest bounds"}
+METHOD_TITLES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "quest": "Quest bounds"} | {
+    "vertical_slash": "vertical slash",
+    "a_shape": "A shape by head",
+}
 KEY_SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks of the share of keys read, in percent
 RISES = (-50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)  # ticks of the rise of perplexity, in percent
 HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broken, and how far tells nothing

@@ -263,7 +263,9 @@ MEASURES = (
 
 
 def _needs_no_training(method: str) -> bool:
-    return method in ("quest", "mean_pool", "sink_local") or (method.startswith("k-means") and "independent" not in method)
+    return method in ("quest", "vertical_slash", "mean_pool", "sink_local", "a_shape") or (
+        method.startswith("k-means") and "independent" not in method
+    )
 
 
 def _name(method: str) -> str:
@@ -278,7 +280,7 @@ def _name(method: str) -> str:
 
 
 def _opening(setting: str) -> str:
-    kind, _, value = setting.partition(",")[0].partition(" ")  # the policy may follow
+    kind, _, value = setting.partition(" ")
     return f"At {_percent(float(value))} sparsity" if kind == "sparsity" else f"With {setting}"
 
 
