@@ -5,6 +5,7 @@
 A teacher is trained on text and retrieval tasks in stages of growing length. Each stage is one call of
 :func:`msattn.trainer.training.loop.fit` that continues the previous one. After an interruption ``--resume`` continues to the
 same model. The model is written to ``FOLDER/model``, metrics to ``FOLDER/metrics.jsonl`` and ``FOLDER/model/training.json``.
+Several GPUs share the batches under ``torchrun --nproc-per-node N -m msattn.trainer.teachers.train ...``.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 import transformers
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -31,6 +33,7 @@ from msattn.trainer.teachers.figures import bfloat16_autocast, evaluate, held_ou
 from msattn.trainer.teachers.plans import PLANS, Plan
 from msattn.trainer.teachers.text import StageDataset, Texts, read_sources
 from msattn.trainer.teachers.tokenizer import load_tokenizer, train_tokenizer
+from msattn.trainer.training.distributed import init_process_state
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
@@ -100,7 +103,7 @@ def train(
     tasks = TaskSequences(tokenizer, texts.crop)
     with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
-            print(f"stage {number + 1}: {stage}", flush=True)
+            _print(f"stage {number + 1}: {stage}")
             prompts = needle_prompts(texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1)
             data = StageDataset(texts, tasks, stage, seed=(plan.seed, number), bos=cast(int, tokenizer.bos_token_id))
             settings = TrainConfig(
@@ -169,22 +172,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizer = train_tokenizer(document.text for found in sources.values() for document in found)
     texts = Texts(sources, tokenizer)
     counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
-    print(f"tokens of text: {counts}, held out: {len(texts.dev)}", flush=True)
-
     device = resolve_device(args.device)
+    processes = init_process_state(device)
+    _print(f"tokens of text: {counts}, held out: {len(texts.dev)}")
+
     compiled = device.type == "cuda" and not args.no_compile
     model = train(plan, texts, tokenizer, args.out, device=device, workers=args.workers, compiled=compiled, resume=args.resume)
+    if not processes.is_main_process:
+        return
     record: dict[str, Any] = {
         "plan": asdict(plan),
         "parameters": model.num_parameters(),
         "tokens": sum(stage.steps * stage.batch_size * stage.seq_len for stage in plan.stages),
         "minutes": round((time.time() - started) / 60, 1),
+        "processes": processes.num_processes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
     model = save(model, tokenizer, args.out / "model")
     record["figures"] = held_out_metrics(model, tokenizer, plan.stages[-1].seq_len, args.test, args.haystack)
     (args.out / "model" / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record["figures"], indent=2), flush=True)
+    _print(json.dumps(record["figures"], indent=2))
+
+
+def _print(line: str) -> None:
+    if PartialState().is_main_process:
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
