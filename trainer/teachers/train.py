@@ -10,7 +10,6 @@ Several GPUs share the batches under ``torchrun --nproc-per-node N -m msattn.tra
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -93,14 +92,14 @@ def train(
     workers: int = 0,
     compiled: bool = False,
     resume: bool = False,
-) -> LlamaForCausalLM:
-    """Runs the stages of ``plan``.
+) -> tuple[LlamaForCausalLM, float]:
+    """Runs the stages of ``plan`` and returns the model and the seconds of all steps, also of those before a resumption.
 
     Checkpoints are written to ``out/stage-N``, metrics to ``out/metrics.jsonl``.
     """
     model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
     module = WeightedLanguageModel(model)
-    tasks = TaskSequences(tokenizer, texts.crop)
+    tasks, seconds = TaskSequences(tokenizer, texts.crop), 0.0
     with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
             _print(f"stage {number + 1}: {stage}")
@@ -121,7 +120,7 @@ def train(
                 num_workers=workers,
                 compile=compiled,
             )
-            fit(
+            result = fit(
                 module,
                 data,
                 train=settings,
@@ -132,8 +131,9 @@ def train(
                 resume=resume,
                 evaluate=partial(evaluate, model, texts.dev, stage.seq_len, tokenizer, prompts),
             )
+            seconds += result.seconds
             tracker.offset += stage.steps
-    return model
+    return model, seconds
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
@@ -164,7 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(args.steps) != len(plan.stages):
             parser.error(f"--steps: give {len(plan.stages)} numbers, one per stage")
         plan = replace(plan, stages=tuple(replace(s, steps=n) for s, n in zip(plan.stages, args.steps, strict=True)))
-    started = time.time()
     sources = read_sources(args.text)
     if (EMBEDDED_MODEL / "tokenizer.json").exists():
         tokenizer = load_tokenizer(EMBEDDED_MODEL)
@@ -177,14 +176,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _print(f"tokens of text: {counts}, held out: {len(texts.dev)}")
 
     compiled = device.type == "cuda" and not args.no_compile
-    model = train(plan, texts, tokenizer, args.out, device=device, workers=args.workers, compiled=compiled, resume=args.resume)
+    options = {"device": device, "workers": args.workers, "compiled": compiled, "resume": args.resume}
+    model, seconds = train(plan, texts, tokenizer, args.out, **options)
     if not processes.is_main_process:
         return
     record: dict[str, Any] = {
         "plan": asdict(plan),
         "parameters": model.num_parameters(),
         "tokens": sum(stage.steps * stage.batch_size * stage.seq_len for stage in plan.stages),
-        "minutes": round((time.time() - started) / 60, 1),
+        "minutes": round(seconds / 60, 1),
         "processes": processes.num_processes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
