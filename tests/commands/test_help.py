@@ -64,7 +64,7 @@ def test_a_group(page) -> None:
     code, out = page("help", "select")
     assert code == 0
     for text in (
-        "nucleus       The fewest blocks",
+        "nucleus         The fewest blocks",
         "select.sparsity=0.9",
         "select=nucleus: sum of the row-normalised",
         "msattn eval",

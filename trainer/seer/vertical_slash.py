@@ -38,14 +38,12 @@ class VerticalSlash:
     def _largest_slash(self, x: "LayerInputs", slash: Tensor) -> Tensor:
         """Returns the largest mass of the distances between the queries and keys of each block: ``[B, Hq, Tr, Tc]``."""
         reach = self.block_size - 1  # the distances in a block differ by up to this from that of its first query and key
-        largest = F.max_pool1d(
-            F.pad(slash, (2 * reach, reach)), 2 * reach + 1, stride=1
-        )  # of distances -reach, -reach + 1, ...
+        # Entry i is of the distances around i - reach: the first is -reach.
+        largest = F.max_pool1d(F.pad(slash, (2 * reach, reach)), 2 * reach + 1, stride=1)
         first = row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device).first
         columns = torch.arange(0, x.num_keys, self.block_size, device=x.q.device)
-        index = (first[..., None] - columns + reach).clamp(
-            0, largest.shape[2] - 1
-        )  # [B | 1, Tr, Tc]; outside nothing is visible
+        # [B | 1, Tr, Tc]; blocks outside the range are not visible.
+        index = (first[..., None] - columns + reach).clamp(0, largest.shape[2] - 1)
         return largest.gather(2, index.flatten(1)[:, None].expand(*slash.shape[:2], -1)).unflatten(2, index.shape[1:])
 
 
