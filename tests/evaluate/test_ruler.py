@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from msattn import cli
 from msattn.trainer import models
 from msattn.trainer.config import ModelConfig, RulerConfig
+from msattn.trainer.config.select import select_config
 from msattn.trainer.data.tasks.ruler import Haystack, Sample
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import answers, ruler
+from msattn.trainer.evaluate.answers import Question
+from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.models.chat import encode_prompt
+from msattn.trainer.seer.gate import Gate
 from tests.data.test_ruler import WORDS
 from tests.evaluate.test_evaluate import config
 from tests.models.test_chat import TEMPLATE
@@ -41,8 +47,8 @@ def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.
         found.append(sample)
         return encode(tokenizer, sample, chat)
 
-    def half_right(loaded: Any, encoded: Any, case: Any, most: Any, advance: Any, complete: Any) -> Any:
-        given = answer(loaded, encoded, case, [2] * len(encoded), advance, complete)
+    def half_right(loaded: Any, questions: Any, case: Any, advance: Any, batch_tokens: int) -> Any:
+        given = answer(loaded, [each._replace(max_new_tokens=2) for each in questions], case, advance, batch_tokens)
         return given._replace(texts=[" and ".join(sample.answers[::2]) for sample in found])
 
     monkeypatch.setattr(ruler, "encode", known)
@@ -73,12 +79,33 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
     loaded = models.load(cfg.model, device="cpu")
     ids = ruler.encode(loaded.tokenizer, Sample("a prompt", " begun", []), None)
     (dense,) = answers.cases(loaded, answers.ComparedMethods([], []), [])
-    free = answers.answer(loaded, [ids], dense, [12], lambda: None)
+    free = answers.answer(loaded, [Question(ids, 12)], dense, lambda: None)
     third = loaded.tokenizer.decode(free.tokens[0][:3])
-    stopped = answers.answer(
-        loaded, [ids, ids], dense, [12, 12], lambda: None, [lambda text: text == third, lambda text: False]
-    )
-    assert stopped.tokens == [free.tokens[0][:3], free.tokens[0]]
+    questions = [Question(ids, 12, lambda text: text == third), Question(ids, 12, lambda text: False)]
+    for batch_tokens in (0, 2 * ids.shape[1]):
+        stopped = answers.answer(loaded, questions, dense, lambda: None, batch_tokens)
+        assert stopped.tokens == [free.tokens[0][:3], free.tokens[0]]
+
+
+@pytest.mark.parametrize("sparsity", [None, 0.5])
+def test_batches_get_the_answers_of_single_prompts(sparsity: float | None) -> None:
+    loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")
+    gate = BlockSelectionMethod("gate", select_config("topk"), Gate.load("embedded"))
+    tried = answers.cases(loaded, answers.ComparedMethods([] if sparsity is None else [gate], []), [sparsity or 0])
+    texts = ["Once upon a time there was " + "a river and " * number for number in (90, 20, 55)]
+    questions = [Question(encode_prompt(loaded.tokenizer, text, None), 8) for text in texts]
+    single, batched = (answers.answer(loaded, questions, tried[-1], lambda: None, tokens) for tokens in (0, 4096))
+    assert batched.tokens == single.tokens
+    assert batched.sparsity == pytest.approx(single.sparsity, abs=0.05)  # blocks of queries begin elsewhere
+
+
+def test_batches() -> None:
+    questions = [
+        Question(torch.zeros(1, length, dtype=torch.long), new) for length, new in ((5, 1), (8, 1), (3, 1), (3, 2), (9, 2))
+    ]
+    assert [len(batch) for batch in answers.batches(questions, 0)] == [1] * 5
+    assert [len(batch) for batch in answers.batches(questions, 16)] == [2, 1, 1, 1]
+    assert [len(batch) for batch in answers.batches(questions, 24)] == [3, 2]
 
 
 def test_a_chat_begins_its_reply_with_the_prefix() -> None:

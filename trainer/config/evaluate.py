@@ -87,14 +87,15 @@ class DocumentsConfig:
 class RulerConfig:
     """RULER's synthetic ``tasks``: ``samples`` prompts of each, of each of ``lengths`` with the tokens of the answer.
 
-    ``haystack`` is a text file or folder (None: the held-out documents of ``data``). Block selections are measured at
-    ``sparsities``, routing with ``probes``.
+    ``haystack`` is a text file or folder (None: the held-out documents of ``data``). Prompts are answered together, in batches
+    of up to ``batch_tokens`` tokens. Block selections are measured at ``sparsities``, routing with ``probes``.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
     tasks: list[str] = field(default_factory=lambda: list(RULER_TASKS), metadata=choices(RULER_TASKS))
     samples: int = field(default=20, metadata=within("[1, 10000]"))
     haystack: str | None = None
+    batch_tokens: int = field(default=32768, metadata=within("[0, 1e9]"))
     sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
     probes: list[int] = field(default_factory=lambda: [1, 2, 4], metadata=within("[0, 1e6]"))
 

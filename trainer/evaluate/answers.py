@@ -1,14 +1,13 @@
 """Generated answers to prompts, with dense attention and with each method."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import zip_longest
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import ComparedMethods
@@ -68,47 +67,82 @@ def cases(loaded: "Loaded", methods: ComparedMethods, sparsities: list[float], p
     return found
 
 
+class Question(NamedTuple):
+    """A prompt ``ids [1, N]``, the longest answer in tokens, and whether an answer's text needs no further tokens.
+
+    Without ``complete`` an answer ends by itself or at its longest.
+    """
+
+    ids: Tensor
+    max_new_tokens: int
+    complete: Callable[[str], bool] | None = None
+
+
 @torch.inference_mode()
 def answer(
-    loaded: "Loaded",
-    encoded: Sequence[Tensor],
-    case: Case,
-    max_new_tokens: Sequence[int],
-    advance: Callable[[], None],
-    complete: Sequence[Callable[[str], bool]] = (),
+    loaded: "Loaded", questions: Sequence[Question], case: Case, advance: Callable[[], None], batch_tokens: int = 0
 ) -> Answers:
-    """Generates greedily up to ``max_new_tokens`` tokens after each prompt ``[1, N]``.
+    """Generates answers greedily.
 
     Parameters
     ----------
-    complete : for each prompt, whether an answer's text needs no further tokens; none: answers end by themselves.
+    batch_tokens : prompts in succession whose answers may be equally long are answered together, left-padded, up to this number
+        of tokens; 0: each prompt by itself.
     """
-    model: Any = loaded.model
-    tokenizer = loaded.tokenizer
-    tokens, seconds, peaks = [], [], []
-
-    def text_of(ids: Any) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    def generate(ids: Tensor, new_tokens: int, complete: Callable[[str], bool] | None = None) -> Tensor:
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.eos_token_id}
-        if complete is not None:
-            options["stopping_criteria"] = [
-                lambda found, scores: torch.tensor([complete(text_of(found[0, ids.shape[1] :]))], device=found.device)
-            ]
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
-    if model.device.type == "cuda":  # not timed: kernels compile at their first call
+    device = loaded.model.device
+    if device.type == "cuda":  # not timed: kernels compile at their first call
         with case.attach():
-            generate(encoded[0].to(model.device), 2)
+            _generate(loaded, [questions[0]._replace(max_new_tokens=2)])
+    tokens: list[list[int]] = []
+    seconds, peak = 0.0, 0.0
     with case.attach() as sparse:
-        for ids, new_tokens, enough in zip_longest(encoded, max_new_tokens, complete):
-            ids = ids.to(model.device)
-            with cost(model.device) as spent:
-                output = generate(ids, new_tokens, enough)
-            tokens.append(output[0, ids.shape[1] :].tolist())
-            seconds.append(spent.seconds)
-            peaks.append(spent.peak_mb)
-            advance()
+        for batch in batches(questions, batch_tokens):
+            with cost(device) as spent:
+                output = _generate(loaded, batch)
+            tokens += output
+            seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
+            for _ in batch:
+                advance()
         stats = sparse.stats() if sparse else {"sparsity": 0.0, "selectivity": None}
-    return Answers(tokens, [text_of(each) for each in tokens], fmean(seconds), max(peaks), stats)
+    return Answers(tokens, [_text(loaded, row) for row in tokens], seconds / len(questions), peak, stats)
+
+
+def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Question]]:
+    """Yields questions in succession with equal ``max_new_tokens``, as many as have ``tokens`` tokens with padding."""
+    batch: list[Question] = []
+    for question in questions:
+        longest = max(each.ids.shape[1] for each in [*batch, question])
+        if batch and (batch[0].max_new_tokens != question.max_new_tokens or longest * (len(batch) + 1) > tokens):
+            yield batch
+            batch = []
+        batch.append(question)
+    if batch:
+        yield batch
+
+
+def _generate(loaded: "Loaded", batch: Sequence[Question]) -> list[list[int]]:
+    """Returns the new tokens after each prompt, up to EOS or to the end of a complete answer; prompts are left-padded."""
+    model: Any = loaded.model
+    padding = loaded.tokenizer.eos_token_id
+    longest = max(each.ids.shape[1] for each in batch)
+    ids = torch.cat([pad(each.ids, (longest - each.ids.shape[1], 0), value=padding) for each in batch])
+    mask = torch.cat([pad(torch.ones_like(each.ids), (longest - each.ids.shape[1], 0)) for each in batch])
+    options: dict[str, Any] = {"max_new_tokens": batch[0].max_new_tokens, "do_sample": False, "pad_token_id": padding}
+
+    ends: dict[int, int] = {}  # of the complete answers; tokens that follow are padding
+
+    def complete(found: Tensor, scores: Any) -> Tensor:
+        for row, (each, new) in enumerate(zip(batch, found[:, longest:], strict=True)):
+            if row not in ends and each.complete is not None and each.complete(_text(loaded, new)):
+                ends[row] = len(new)
+        return torch.tensor([row in ends for row in range(len(batch))], device=found.device)
+
+    if any(each.complete for each in batch):
+        options["stopping_criteria"] = [complete]
+    found: Tensor = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
+    rows = [row[: ends.get(number)] for number, row in enumerate(found[:, longest:].tolist())]
+    return [row[: row.index(padding)] if padding in row else row for row in rows]
+
+
+def _text(loaded: "Loaded", tokens: Any) -> str:
+    return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))

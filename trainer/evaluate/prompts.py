@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.evaluate.answers import Answers, Case, answer, cases
+from msattn.trainer.evaluate.answers import Answers, Case, Question, answer, cases
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
@@ -33,7 +33,8 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     prompts, encoded = read_prompts(settings.path), encoded_prompts(loaded, cfg)
     tried = cases(loaded, methods, settings.sparsities)
     advance = partial(progress.advance, progress.add_task("prompts", total=len(tried) * len(prompts)))
-    found = [answer(loaded, encoded, case, [settings.max_new_tokens] * len(encoded), advance) for case in tried]
+    questions = [Question(ids, settings.max_new_tokens) for ids in encoded]
+    found = [answer(loaded, questions, case, advance) for case in tried]
     dense = as_row(tried[0], prompts, encoded, found[0], found[0], None)
     sparse = zip(tried[1:], found[1:], strict=True)
     return [dense, *(as_row(case, prompts, encoded, answers, found[0], dense) for case, answers in sparse)]

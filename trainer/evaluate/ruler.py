@@ -19,7 +19,7 @@ from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
-from msattn.trainer.evaluate.answers import Answers, Case, answer, cases
+from msattn.trainer.evaluate.answers import Answers, Case, Question, answer, cases
 from msattn.trainer.evaluate.intervals import stratified_interval
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
@@ -46,13 +46,14 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     for length in settings.lengths:
         samples = make_samples(cfg, loaded.tokenizer, hay, length)
         asked = [(name, each) for name, drawn in samples.items() for each in drawn]
-        encoded = [encode(loaded.tokenizer, sample, cfg.chat) for _, sample in asked]
-        most = [ruler.TASKS[name].new_tokens for name, _ in asked]
-        task = progress.add_task(f"RULER, {length} tokens", total=len(tried) * len(encoded))
+        questions = [
+            Question(encode(loaded.tokenizer, sample, cfg.chat), ruler.TASKS[name].new_tokens, partial(is_complete, sample))
+            for name, sample in asked
+        ]
+        task = progress.add_task(f"RULER, {length} tokens", total=len(tried) * len(questions))
         dense: EvalRow | None = None
         for case in tried:
-            complete = [partial(is_complete, sample) for _, sample in asked]
-            answers = answer(loaded, encoded, case, most, partial(progress.advance, task), complete)
+            answers = answer(loaded, questions, case, partial(progress.advance, task), settings.batch_tokens)
             rows.append(as_row(case, samples, answers, length, dense))
             dense = dense or rows[-1]
     return rows
@@ -141,7 +142,7 @@ def as_row(case: Case, samples: dict[str, list[ruler.Sample]], answers: Answers,
         samples=sum(map(len, scores.values())),
         extra={
             "length": length,
-            "latency_of": "a prompt and its answer",
+            "latency_of": "a prompt and its answer, in batches",
             **by_task,
             "examples": examples(samples, answers.texts),
         },
