@@ -161,7 +161,8 @@ def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "L
         return methods
     check_length(loaded.model.config, cfg.data.seq_len)
     check_heldout(cfg.data)
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
+    text = replace(cfg.data, needles=cfg.model.presets.needles)  # as in the training of this model's gates
+    chunks = data.chunks(text, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
     items = [chunks[i] for i in range(len(chunks))]
 
     def measured(method: BlockSelectionMethod) -> BlockSelectionMethod:
