@@ -428,7 +428,7 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     # For run names: ${joined:${gate.q_pool}} joins a list, ${parent_name:${artifacts.gate}} is the name of a folder's parent.
-    OmegaConf.register_new_resolver("joined", "-".join, replace=True)
+    OmegaConf.register_new_resolver("joined", lambda items: "-".join(map(str, items)), replace=True)
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
