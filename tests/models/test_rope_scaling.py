@@ -62,7 +62,10 @@ def test_factors_that_are_no_numbers_are_refused(factor: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "positions"),
     [
-        (["model=llama3", "model.rope_scaling={rope_type:llama3,factor:32.0,low_freq_factor:1.0,high_freq_factor:4.0}"], 524288),
+        (
+            ["model=llama3", "model.rope_scaling={rope_type:llama3,factor:32.0,low_freq_factor:1.0,high_freq_factor:4.0}"],
+            524288,
+        ),
         (["model=llama3_8b"], 8192),
         (["model=llama3_8b", "model.rope_scaling={rope_type:yarn,factor:4.0}"], 32768),
     ],

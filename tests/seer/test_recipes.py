@@ -1,5 +1,6 @@
 """SeerAttention's recipes and that of multi-scale attention: their settings, and runs of them on toys of the same architecture."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from msattn import cli
-from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.compose import Command, compose
 from msattn.trainer.config import FinetuneConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
@@ -95,7 +96,7 @@ def test_gate_recipes_run_on_a_toy_model(recipe: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_yarn_runs_on_a_toy_model(folder: Path) -> None:
+def test_yarn_runs_on_a_toy_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Gates, sparse and dense extension, gates after it, evaluation."""
     short = ["model.architecture.max_position_embeddings=64"]
     msattn("train-gate", "experiment=seer_llama3_yarn_gates", *RANDOM, *GATES, *short)
@@ -106,19 +107,52 @@ def test_yarn_runs_on_a_toy_model(folder: Path) -> None:
     msattn("train-gate", "experiment=seer_llama3_yarn_gates", *TOY, *GATES, *dense)
     measured = ["data.heldout_split=null", "eval.documents.num_documents=1", "name=yarn-0.0,yarn-0.5"]
     msattn("eval", "-m", "experiment=seer_llama3_yarn_eval", *TOY, *measured)
+    printed = capsys.readouterr().out
+    assert "All evaluations" in printed
+    assert "All rows: outputs/llama3_8b/sweep.csv" in printed
+    with (folder / "llama3_8b/sweep.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["name"] for line in lines} == {"yarn-0.0", "yarn-0.5"}
+    assert len(lines) == 2 * (1 + 5 + 5)  # dense, gate and oracle at five sparsities
     for name in ("yarn-0.0", "yarn-0.5"):
         found = rows(folder / "llama3_8b" / name, "documents")
         assert {("dense", ""), ("gate", "sparsity 0.9"), ("oracle", "sparsity 0.5")} <= found.keys()
         assert found["dense", ""]["extra"]["length"] == 256
 
 
-def test_multiscale_trains_means_topk_and_dense_attention_at_equal_cost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from msattn.trainer.commands import compose as module
+@pytest.fixture
+def seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collects the configurations of jobs instead of running them."""
+    found: list[Any] = []
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: found.append(cfg))
+    return found
 
-    seen: list[Any] = []
-    monkeypatch.setattr(module.Command, "run", lambda self, cfg, arguments: seen.append(cfg))
+
+@pytest.mark.slow
+def test_pooling_has_49_combinations_each_with_an_evaluation(seen: list[Any]) -> None:
+    msattn("train-gate", "-m", "experiment=seer_pooling")
+    msattn("eval", "-m", "experiment=seer_pooling_eval")
+    trained, evaluated = seen[:49], seen[49:]
+    assert len({(frozenset(cfg.gate.q_pool), frozenset(cfg.gate.k_pool)) for cfg in trained}) == 49
+    assert [cfg.folder for cfg in evaluated] == [cfg.folder for cfg in trained]
+    assert {(cfg.train.steps, cfg.data.seq_len) for cfg in trained} == {(500, 32768)}
+    assert {(cfg.model.path, *cfg.eval.documents.lengths) for cfg in evaluated} == {("meta-llama/Llama-3.1-8B", 131072)}
+
+
+@pytest.mark.slow
+def test_pooling_runs_on_a_toy_model(folder: Path) -> None:
+    pools = ["gate.q_pool=[avg,min]", "gate.k_pool=[max],[min]"]
+    msattn("train-gate", "-m", "experiment=seer_pooling", *RANDOM, *GATES, *pools)
+    measured = ["data.heldout_split=null", "eval.documents.num_documents=1", "name=pool-avg-min_max,pool-avg-min_min"]
+    msattn("eval", "-m", "experiment=seer_pooling_eval", *RANDOM, *measured)
+    with (folder / "llama3/sweep.csv").open() as file:
+        gates = [line for line in csv.DictReader(file) if line["method"] == "gate"]
+    assert [(line["name"], line["setting"]) for line in gates] == [
+        (f"pool-avg-min_{k}", f"sparsity {sparsity}") for k in ("max", "min") for sparsity in (0.5, 0.7, 0.9)
+    ]
+
+
+def test_multiscale_trains_means_topk_and_dense_attention_at_equal_cost(seen: list[Any]) -> None:
     msattn("finetune", "-m", "experiment=multiscale")
     msattn("eval", "-m", "experiment=multiscale_eval")
     trained, evaluated = seen[:3], seen[3:]
