@@ -1,9 +1,9 @@
 """Long-context fine-tuning of a language model (SeerAttention, sections 4.3 and 5.2), with sparse or dense attention.
 
 The language model's loss trains the weights through ``block_sparse_attention`` over the top-k blocks by the gates' scores, or
-through ``multiscale_attention``, which reads the best blocks whole and means of the next ones. The gates are trained on the block
-map at the same time, with detached inputs. Weights are float32, because bfloat16 has 8
-significant bits and would round away an update of 1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
+through ``multiscale_attention``, which reads the best blocks whole and means of the next ones. The gates are trained on the
+block map at the same time, with detached inputs. Weights are float32, because bfloat16 has 8 significant bits and would round
+away an update of 1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
 """
 
 from contextlib import AbstractContextManager, nullcontext
