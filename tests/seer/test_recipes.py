@@ -1,4 +1,4 @@
-"""SeerAttention's recipes and that of multi-scale attention: their settings, and runs of them on toys of the same architecture."""
+"""SeerAttention's recipes and that of multi-scale attention: their settings, and runs of them on toy models."""
 
 import csv
 import json

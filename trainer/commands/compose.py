@@ -36,8 +36,8 @@ class Command:
     """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
 
     ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
-    replaces, ``sizes`` what to reduce where the machine is too small, ``after_sweep`` a ``module:function`` that gets the results
-    of all jobs of a sweep.
+    replaces, ``sizes`` what to reduce where the machine is too small, ``after_sweep`` a ``module:function`` that gets the
+    results of all jobs of a sweep.
     """
 
     config: str
@@ -232,8 +232,8 @@ def launch(
     for number, result in enumerate(results):
         if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
-    if multirun and COMMANDS[command].after_sweep:
-        _imported(COMMANDS[command].after_sweep)(results)
+    if multirun and (finish := COMMANDS[command].after_sweep):
+        _imported(finish)(results)
     return results
 
 

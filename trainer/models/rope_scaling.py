@@ -28,21 +28,17 @@ def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
     kind, before = scaling.get("rope_type"), config.rope_parameters
     if kind not in ROPE_TYPES:
         raise UserError(f"model.rope_scaling.rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
-    kept = [key for key in ("rope_theta", ORIGINAL) if key in before and (key != ORIGINAL or kind in WITH_ORIGINAL)]
     try:
-        positions = _scaled_positions(config.max_position_embeddings, before, scaling)
-        config.rope_parameters = {key: before[key] for key in kept} | scaling
+        unscaled = config.max_position_embeddings / _stretch(before)
+        original = {ORIGINAL: before.get(ORIGINAL, round(unscaled))} if kind in WITH_ORIGINAL else {}
+        positions = scaling[ORIGINAL] if kind == "yarn" and ORIGINAL in scaling else unscaled
+        positions = round(positions * _stretch(scaling))
+        config.rope_parameters = {"rope_theta": before["rope_theta"], **original, **scaling}
         config.standardize_rope_params()
         config.max_position_embeddings = positions
         config.validate_rope()
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise UserError(f"model.rope_scaling={scaling}: {first_line(error)}") from error
-
-
-def _scaled_positions(positions: int, before: dict[str, Any], scaling: dict[str, Any]) -> int:
-    if scaling["rope_type"] == "yarn" and ORIGINAL in scaling:
-        return round(scaling[ORIGINAL] * _stretch(scaling))
-    return round(positions * _stretch(scaling) / _stretch(before))
 
 
 def _stretch(rope: dict[str, Any]) -> float:
