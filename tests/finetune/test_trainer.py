@@ -27,13 +27,21 @@ from tests.factory import FAMILIES, random_tokens, tiny_model
 from tests.jobs import Job
 
 SELECT = SelectConfig(sparsity=0.5)
+MEANS = SelectConfig("multiscale", shares=[0.2, 0.2, 0.3, 0.3])
 IDS = random_tokens(2, 97, seed=1)
 
 
-def fine_tuner(family: str = "llama", *, sparse: bool = True, dtype: torch.dtype = torch.float32, **changes: Any) -> FineTuner:
+def fine_tuner(
+    family: str = "llama",
+    *,
+    sparse: bool = True,
+    dtype: torch.dtype = torch.float32,
+    select: SelectConfig = SELECT,
+    **changes: Any,
+) -> FineTuner:
     model = tiny_model(family, "yarn", **changes).requires_grad_(True)
     gate = Gate.build(model.config, GateConfig(block_size=16)) if sparse else None
-    return FineTuner(model, gate, SELECT, gate_weight=0.5, dtype=dtype).train()
+    return FineTuner(model, gate, select, gate_weight=0.5, dtype=dtype).train()
 
 
 def gradients(module: FineTuner, ids: Tensor = IDS) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -58,10 +66,10 @@ def test_dense_training_equals_that_of_transformers(family: str) -> None:
         torch.testing.assert_close(found[f"model.{name}"], weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sparse_training_equals_one_autograd_graph(family: str) -> None:
+@pytest.mark.parametrize(("family", "select"), [*((family, SELECT) for family in FAMILIES), ("llama", MEANS)])
+def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectConfig) -> None:
     """The reference has the losses of the gates, on detached inputs, and of the language model in one graph."""
-    module, plain = fine_tuner(family), fine_tuner(family)
+    module, plain = fine_tuner(family, select=select), fine_tuner(family, select=select)
     outputs, found = gradients(module)
     gate, losses = plain.gate, []
     assert gate is not None
@@ -70,7 +78,7 @@ def test_sparse_training_equals_one_autograd_graph(family: str) -> None:
         cfg = gate.cfg
         pooled = maxpool_attention(x.q.detach(), x.k.detach(), x.v.detach(), block_size=16, scale=x.scale).pooled
         losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(97, 97, 16, None, x.q.device), cfg))
-        return selected_attention(x, Selection.from_config(SELECT, gate).blocks(x), 16).out
+        return selected_attention(x, Selection.from_config(select, gate).blocks(x), 16).out
 
     with tap(plain.model, gated_attention):
         logits = plain.model.lm_head(run_backbone(plain.model, IDS))
@@ -82,6 +90,16 @@ def test_sparse_training_equals_one_autograd_graph(family: str) -> None:
     torch.testing.assert_close(outputs["loss"], language + 0.5 * sum(losses))
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_shares_of_whole_blocks_train_like_topk_and_dense_attention() -> None:
+    for shares, other in (([0.5, 0, 0, 0], SELECT), ([1.0, 0, 0, 0], SelectConfig(sparsity=0.0))):
+        whole, topk = fine_tuner(select=SelectConfig("multiscale", shares=shares)), fine_tuner(select=other)
+        (outputs, found), (before, expected) = gradients(whole), gradients(topk)
+        torch.testing.assert_close(outputs["loss"], before["loss"])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    means = gradients(fine_tuner(select=MEANS))[0]["parts"]["language"]
+    assert not torch.isclose(means, before["parts"]["language"], rtol=1e-6), "this model must read means"
 
 
 @pytest.mark.parametrize("sparse", [True, False])

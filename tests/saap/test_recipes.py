@@ -1,12 +1,13 @@
 """The paper's recipes for Llama-3.1-8B: their settings, and runs of them on a random toy of the same architecture."""
 
+import csv
 from pathlib import Path
 
 import pytest
 
 from msattn import cli
 from msattn.trainer import artifacts
-from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.compose import Command, compose
 
 RECIPES = {"saap_llama31": 131_072, "saap_llama31_500k": 500_000}
 TOY = [
@@ -35,6 +36,19 @@ TOY = [
 ]
 
 
+def msattn(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    assert not caught.value.code
+
+
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enters ``folder`` and writes texts for training and evaluation."""
+    monkeypatch.chdir(folder)
+    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(300)))
+    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(300)))
+
+
 @pytest.mark.parametrize(("recipe", "length"), RECIPES.items())
 def test_a_recipe_has_the_settings_of_the_paper(recipe: str, length: int) -> None:
     partition, classifier = (compose(command, [f"experiment={recipe}"]) for command in ("fit-kmeans", "train-qmodel"))
@@ -50,16 +64,40 @@ def test_a_recipe_has_the_settings_of_the_paper(recipe: str, length: int) -> Non
     assert (presets.probes, presets.recent) == (32, 2047)
 
 
+def test_windows_are_those_of_the_paper_and_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append(cfg))
+    msattn("eval", "-m", "experiment=saap_windows")
+    windows = [(cfg.sink, cfg.recent) for cfg in seen]
+    assert {(1, 2047), (128, 512)} <= set(windows)
+    assert [cfg.name for cfg in seen] == [f"window-{sink}-{recent}" for sink, recent in windows]
+    assert len(set(windows)) == 8
+    trained = compose("train-qmodel", ["experiment=saap_llama31"])
+    assert {cfg.artifacts.qmodel for cfg in seen} == {str(trained.folder / "qmodel")}
+    assert {cfg.eval.needle.probes[-1] for cfg in seen} == {128}
+
+
+@pytest.mark.slow
+def test_windows_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path, monkeypatch)
+    for command in ("fit-kmeans", "train-qmodel"):
+        msattn(command, "experiment=saap_llama31", *TOY)
+    sizes = ["data.seq_len=256", "model.presets.eval_probes=[0,2]", "eval.needle.samples=1", "eval.needle.depths=[0.5]"]
+    msattn("eval", "-m", "experiment=saap_windows", *TOY, *sizes, "sink=1,16", "recent=32,64")
+    with Path("outputs/llama3/sweep.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if line["method"] == "classifier"]
+    read = {line["name"]: float(line["selectivity"]) for line in lines if line["setting"] == "2 probes"}
+    assert read.keys() == {"window-1-32", "window-1-64", "window-16-32", "window-16-64"}
+    assert read["window-1-32"] < read["window-16-64"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["saap_llama31", "saap_llama31_500k"])
 def test_a_recipe_runs_on_a_toy_model(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(300)))
-    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(300)))
+    prepare(tmp_path, monkeypatch)
     for command in ("fit-kmeans", "train-qmodel"):
-        with pytest.raises(SystemExit) as caught:
-            cli.main([command, f"experiment={recipe}", *TOY])
-        assert not caught.value.code
+        msattn(command, f"experiment={recipe}", *TOY)
     (name,) = Path("outputs/llama3").iterdir()
     partition, classifier = (artifacts.read(name / kind).manifest for kind in ("kmeans", "qmodel"))
     assert partition["details"]["stats"][0][0]["points"] == 4 * 30

@@ -178,21 +178,6 @@ def test_a_loss_that_is_not_finite_in_one_rank_stops_both(root):
     assert not (root / "outputs" / "small" / "torn" / "gate").exists()
 
 
-def test_the_papers_hyperparameters_are_an_experiment():
-    cfg = compose("train-gate", ["experiment=seer_llama31"])
-    assert isinstance(cfg, TrainGateConfig)
-    train, gate = cfg.train, cfg.gate
-    assert (cfg.model.path, cfg.data.source, cfg.data.seq_len, cfg.dtype) == (
-        "meta-llama/Llama-3.1-8B",
-        "hub",
-        65536,
-        "bfloat16",
-    )
-    assert (train.lr, train.schedule, train.steps, train.batch_size, train.weight_decay) == (1e-3, "cosine", 500, 16, 0.0)
-    assert (gate.loss, gate.q_pool, gate.k_pool, gate.block_size) == ("mse", ["avg"], ["max", "min"], 64)
-    assert cfg.data.num_chunks == train.steps * train.batch_size
-
-
 def test_the_papers_recipe_is_evaluated_by_its_name():
     trained = compose("train-gate", ["experiment=seer_llama31"])
     evaluated = compose("eval", ["model=llama3", "name=seer", "dtype=bfloat16"])  # as the header of the experiment says

@@ -36,7 +36,8 @@ class Command:
     """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
 
     ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
-    replaces, ``sizes`` what to reduce where the machine is too small.
+    replaces, ``sizes`` what to reduce where the machine is too small, ``after_sweep`` a ``module:function`` that gets the
+    results of all jobs of a sweep.
     """
 
     config: str
@@ -45,6 +46,7 @@ class Command:
     first: tuple[str, ...]
     writes: tuple[str, ...] = ()
     sizes: str = "data.seq_len or the batch size"
+    after_sweep: str | None = None
 
     @property
     def trains(self) -> bool:
@@ -53,8 +55,13 @@ class Command:
 
     def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
         """Imports the job and calls it."""
-        module, function = self.job.split(":")
-        return getattr(importlib.import_module(f"msattn.trainer.{module}"), function)(cfg, **arguments)
+        return _imported(self.job)(cfg, **arguments)
+
+
+def _imported(function: str) -> Callable[..., Any]:
+    """Returns the function ``module:function`` of ``msattn.trainer``."""
+    module, name = function.split(":")
+    return getattr(importlib.import_module(f"msattn.trainer.{module}"), name)
 
 
 COMMANDS = {
@@ -142,6 +149,7 @@ COMMANDS = {
         "evaluate.run:evaluate",
         ("model", "eval", "select", "select.sparsity", "data", "data.path", "artifacts.gate", "probes", "recent", "name"),
         writes=("eval",),
+        after_sweep="evaluate.report.sweep:tabulate",
     ),
     "generate": Command(
         "generate",
@@ -224,6 +232,8 @@ def launch(
     for number, result in enumerate(results):
         if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
+    if multirun and (finish := COMMANDS[command].after_sweep):
+        _imported(finish)(results)
     return results
 
 
@@ -428,7 +438,7 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     # For run names: ${joined:${gate.q_pool}} joins a list, ${parent_name:${artifacts.gate}} is the name of a folder's parent.
-    OmegaConf.register_new_resolver("joined", "-".join, replace=True)
+    OmegaConf.register_new_resolver("joined", lambda items: "-".join(map(str, items)), replace=True)
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra

@@ -24,6 +24,7 @@ from msattn.trainer.config.values import DTYPES, check, choices, folder_name, re
 from msattn.trainer.errors import UserError
 
 TASK_TOKENS = 256  # shortest chunk that fits a retrieval task and some text
+TRAINABLE = ("topk", "multiscale")  # policies of finetune, which read the same share of every row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +230,9 @@ class FinetuneConfig(RunConfig):
                 gate,
                 f"gates are needed; msattn train-gate {self.arguments('base')} trains them",
             )
-            require(self.select.policy == "topk", "select.policy", self.select.policy, "finetune trains with topk")
-            require(self.select.scores == "gate", "select.scores", self.select.scores, "finetune trains with gate")
+            policy, scores = self.select.policy, self.select.scores
+            require(policy in TRAINABLE, "select.policy", policy, f"finetune trains with {' or '.join(TRAINABLE)}")
+            require(scores == "gate", "select.scores", scores, "finetune trains with gate")
             below = self.select.dense_below
             require(
                 below in ("auto", 0), "select.dense_below", below, "auto or 0: finetune uses sparse attention in every chunk"

@@ -1,8 +1,9 @@
 """Long-context fine-tuning of a language model (SeerAttention, sections 4.3 and 5.2), with sparse or dense attention.
 
-The language model's loss trains the weights through ``block_sparse_attention`` over the top-k blocks by the gates' scores. The
-gates are trained on the block map at the same time, with detached inputs. Weights are float32, because bfloat16 has 8
-significant bits and would round away an update of 1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
+The language model's loss trains the weights through ``block_sparse_attention`` over the top-k blocks by the gates' scores, or
+through ``multiscale_attention``, which reads the best blocks whole and means of the next ones. The gates are trained on the
+block map at the same time, with detached inputs. Weights are float32, because bfloat16 has 8 significant bits and would round
+away an update of 1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -35,12 +36,12 @@ class GateTargets(NamedTuple):
 
     Attributes
     ----------
-    mask : bool ``[B, Hg, Tr, Tc]``, the blocks to read.
+    selected : ``[B, Hg, Tr, Tc]``, the blocks to read: a bool mask, or uint8 zooms.
     loss : scalar, detached.
     gradients : gradients of the loss, one for each of the gate's parameters.
     """
 
-    mask: Tensor
+    selected: Tensor
     loss: Tensor
     gradients: tuple[Tensor, ...]
 
@@ -116,7 +117,7 @@ class FineTuner(nn.Module):
                 return selected_attention(x, self.selection.blocks(x), self.selection.block_size).out
             if x.layer not in self._targets:  # activation checkpointing runs the layer again, with the same blocks
                 self._targets[x.layer] = _gate_targets(x, self.gate, self.selection)
-            return selected_attention(x, self._targets[x.layer].mask, self.selection.block_size).out
+            return selected_attention(x, self._targets[x.layer].selected, self.selection.block_size).out
 
 
 def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTargets:
@@ -130,8 +131,8 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
         loss = gate_loss(logits, pooled, visible, gate.cfg)
         gradients = torch.autograd.grad(loss, list(gate.layers[x.layer].parameters()))
     with torch.no_grad():
-        mask = selection.choose(block_softmax(logits, visible), x)
-    return GateTargets(mask, loss.detach(), gradients)
+        selected = selection.choose(block_softmax(logits, visible), x)
+    return GateTargets(selected, loss.detach(), gradients)
 
 
 def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

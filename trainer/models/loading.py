@@ -15,8 +15,9 @@ from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.architecture import generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
-from msattn.trainer.models.families import FAMILIES, ROPE_TYPES, check_supported
+from msattn.trainer.models.families import FAMILIES, check_supported
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.model_files import ModelFiles, local_folder
@@ -86,7 +87,7 @@ def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTraine
 def _config_and_tokenizer(cfg: ModelConfig, files: ModelFiles) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
     config = random_config(cfg) if cfg.init == "random" else _config(files, cfg.trust_remote_code)
     if cfg.rope_scaling is not None:
-        _scale_rope(config, cfg.rope_scaling)
+        scale_rope(config, cfg.rope_scaling)
     check_supported(config)
     tokenizer = _tokenizer(cfg, files)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
@@ -214,19 +215,3 @@ def _tokenizer(cfg: ModelConfig, files: ModelFiles) -> "PreTrainedTokenizerBase"
     if cfg.path == "embedded" or (cfg.init == "random" and (folder is None or not (folder / VOCABULARY).is_file())):
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
     return load_tokenizer(files, cfg.trust_remote_code)
-
-
-def _scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
-    """Overrides the RoPE parameters in place and scales ``max_position_embeddings`` with them."""
-    kind, factor = scaling.get("rope_type"), scaling.get("factor", 1.0)
-    if kind not in ROPE_TYPES:
-        raise UserError(f"model.rope_scaling.rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
-    try:
-        config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **scaling}
-        config.standardize_rope_params()
-        if kind in ("linear", "llama3", "yarn"):
-            original = config.rope_parameters.get("original_max_position_embeddings", config.max_position_embeddings)
-            config.max_position_embeddings = int(original * float(factor))
-        config.validate_rope()
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"model.rope_scaling={scaling}: {first_line(error)}") from error

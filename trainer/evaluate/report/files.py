@@ -26,7 +26,7 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Com
     text = json.dumps(document, indent=2, allow_nan=False)
     text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)  # a list of numbers takes one line
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    _write_csv(folder / "results.csv", rows)
+    write_csv(folder / "results.csv", rows)
     (folder / "report.html").write_text(page(rows, asdict(about), figures, comparison), encoding="utf-8")
     return figures
 
@@ -40,7 +40,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_csv(path: Path, rows: list[EvalRow]) -> None:
+def write_csv(path: Path, rows: Sequence[EvalRow]) -> None:
     """Writes one line for each row: its fields, the interval as two columns, and the numbers and strings of ``extra``."""
     lines = []
     for row in rows:

@@ -1,0 +1,173 @@
+"""SeerAttention's recipes and that of multi-scale attention: their settings, and runs of them on toy models."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn import cli
+from msattn.trainer.commands.compose import Command, compose
+from msattn.trainer.config import FinetuneConfig
+from msattn.trainer.models.families import max_length
+from msattn.trainer.models.loading import config_and_tokenizer
+
+TEXT = [
+    "data=text",
+    "data.path=text.txt",
+    "data.heldout_path=heldout.txt",
+    "device=cpu",
+    "tracker=none",
+]
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+TOY = [*TEXT, *(f"model.architecture.{key}={size}" for key, size in SHAPE.items()), "data.seq_len=256", "dtype=float32"]
+RANDOM = [*TOY, "model.init=random"]
+GATES = ["train.steps=2", "train.batch_size=1"]
+TUNING = [f"train.{key}" for key in ("steps=2", "batch_size=2", "micro_batch_size=1", "num_workers=0")]
+
+
+def msattn(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    assert not caught.value.code
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(400)))
+    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(400)))
+    return tmp_path / "outputs"
+
+
+def rows(folder: Path, task: str) -> dict[tuple[str, str], dict[str, Any]]:
+    found = json.loads((folder / "eval/results.json").read_text())["rows"]
+    return {(row["method"], row["setting"]): row for row in found if row["task"] == task}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "path", "length"),
+    [
+        ("seer_llama31", "meta-llama/Llama-3.1-8B", 65536),
+        ("seer_mistral7b", "mistralai/Mistral-7B-v0.3", 32768),
+        ("seer_llama3_yarn_gates", "meta-llama/Meta-Llama-3-8B", 32768),
+    ],
+)
+def test_gates_have_the_settings_of_the_paper(recipe: str, path: str, length: int) -> None:
+    cfg = compose("train-gate", [f"experiment={recipe}"])
+    train, gate = cfg.train, cfg.gate
+    assert (cfg.model.path, cfg.data.source, cfg.data.seq_len, cfg.dtype) == (path, "hub", length, "bfloat16")
+    assert (train.lr, train.schedule, train.steps, train.batch_size, train.weight_decay) == (1e-3, "cosine", 500, 16, 0.0)
+    assert (gate.loss, gate.q_pool, gate.k_pool, gate.block_size) == ("mse", ["avg"], ["max", "min"], 64)
+    assert cfg.data.num_chunks == train.steps * train.batch_size
+    config, _ = config_and_tokenizer(compose("train-gate", [f"experiment={recipe}", "model.init=random"]).model)
+    assert max_length(config) >= length
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_yarn_has_the_settings_of_the_paper(sparsity: float) -> None:
+    cfg = compose("finetune", ["experiment=seer_llama3_yarn", f"select.sparsity={sparsity}"])
+    assert isinstance(cfg, FinetuneConfig)
+    gates = compose("train-gate", ["experiment=seer_llama3_yarn_gates"])
+    assert (cfg.name, cfg.sparse, cfg.data.seq_len) == (f"yarn-{sparsity}", sparsity > 0, 32768)
+    assert cfg.artifacts.gate == str(gates.folder / "gate")
+    assert (cfg.model, cfg.data.path) == (gates.model, gates.data.path)
+    assert (cfg.train.lr, cfg.train.schedule, cfg.train.batch_size, cfg.train.fsdp) == (1e-5, "linear", 8, True)
+    assert cfg.data.num_chunks == cfg.train.steps * cfg.train.batch_size
+    evaluated = compose("eval", ["experiment=seer_llama3_yarn_eval", f"name={cfg.name}"])
+    assert (evaluated.model.path, evaluated.folder) == (str(cfg.folder / "model"), cfg.folder)
+    assert (evaluated.eval.documents.lengths, evaluated.model.rope_scaling) == ([32768], None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["seer_llama31", "seer_mistral7b"])
+def test_gate_recipes_run_on_a_toy_model(recipe: str, folder: Path) -> None:
+    msattn("train-gate", f"experiment={recipe}", *RANDOM, *GATES)
+    (model,) = folder.glob("*/seer/gate/model.safetensors")
+    assert model.is_file()
+
+
+@pytest.mark.slow
+def test_yarn_runs_on_a_toy_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gates, sparse and dense extension, gates after it, evaluation."""
+    short = ["model.architecture.max_position_embeddings=64"]
+    msattn("train-gate", "experiment=seer_llama3_yarn_gates", *RANDOM, *GATES, *short)
+    for sparsity in (0.5, 0.0):
+        given = [f"select.sparsity={sparsity}", "train.fsdp=false"]
+        msattn("finetune", "experiment=seer_llama3_yarn", *RANDOM, *TUNING, *short, *given)
+    dense = ["name=yarn-0.0", "model.path=outputs/llama3_8b/yarn-0.0/model", "model.rope_scaling=null"]
+    msattn("train-gate", "experiment=seer_llama3_yarn_gates", *TOY, *GATES, *dense)
+    measured = ["data.heldout_split=null", "eval.documents.num_documents=1", "name=yarn-0.0,yarn-0.5"]
+    msattn("eval", "-m", "experiment=seer_llama3_yarn_eval", *TOY, *measured)
+    printed = capsys.readouterr().out
+    assert "All evaluations" in printed
+    assert "All rows: outputs/llama3_8b/sweep.csv" in printed
+    with (folder / "llama3_8b/sweep.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {line["name"] for line in lines} == {"yarn-0.0", "yarn-0.5"}
+    assert len(lines) == 2 * (1 + 5 + 5)  # dense, gate and oracle at five sparsities
+    for name in ("yarn-0.0", "yarn-0.5"):
+        found = rows(folder / "llama3_8b" / name, "documents")
+        assert {("dense", ""), ("gate", "sparsity 0.9"), ("oracle", "sparsity 0.5")} <= found.keys()
+        assert found["dense", ""]["extra"]["length"] == 256
+
+
+@pytest.fixture
+def seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collects the configurations of jobs instead of running them."""
+    found: list[Any] = []
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: found.append(cfg))
+    return found
+
+
+@pytest.mark.slow
+def test_pooling_has_49_combinations_each_with_an_evaluation(seen: list[Any]) -> None:
+    msattn("train-gate", "-m", "experiment=seer_pooling")
+    msattn("eval", "-m", "experiment=seer_pooling_eval")
+    trained, evaluated = seen[:49], seen[49:]
+    assert len({(frozenset(cfg.gate.q_pool), frozenset(cfg.gate.k_pool)) for cfg in trained}) == 49
+    assert [cfg.folder for cfg in evaluated] == [cfg.folder for cfg in trained]
+    assert {(cfg.train.steps, cfg.data.seq_len) for cfg in trained} == {(500, 32768)}
+    assert {(cfg.model.path, *cfg.eval.documents.lengths) for cfg in evaluated} == {("meta-llama/Llama-3.1-8B", 131072)}
+
+
+@pytest.mark.slow
+def test_pooling_runs_on_a_toy_model(folder: Path) -> None:
+    pools = ["gate.q_pool=[avg,min]", "gate.k_pool=[max],[min]"]
+    msattn("train-gate", "-m", "experiment=seer_pooling", *RANDOM, *GATES, *pools)
+    measured = ["data.heldout_split=null", "eval.documents.num_documents=1", "name=pool-avg-min_max,pool-avg-min_min"]
+    msattn("eval", "-m", "experiment=seer_pooling_eval", *RANDOM, *measured)
+    with (folder / "llama3/sweep.csv").open() as file:
+        gates = [line for line in csv.DictReader(file) if line["method"] == "gate"]
+    assert [(line["name"], line["setting"]) for line in gates] == [
+        (f"pool-avg-min_{k}", f"sparsity {sparsity}") for k in ("max", "min") for sparsity in (0.5, 0.7, 0.9)
+    ]
+
+
+def test_multiscale_trains_means_topk_and_dense_attention_at_equal_cost(seen: list[Any]) -> None:
+    msattn("finetune", "-m", "experiment=multiscale")
+    msattn("eval", "-m", "experiment=multiscale_eval")
+    trained, evaluated = seen[:3], seen[3:]
+    assert [cfg.select.shares for cfg in trained] == [[0.1, 0.1, 0.2, 0.4], [0.25, 0, 0, 0], [1, 0, 0, 0]]
+    assert [cfg.model.path for cfg in evaluated] == [str(cfg.folder / "model") for cfg in trained]
+    assert {cfg.select.policy for cfg in seen} == {"multiscale"}
+
+
+@pytest.mark.slow
+def test_multiscale_runs_at_a_short_length(folder: Path) -> None:
+    short = [*TEXT, "data.seq_len=512"]
+    msattn("finetune", "experiment=multiscale", *short, *TUNING, "train.warmup_steps=1")
+    measured = ["name=read-0.1-0.1-0.2-0.4", "model.presets.eval_chunks=1", "model.presets.needle_samples=1"]
+    msattn("eval", "-m", "experiment=multiscale_eval", *short, *measured, "eval.needle.depths=[0.5]")
+    name = folder / "tiny/read-0.1-0.1-0.2-0.4"
+    for task in ("perplexity", "needle"):
+        found = rows(name, task)
+        assert {("dense", ""), ("gate", "shares 0.1 0.1 0.2 0.4"), ("gate", "sparsity 0.75")} <= found.keys()
