@@ -1,6 +1,6 @@
 """Draws the figures of README and docs/results.md from the CSV files in this folder, for light and dark pages.
 
-``speed.csv``, ``decode.csv`` and ``quality.csv`` are from the ``results.csv`` of evaluations; docs/results.md names the
+``speed.csv``, ``decode.csv``, ``quality.csv`` and ``teacher.csv`` are from the ``results.csv`` of evaluations; docs/results.md names the
 commands. Run::
 
     python docs/figures/draw.py
@@ -89,24 +89,18 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
 
 
 def draw_quality(axes: Axes, theme: Theme) -> None:
-    """Perplexity over dense against the share of blocks read, the trained gate compared with training-free selections."""
-    rows = read("quality.csv", "perplexity")
-    names = {
-        "quest": "Quest bounds",
-        "mean_pool": "mean pooling",
-        "sink_local": "first and nearest",
-        "oracle": "true block map",
-    }
-    for (method, name), color in zip(names.items(), theme.baselines, strict=True):
-        x, y = series(rows, "selectivity", "ratio_to_dense", method=method)
-        axes.plot(x, y, "--", color=color, linewidth=1.2, marker="o", markersize=3, label=f"{name}, top-k")
-    for method, name, style in (("gate, top-k", "gate, top-k", "--"), ("gate", "gate, calibrated", "-")):
-        x, y = series(rows, "selectivity", "ratio_to_dense", method=method)
-        axes.plot(x, y, style, color=theme.ours, linewidth=2.0, marker="o", markersize=3, label=name)
+    """Perplexity over dense against the share of blocks read: the gate and training-free selections, all calibrated."""
+    rows = read("teacher.csv", "perplexity")
+    names = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
+    lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(names.items(), theme.baselines, strict=True)]
+    lines += [("gate", "gate", theme.ours, "-", 2.0), ("oracle", "true block map", theme.peer, ":", 1.2)]
+    for method, name, color, style, width in lines:
+        x, y = series(rows, "selectivity", "ratio_to_dense", method=method, select="calibrated")
+        axes.plot(x, y, style, color=color, linewidth=width, marker="o", markersize=3, label=name)
     axes.axhline(1, color=theme.grid, linewidth=1)
     axes.set(title="Perplexity over dense", xlabel="share of visible blocks that is read (%)", ylabel="ratio")
     axes.set_xticks([0.05, 0.1, 0.2, 0.5], ["5", "10", "20", "50"])
-    axes.set_ylim(0.99, 1.5)
+    axes.set_ylim(0.995, 1.08)
     axes.legend(frameon=False, fontsize=8, labelcolor=theme.text)
 
 
