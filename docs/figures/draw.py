@@ -1,6 +1,6 @@
 """Draws the figures of README and docs/results.md from the CSV files in this folder, for light and dark pages.
 
-``speed.csv``, ``decode.csv``, ``quality.csv`` and ``teacher.csv`` are from the ``results.csv`` of evaluations; docs/results.md names the
+``speed.csv``, ``decode.csv``, ``quality.csv`` and ``teacher.csv`` are from evaluations; docs/results.md names the
 commands. Run::
 
     python docs/figures/draw.py

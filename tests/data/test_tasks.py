@@ -102,8 +102,16 @@ def test_tracked_variables_hold_the_number(seed: int, room: int) -> None:
         name, *other = re.findall(r"\b[A-Z]{2,}\b", fact)
         values[name] = values[other[0]] if other else re.findall(r"\d+", fact)[0]
     for question, answer in exercise.turns:
-        (number,) = re.findall(r"\d+", question)
+        (number,) = set(re.findall(r"\d+", question))
         assert sorted(answer.split(", ")) == sorted(name for name, value in values.items() if value == number)
+
+
+def test_some_answers_begin_with_the_key_and_further_words() -> None:
+    """As in long-context benchmarks: "The number for KEY in the text above is"."""
+    questions = [grammar.ask(np.random.default_rng(seed), SEQUENCES.words, "KEY") for seed in range(300)]
+    repeated = [question for question in questions if question.count("KEY") == 2]
+    assert 60 < len(repeated) < 150
+    assert all("KEY " in question.partition("KEY")[2] for question in repeated)
 
 
 @given(SEEDS, ROOMS)

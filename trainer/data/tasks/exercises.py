@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from msattn.trainer.data.tasks.grammar import compose
+from msattn.trainer.data.tasks.grammar import ask, compose
 from msattn.trainer.data.tasks.wordings import Wording, enumerated
 
 Rng = np.random.Generator
@@ -160,7 +160,6 @@ ASSIGNMENTS = (
 
 def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """One to three chains of up to six variables, each set to the one before; the answer names the variables of a chain."""
-    del words
     chains = int(rng.integers(1, min(3, max(1, room // 256)) + 1))
     length = int(rng.integers(2, min(6, max(2, room // 64)) + 1))
     form = _one(rng, ASSIGNMENTS)
@@ -172,7 +171,8 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
         chain = names[number * length : (number + 1) * length]
         later = [form.variable.format(name=name, other=other) for other, name in pairwise(chain)]
         facts.append([form.number.format(name=chain[0], value=value), *later])
-        turns.append((form.question.format(value=value), ", ".join(chain)))
+        question = form.question.format(value=value) if rng.random() < 0.5 else ask(rng, words, value)
+        turns.append((question, ", ".join(chain)))
     return Exercise(tuple(_merged(rng, facts)), tuple(turns))
 
 
@@ -196,6 +196,8 @@ def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
             f"Which {count} words occur most often? They are",
             f"Most frequent words ({count}):",
             f"Name the {count} words that were listed more often than the others. Answer:",
+            ask(rng, words, f"{count} commonest words"),
+            ask(rng, words, f"{count} words that were repeated most"),
         ),
     )
     first = {word: place for place, word in reversed(list(enumerate(listed)))}
@@ -204,7 +206,6 @@ def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 
 def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """Made-up words with frequencies after Zipf's law; the answer names the three most frequent, in this order."""
-    del words
     exponent, size = rng.uniform(1.5, 3.0), int(rng.integers(8, 200))
     made = distinct(partial(letters, rng, int(rng.integers(3, 7))), size)
     shares = np.arange(1, size + 1, dtype=np.float64) ** -exponent
@@ -218,6 +219,8 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
             "The three words with the highest counts:",
             "Which three words were used most? They were",
             "Top three words by frequency:",
+            ask(rng, words, "three commonest words"),
+            ask(rng, words, "three words that were written most"),
         ),
     )
     return Exercise((" ".join(made[i] for i in drawn),), ((question, ", ".join(made[i] for i in best if counts[i])),))

@@ -44,12 +44,12 @@ QUESTIONS = (
 )
 PLURALS = (
     *(
-        "The {noun}s of {key} are",
+        "The {noun} of {key} are",
         "What do you know about {key}? In order:",
-        "Tell me all {noun}s of {key}:",
-        "Q: {noun}s of {key}? A:",
+        "Tell me all {noun} of {key}:",
+        "Q: {noun} of {key}? A:",
     ),
-    *("List all of {key}:", "Which {noun}s belong to {key}? They are", "Find {key} and repeat all {noun}s:"),
+    *("List all of {key}:", "Which {noun} belong to {key}? They are", "Find {key} and repeat all {noun}:"),
 )
 
 
@@ -92,11 +92,14 @@ def compose(rng: Rng, words: Sequence[str]) -> Wording:
     if kind < 0.25:
         return TRAINING[rng.integers(len(TRAINING))]
     noun, verb = _one(rng, NOUNS), _one(rng, VERBS)
+    if rng.random() < 0.3:
+        noun = f"{_some(rng, words)} {noun}"
     before, after = _fact(rng, kind, noun, verb, words)
     fact = _one(rng, OPENINGS) + before if kind < 0.8 else before
     form = _one(rng, QUESTIONS) if rng.random() < 0.5 else _question(rng, words)
     question = form.format(fact=before, noun=noun, verb=verb, key="{key}")
-    plural = _one(rng, PLURALS).format(noun=noun, key="{key}")
+    form = _one(rng, PLURALS) if rng.random() < 0.5 else _question(rng, words)
+    plural = form.format(noun=f"{noun}s", verb=_one(rng, ("are", "were", verb)), key="{key}")
     return Wording(f"{fact} {{value}}{after}", question, plural)
 
 
@@ -120,14 +123,28 @@ def _fact(rng: Rng, kind: float, noun: str, verb: str, words: Sequence[str]) -> 
     return f"{_some(rng, words)} {{key}} {_some(rng, words)}", _one(rng, (".", f" {_some(rng, words)}.", "\n"))
 
 
+def ask(rng: Rng, words: Sequence[str], about: str) -> str:
+    """Returns a question about ``about`` in random words, and the beginning of the answer."""
+    return _question(rng, words).format(key=about, noun=_one(rng, NOUNS), verb=_one(rng, VERBS))
+
+
 def _question(rng: Rng, words: Sequence[str]) -> str:
     """Returns a question about ``{key}`` in random words, and the beginning of the answer, often with words of neither."""
     before = _one(rng, ASKING) if rng.random() < 0.6 else _some(rng, words).capitalize()
     if rng.random() < 0.4:
         before = f"{before} {_some(rng, words)}"
     after = f" {_some(rng, words)}" if rng.random() < 0.5 else ""
-    reply = _one(rng, REPLIES) if rng.random() < 0.7 else _some(rng, words).capitalize()
-    return f"{before} {{key}}{after}{_one(rng, ASKED)}{reply}"
+    return f"{before} {{key}}{after}{_one(rng, ASKED)}{_reply(rng, words, after)}"
+
+
+def _reply(rng: Rng, words: Sequence[str], after: str) -> str:
+    """Returns the beginning of the answer; it may repeat the key and what follows it in the question."""
+    kind = rng.random()
+    if kind < 0.35:
+        before = _one(rng, ("The {noun}", "The {noun} for", "The {noun} of", "For", _some(rng, words).capitalize()))
+        follows = after if rng.random() < 0.6 else f" {_some(rng, words)}"
+        return f"{before} {{key}}{follows} {_one(rng, ('{verb}', '{verb}', '{verb}:', 'as follows:'))}"
+    return _one(rng, REPLIES) if kind < 0.8 else _some(rng, words).capitalize()
 
 
 def _some(rng: Rng, words: Sequence[str]) -> str:
