@@ -24,6 +24,7 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import (
     RULER_TASKS,
     TASKS,
+    AnalysisConfig,
     DecodingConfig,
     DocumentsConfig,
     EvalConfig,
@@ -78,6 +79,7 @@ __all__ = [
     "BenchRunConfig",
     "CalibratedConfig",
     "DataConfig",
+    "AnalysisConfig",
     "DecodingConfig",
     "DocumentsConfig",
     "EvalConfig",
