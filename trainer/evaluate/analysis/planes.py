@@ -62,6 +62,11 @@ class Planes:
     numbers: dict[str, dict[int, list[dict[str, float]]]] = field(default_factory=lambda: {stage: {} for stage in STAGES})
     pictures: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {stage: [] for stage in STAGES})
 
+    @property
+    def measured(self) -> set[int]:
+        """The layers that were measured."""
+        return set(self.numbers[STAGES[0]])
+
     def add(self, x: LayerInputs) -> None:
         """Measures one layer; the picture shows the first of ``heads``."""
         generator = torch.Generator().manual_seed(self.seed)
