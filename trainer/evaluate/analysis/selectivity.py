@@ -23,7 +23,7 @@ ORACLE, RANDOM = "exact top keys", "random keys"
 
 def rank(priority: Tensor) -> Tensor:
     """Returns the rank of each entry of ``priority [..., M]`` in its row, 0 for the largest: int64."""
-    order = priority.argsort(-1, descending=True, stable=True)
+    order = priority.argsort(dim=-1, descending=True, stable=True)
     return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
 
 
