@@ -79,16 +79,13 @@ def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) 
     keys : fp32 ``[group or 1, n, num_stages + 1]``, the share of the visible keys that is read.
     """
     weights = queries.logits.masked_fill(~queries.visible, -torch.inf).softmax(-1)
-    mass, out, keys = [], [], []
-    for s in range(num_stages + 1):
-        now = (stage == s) if s < num_stages else (stage >= num_stages)
-        part = weights * now
-        mass.append(part.sum(-1))
-        out.append(part @ v)
-        keys.append((now & queries.visible).sum(-1))
-    total = torch.stack(mass, -1).cumsum(-1)
-    outs = torch.stack(out, -2).cumsum(-2) / total[..., None].clamp(min=torch.finfo(total.dtype).tiny)
-    return outs, total, torch.stack(keys, -1).cumsum(-1) / queries.visible.sum(-1)[:, None]
+    stage = stage.clamp(max=num_stages)
+    empty = weights.new_zeros(num_stages + 1)
+    mass = empty.expand(*weights.shape[:2], -1).clone().scatter_add_(-1, stage.expand_as(weights), weights).cumsum(-1)
+    seen = queries.visible.float().expand(stage.shape)
+    keys = empty.expand(*stage.shape[:2], -1).clone().scatter_add_(-1, stage, seen).cumsum(-1)
+    out = torch.stack([torch.where(stage == s, weights, 0) @ v for s in range(num_stages + 1)], dim=-2).cumsum(-2)
+    return out / mass[..., None].clamp(min=torch.finfo(mass.dtype).tiny), mass, keys / keys[..., -1:]
 
 
 def probes_of(num_buckets: int) -> list[int]:
