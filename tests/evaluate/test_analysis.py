@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.trainer.errors import UserError
+from msattn import cli
 from msattn.trainer.evaluate.analysis import bucket_sizes, planes, selectivity, task, top_mass
-from msattn.trainer.evaluate.analysis.queries import SHARES, Queries, Window, counts_of, query_batches, query_positions
+from msattn.trainer.evaluate.analysis.queries import SHARES, Window, counts_of, query_batches, query_positions
 from msattn.trainer.evaluate.methods import BucketRoutingMethod
 from msattn.trainer.evaluate.reads import keys_read
 from msattn.trainer.evaluate.row import WINDOW
@@ -157,18 +157,18 @@ def test_deviation_finds_drift_with_the_position() -> None:
     drift = rows["buckets of drifting", "one range of positions"]
     assert drift.score > 1
     assert drift.extra["imbalance"] > 2 > rows["buckets of drifting", "one prompt"].extra["imbalance"]
-    assert len(drift.extra["deviations"]) == drift.samples == 8
+    assert (len(drift.extra["deviations"]), drift.samples) == (8, 4)
     assert drift.extra["sorted_sizes"] == sorted(drift.extra["sorted_sizes"], reverse=True)
     assert sum(drift.extra["sorted_sizes"]) == pytest.approx(BUCKETS, abs=1e-3)
 
 
 def test_mass_in_top_keys_against_sorting() -> None:
     x, positions = layer_inputs(), query_positions(LENGTH, WINDOW_KEYS, 5)
-    measured = top_mass.TopMass(WINDOW_KEYS, 16, heads=[1])
+    measured = top_mass.TopMass(16, heads=[1])
     for queries in query_batches(x, 1, positions, WINDOW_KEYS):
         measured.add_queries(x, 1, queries)
     everywhere, far = measured.rows(LENGTH, num_chunks=1)
-    assert far.setting == "outside 1 + 8"
+    assert far.setting == "outside the window"
     for row, chosen in ((everywhere, lambda p: range(p + 1)), (far, far_keys)):
         expected = torch.zeros(GROUP, len(SHARES), dtype=torch.float64)
         for head in range(GROUP):
@@ -291,3 +291,54 @@ def test_default_layers() -> None:
     assert task.chosen_layers(None, 32) == [0, 10, 21, 31]
     assert task.chosen_layers(None, 2) == [0, 1]
     assert task.chosen_layers([5, 1, 5], 32) == [1, 5]
+
+
+SMALL = ["model=tiny", "eval=analysis", "tracker=none", "device=cpu", "eval.analysis.length=320", "eval.analysis.num_queries=4"]
+SMALL += ["eval.analysis.num_chunks=2", "eval.analysis.layers=[1,4]", "eval.analysis.buckets=[8]"]
+FIGURES = ("analysis_planes", "analysis_buckets", "analysis_mass", "analysis_error")
+
+
+def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *SMALL, f"outputs={tmp_path}"])
+    assert not ended.value.code
+    assert "Fitted for the analysis" in capsys.readouterr().out
+    folder = tmp_path / "tiny" / "base" / "eval"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    for name in FIGURES:
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert f'aria-label="{name}"' in page
+    rows = [row for row in json.loads((folder / "results.json").read_text())["rows"] if row["task"] == "analysis"]
+    assert len({(row["method"], row["setting"]) for row in rows}) == len(rows)
+    assert all(row["extra"]["layers"] == [1, 4] for row in rows)
+    assert {row["method"] for row in rows} == {
+        "queries and keys",
+        "buckets of k-means",
+        "buckets of k-means, RoPE",
+        "mass in top keys",
+        "mass in top blocks",
+        *(WINDOW, "exact top keys", "random keys", "classifier", "k-means", "k-means, RoPE", "k-means, 8 buckets"),
+    }
+    exact = [row for row in rows if row["method"] == "exact top keys"]
+    assert [row["score"] for row in exact] == sorted(row["score"] for row in exact)
+    assert "top 10%" in (folder / "results.csv").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("eval.analysis.layers=[1,6]", "eval.analysis.layers=[1, 6]: accepted are 0 to 5, as the model has 6 layers"),
+        ("eval.analysis.heads=[2]", "eval.analysis.heads=[2]: accepted are 0 to 1, as the model has 2 key/value heads"),
+        ("eval.analysis.layers=[]", "eval.analysis.layers=[]: one or more, or null"),
+        ("eval.analysis.length=257", "eval.analysis.length=257: accepted is more than recent + sink = 257 tokens"),
+        ("eval.analysis.length=100000", "length=100000 of eval.analysis"),
+        ("eval.analysis.buckets=[1000000]", "fewer than the 1000000 buckets"),
+    ],
+)
+def test_wrong_numbers_are_refused_in_one_line(
+    argument: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *SMALL, argument, f"outputs={tmp_path}"])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())

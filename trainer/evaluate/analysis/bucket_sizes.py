@@ -109,7 +109,7 @@ class BucketSizes:
                 setting=way,
                 score=away.mean().item(),
                 score_name="deviation of bucket sizes",
-                samples=counts.shape[1],
+                samples=len(self.heldout[name, layers[0]]),
                 extra={
                     "length": length,
                     "keys_per_sample": int(counts[0, 0, 0].sum()),

@@ -136,7 +136,9 @@ def routings(
     task = progress.add_task("analysis, k-means of heads", total=len(wanted) * len(keys.before))
     fitted = []
     for name, (rope, size) in wanted.items():
-        router = _fit(keys.after if rope else keys.before, size, rope, cfg, loaded.model.device, partial(progress.advance, task))
+        router = _fit(
+            keys.after if rope else keys.before, size, rope, cfg, loaded.model.device, partial(progress.advance, task)
+        )
         fitted.append(BucketRoutingMethod.configured(name, router, cfg))
     if fitted:
         names = "; ".join(each.name for each in fitted)

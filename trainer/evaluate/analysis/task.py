@@ -52,7 +52,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     )
     window = partitions.window_of(cfg, methods)
     positions = query_positions(settings.length, window, settings.num_queries)
-    planes, mass, errors = Planes(heads, cfg.seed), TopMass(window, cfg.select.block_size, heads), Selectivity()
+    planes, mass, errors = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads), Selectivity()
     advance = partial(progress.advance, progress.add_task("analysis", total=len(chunks) * len(layers) * len(heads)))
 
     def measure(x: LayerInputs) -> None:

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer.evaluate.analysis.queries import BATCH_SCORES, SHARES, Queries, Window, counts_of
+from msattn.trainer.evaluate.analysis.queries import BATCH_SCORES, SHARES, Queries, counts_of
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.tap import LayerInputs
 
 SCORED = 0.01  # share of the keys whose mass is the score of a row
 QUERY_BLOCKS = 4  # of a chunk
+FAR = "outside the window"
 
 
 def share_in_top(mass: Tensor, counts: Tensor) -> Tensor:
@@ -55,14 +56,13 @@ def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
 class TopMass:
     """Sums over queries of the share of mass, by kind, layer and key/value head: ``{(kind, layer, head): ([group, S], count)}``."""
 
-    window: Window
     block_size: int
     heads: list[int]
     sums: dict[tuple[str, int, int], tuple[Tensor, int]] = field(default_factory=dict)
 
     def add_queries(self, x: LayerInputs, head: int, queries: Queries) -> None:
         """Adds the mass in the top keys of all visible keys, and of those outside the window."""
-        for kind, mask in (("all keys", queries.visible), (self._far, queries.far)):
+        for kind, mask in (("all keys", queries.visible), (FAR, queries.far)):
             self._add((kind, x.layer, head), top_keys(queries, mask), len(queries.positions))
 
     def add_blocks(self, x: LayerInputs, head: int) -> None:
@@ -77,10 +77,6 @@ class TopMass:
         for kind, layer, _ in self.sums:
             kinds[kind].add(layer)
         return [self._row(kind, sorted(layers), length, num_chunks) for kind, layers in kinds.items()]
-
-    @property
-    def _far(self) -> str:
-        return f"outside {self.window.sink} + {self.window.recent}"
 
     def _add(self, key: tuple[str, int, int], total: Tensor, count: int) -> None:
         before, number = self.sums.get(key, (torch.zeros_like(total, device="cpu"), 0))
