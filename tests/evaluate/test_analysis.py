@@ -2,8 +2,10 @@
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn import cli
-from msattn.trainer.evaluate.analysis import bucket_sizes, planes, selectivity, task, top_mass
+from msattn.trainer import models
+from msattn.trainer.config import AnalysisConfig, EvalConfig, EvalRunConfig, ModelConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
 from msattn.trainer.evaluate.analysis.queries import SHARES, Window, counts_of, query_batches, query_positions
-from msattn.trainer.evaluate.methods import BucketRoutingMethod
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.reads import keys_read
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.models.tap import LayerInputs
@@ -219,10 +224,10 @@ def test_exact_top_keys_against_direct_attention() -> None:
             for s in range(len(SHARES) + 1):
                 read = window | set(far[: share_counted(SHARES[s - 1], len(far))] if s else [])
                 sparse, dense, share = direct(x, head, position, read)
+                torch.testing.assert_close(out[head, n, -1].double(), dense, rtol=1e-4, atol=1e-5)
                 torch.testing.assert_close(out[head, n, s].double(), sparse, rtol=1e-4, atol=1e-5)
                 assert mass[head, n, s].item() == pytest.approx(share, rel=1e-5)
                 assert keys[head, n, s].item() == pytest.approx(len(read) / (position + 1))
-            torch.testing.assert_close(out[head, n, -1].double(), dense, rtol=1e-4, atol=1e-5)
 
 
 def router(rope: bool, layers: list[int] | None = None) -> KMeans:
@@ -295,9 +300,22 @@ def test_default_layers() -> None:
 
 SMALL = ["model=tiny", "eval=analysis", "tracker=none", "device=cpu", "eval.analysis.length=320", "eval.analysis.num_queries=4"]
 SMALL += ["eval.analysis.num_chunks=2", "eval.analysis.layers=[1,4]", "eval.analysis.buckets=[8]"]
+SMALL += ["data.source=text", "data.path=text", "data.heldout_path=heldout.txt"]
 FIGURES = ("analysis_planes", "analysis_buckets", "analysis_mass", "analysis_error")
 
 
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and held-out text in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    draw = random.Random(0)
+    for name, count in (("text/essays.txt", 20_000), ("heldout.txt", 2_000)):
+        words = ["".join(draw.choices("abcdefgh ", k=6)) for _ in range(count)]
+        (tmp_path / name).write_text(" ".join(words), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("text")
 def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["eval", *SMALL, f"outputs={tmp_path}"])
@@ -324,21 +342,45 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert "top 10%" in (folder / "results.csv").read_text().splitlines()[0]
 
 
+@pytest.mark.usefixtures("text")
+def test_a_layer_that_the_model_lacks_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *SMALL, "eval.analysis.layers=[1,6]"])
+    assert ended.value.code == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "eval.analysis.layers=[1, 6]: accepted are 0 to 5, as the model has 6 layers" in error
+    assert "Traceback" not in error
+
+
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("changes", "message"),
     [
-        ("eval.analysis.layers=[1,6]", "eval.analysis.layers=[1, 6]: accepted are 0 to 5, as the model has 6 layers"),
-        ("eval.analysis.heads=[2]", "eval.analysis.heads=[2]: accepted are 0 to 1, as the model has 2 key/value heads"),
-        ("eval.analysis.layers=[]", "eval.analysis.layers=[]: one or more, or null"),
-        ("eval.analysis.length=257", "eval.analysis.length=257: accepted is more than recent + sink = 257 tokens"),
-        ("eval.analysis.length=100000", "length=100000 of eval.analysis"),
-        ("eval.analysis.buckets=[1000000]", "fewer than the 1000000 buckets"),
+        ({"heads": [2]}, r"eval\.analysis\.heads=\[2\]: accepted are 0 to 1, as the model has 2 key/value heads"),
+        ({"length": 1025}, r"eval\.analysis\.length=1025: accepted is more than recent \+ sink = 1025 tokens"),
     ],
 )
-def test_wrong_numbers_are_refused_in_one_line(
-    argument: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *SMALL, argument, f"outputs={tmp_path}"])
-    assert ended.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
+    cfg = EvalRunConfig(
+        model=ModelConfig(name="tiny", path="embedded"),
+        recent=1024,
+        eval=EvalConfig(tasks=["analysis"], analysis=AnalysisConfig(**changes)),
+    )
+    with pytest.raises(UserError, match=message):
+        task.check_sizes(cfg, models.load(cfg.model, device="cpu"), ComparedMethods([], []))
+
+
+def test_empty_lists_are_refused() -> None:
+    with pytest.raises(UserError, match=r"eval\.analysis\.heads=\[\]: one or more, or null"):
+        AnalysisConfig(heads=[])
+
+
+def test_few_or_too_many_training_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")
+    with pytest.raises(
+        UserError, match=r"eval\.analysis\.length=64: the training text gives 63 keys, fewer than the 64 buckets"
+    ):
+        partitions.check_num_keys(loaded, 64, count=63, largest=64, num_layers=2)
+    partitions.check_num_keys(loaded, 64, count=64, largest=64, num_layers=2)
+    monkeypatch.setattr(partitions, "free_memory", lambda: 10**9)
+    with pytest.raises(UserError, match=r"2 layers: their training keys take 2\.0 GB of memory, 1\.0 GB are free"):
+        partitions.check_num_keys(loaded, 64, count=10**6, largest=64, num_layers=2)

@@ -35,7 +35,7 @@ def deviation(counts: Tensor, expected: Tensor) -> Tensor:
 
 
 def imbalance(counts: Tensor) -> Tensor:
-    """Returns the expected size of a key's bucket relative to equal buckets, ``C sum_c n_c^2 / n^2``: fp64 ``[H]``, 1 at best."""
+    """Returns the expected size of a key's bucket relative to equal buckets, ``C sum_c n_c^2 / n^2``: fp64 ``[H]``."""
     return counts.shape[-1] * (counts / counts.sum(-1, keepdim=True)).square().sum(-1)
 
 

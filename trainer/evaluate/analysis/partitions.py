@@ -14,6 +14,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.analysis.queries import Window
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.memory import free_memory
 from msattn.trainer.models.tap import Attend, LayerInputs, dense_attention, tap
 from msattn.trainer.saap.clustering import fit_centroids
 from msattn.trainer.saap.kmeans import KMeans
@@ -72,7 +73,7 @@ def other_sizes(cfg: EvalRunConfig, methods: ComparedMethods) -> list[int]:
 
 def num_training_chunks(cfg: EvalRunConfig, methods: ComparedMethods) -> int:
     """Returns how many training chunks hold ``POINTS_PER_BUCKET`` keys for each bucket of the largest partition."""
-    points = POINTS_PER_BUCKET * max(num_buckets(cfg, methods), *other_sizes(cfg, methods), 1)
+    points = POINTS_PER_BUCKET * max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
     return max(MIN_CHUNKS, -(-points // (cfg.eval.analysis.length - 1)))
 
 
@@ -97,13 +98,9 @@ def training_keys(
     check_heldout(cfg.data)
     length, count = cfg.eval.analysis.length, num_training_chunks(cfg, methods)
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, seq_len=length, num_chunks=count)
-    largest = max(num_buckets(cfg, methods), *other_sizes(cfg, methods), 1)
+    largest = max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
     per_chunk = min(length - 1, -(-POINTS_PER_BUCKET * largest // len(chunks)))
-    if len(chunks) * per_chunk < largest:
-        raise UserError(
-            f"eval.analysis.length={length}: the training text gives {len(chunks) * per_chunk} keys, "
-            f"fewer than the {largest} buckets of a partition; more text, longer chunks or fewer buckets are needed"
-        )
+    check_num_keys(loaded, length, len(chunks) * per_chunk, largest, len(layers))
     generator = torch.Generator().manual_seed(cfg.seed)
     before: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     after: dict[int, list[Tensor]] = {layer: [] for layer in layers}
@@ -117,8 +114,25 @@ def training_keys(
             advance()
 
         visit(loaded, chunks[i]["input_ids"], layers, keep)
-    joined = ({layer: torch.cat(parts, dim=1) for layer, parts in each.items()} for each in (before, after))
-    return TrainingKeys(*joined, len(chunks))
+    joined = [{layer: torch.cat(parts, dim=1) for layer, parts in each.items()} for each in (before, after)]
+    return TrainingKeys(before=joined[0], after=joined[1], num_chunks=len(chunks))
+
+
+def check_num_keys(loaded: "Loaded", length: int, count: int, largest: int, num_layers: int) -> None:
+    """Raises UserError if ``count`` keys of each head are fewer than the buckets, or do not fit into memory."""
+    config = loaded.model.config
+    if count < largest:
+        raise UserError(
+            f"eval.analysis.length={length}: the training text gives {count} keys, "
+            f"fewer than the {largest} buckets of a partition; more text, longer chunks or fewer buckets are needed"
+        )
+    keys = 2 * num_layers * models.num_kv_heads(config) * count  # before and after RoPE
+    needed, free = keys * models.head_dim(config) * loaded.model.dtype.itemsize, free_memory()
+    if needed > free:
+        raise UserError(
+            f"eval.analysis.layers={num_layers} layers: their training keys take {needed / 1e9:.1f} GB of memory, "
+            f"{free / 1e9:.1f} GB are free; choose fewer, or lower eval.analysis.buckets"
+        )
 
 
 def routings(

@@ -1,8 +1,8 @@
 """Error of the attention output against the share of keys read (SAAP, figures 5 and 10).
 
-Every decoding query reads the window, then far keys in stages: the exact top keys of each query head, random keys, or the buckets
-that a router ranks highest for the query group. The stages of a method are nested, so that one pass over the keys gives the
-outputs after all of them.
+Every decoding query reads the window, then far keys in stages: the exact top keys of each query head, random keys, or the
+buckets that a router ranks highest for the query group. The stages of a method are nested, so that one pass over the keys gives
+the outputs after all of them.
 """
 
 from collections.abc import Iterator

@@ -17,19 +17,19 @@ FAR = "outside the window"
 
 
 def share_in_top(mass: Tensor, counts: Tensor) -> Tensor:
-    """Returns the share of the mass in the ``counts [n, S]`` largest entries of each row of ``mass [H, n, M]``: ``[H, n, S]``."""
+    """Returns the share ``[H, n, S]`` of each row of ``mass [H, n, M]`` in its ``counts [n, S]`` largest entries."""
     ordered = mass.sort(-1, descending=True).values.cumsum(-1)
     return ordered.gather(-1, (counts - 1).expand(len(mass), -1, -1)) / ordered[..., -1:]
 
 
 def top_keys(queries: Queries, mask: Tensor) -> Tensor:
-    """Returns the share of the attention mass among the keys of ``mask [n, M]`` in the top ``SHARES`` of them, summed over n."""
+    """Returns the share of the mass of the keys in ``mask [n, M]`` that their top ``SHARES`` have, summed over n."""
     mass = queries.logits.masked_fill(~mask, -torch.inf).softmax(-1)
     return share_in_top(mass, counts_of(SHARES, mask.sum(-1))).double().sum(1)
 
 
 def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
-    """Returns the share of the mass of a query block in its top ``SHARES`` of the visible key blocks: fp64 ``[group, blocks, S]``.
+    """Returns the share of a query block's mass in the top ``SHARES`` of its key blocks: fp64 ``[group, blocks, S]``.
 
     Measures up to ``QUERY_BLOCKS`` blocks, evenly spaced over the second half of the chunk; None without a full block.
     """
@@ -54,7 +54,7 @@ def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
 
 @dataclass
 class TopMass:
-    """Sums over queries of the share of mass, by kind, layer and key/value head: ``{(kind, layer, head): ([group, S], count)}``."""
+    """Sums of the share of mass: ``{(kind, layer, key/value head): (sum [group, S] over queries, their number)}``."""
 
     block_size: int
     heads: list[int]
