@@ -16,7 +16,7 @@ from torch import Tensor
 
 from msattn import cli
 from msattn.trainer import models
-from msattn.trainer.config import AnalysisConfig, EvalConfig, EvalRunConfig, ModelConfig
+from msattn.trainer.config import AnalysisConfig, DataConfig, EvalConfig, EvalRunConfig, ModelConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
 from msattn.trainer.evaluate.analysis.queries import SHARES, Window, counts_of, query_batches, query_positions
@@ -306,8 +306,9 @@ FIGURES = ("analysis_planes", "analysis_buckets", "analysis_mass", "analysis_err
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and held-out text in the working directory."""
+    """Training and held-out text in the working directory; partitions are fitted on few keys."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(partitions, "POINTS_PER_BUCKET", 16)
     (tmp_path / "text").mkdir()
     draw = random.Random(0)
     for name, count in (("text/essays.txt", 20_000), ("heldout.txt", 2_000)):
@@ -362,6 +363,8 @@ def test_a_layer_that_the_model_lacks_is_refused_in_one_line(capsys: pytest.Capt
 def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
     cfg = EvalRunConfig(
         model=ModelConfig(name="tiny", path="embedded"),
+        data=DataConfig(source="stdlib"),
+        select=SelectConfig(),
         recent=1024,
         eval=EvalConfig(tasks=["analysis"], analysis=AnalysisConfig(**changes)),
     )
