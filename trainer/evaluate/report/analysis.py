@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.evaluate.report.style import (
     BLUE,
-    GRID,
     INK,
     by_method,
     key_share_axis,
@@ -138,7 +137,7 @@ def _mass_lines(axes: "Axes", far: EvalRow, others: list[EvalRow]) -> None:
     for row, style in zip_longest(others, ("--", ":")[: len(others)]):
         mass = [percent(row.extra[f"top {share:.0%}"]) for share in row.extra["shares"]]
         axes.plot(shares, mass, color=INK, linestyle=style, label=names[row.method])
-    axes.plot(shares, shares, color=GRID, linewidth=1.5, label="equal weights")
+    axes.plot(shares, shares, color="#999999", linewidth=1.0, label="equal weights")
     axes.set(xlabel="top keys or blocks (%)", ylabel="share of the attention mass (%)", ylim=(0, 102), xscale="log")
     axes.set_xticks(shares, [f"{share:g}" for share in shares])
     axes.minorticks_off()

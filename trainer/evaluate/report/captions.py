@@ -98,7 +98,8 @@ CAPTIONS = {
         "Relative squared error of the attention output, and the attention mass that is not read, against the share of keys "
         "read (SAAP, figures 5 and 10). Points of a router are 1, 2, 4, ... probes. Every method reads the window of first and "
         "last keys as well. <i>Exact top keys</i> are chosen for each query head, which no router can do better; routers "
-        "choose for a query group, as in serving. All measured layers count, also those that serving keeps dense."
+        "choose for a query group, as in serving. All measured layers count, also those that serving keeps dense. Attention is "
+        "computed in fp32, without the sparse kernels."
     ),
     "latency": (
         "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
