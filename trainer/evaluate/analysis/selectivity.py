@@ -94,7 +94,7 @@ def probes_of(num_buckets: int) -> list[int]:
 
 
 class RoutedKeys(NamedTuple):
-    """What one routing reads in a layer.
+    """Buckets and bucket scores of one routing in a layer.
 
     Attributes
     ----------
