@@ -86,8 +86,8 @@ CAPTIONS = {
     "analysis_buckets": (
         "Bucket sizes of k-means partitions before and after RoPE (SAAP, figure 2). Left: deviation from the sizes in the "
         "training text, for samples of equally many keys; 1 is the mean size of a bucket. The samples of the training text "
-        "show the deviation that is due to chance. Middle: the deviation by position of the keys. It changes with the position "
-        "if buckets follow the position instead of the content. Right: the sizes in order; the level line is equal buckets."
+        "show the deviation that is due to chance. Middle: the deviation by position of the keys. It is large everywhere if "
+        "buckets follow the position instead of the content. Right: the sizes in order; the level line is equal buckets."
     ),
     "analysis_mass": (
         "Share of the attention mass in the top keys of each decoding query (SAAP, figure 3). Heads near the line of equal "
