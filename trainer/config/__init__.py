@@ -24,6 +24,7 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import (
     RULER_TASKS,
     TASKS,
+    AnalysisConfig,
     DecodingConfig,
     DocumentsConfig,
     EvalConfig,
@@ -73,6 +74,7 @@ __all__ = [
     "RULER_TASKS",
     "SCORES",
     "TASKS",
+    "AnalysisConfig",
     "ArtifactsConfig",
     "BenchConfig",
     "BenchRunConfig",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check, choices, require, within
 
-TASKS = ("perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "latency", "decoding")
+TASKS = ("perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "analysis", "latency", "decoding")
 RULER_TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
@@ -143,6 +143,32 @@ class PromptsConfig:
 
 
 @dataclass(frozen=True)
+class AnalysisConfig:
+    """Queries, keys and attention mass of ``num_chunks`` held-out chunks of ``length`` tokens.
+
+    Attributes
+    ----------
+    length, num_chunks : held-out chunks.
+    num_queries : decoding queries of a chunk.
+    layers : layers to measure (None: four, evenly spaced).
+    heads : key/value heads to measure, with their query heads (None: all).
+    buckets : numbers of buckets of further k-means partitions, fitted on training text (None: a quarter of the router's).
+    """
+
+    length: int = field(default=4096, metadata=within("[2, 1e9]"))
+    num_chunks: int = field(default=4, metadata=within("[1, 1e6]"))
+    num_queries: int = field(default=32, metadata=within("[1, 1e6]"))
+    layers: list[int] | None = field(default=None, metadata=within("[0, 10000)"))
+    heads: list[int] | None = field(default=None, metadata=within("[0, 10000)"))
+    buckets: list[int] | None = field(default=None, metadata=within("[1, 1e6]"))
+
+    def __post_init__(self) -> None:
+        check(self, "eval.analysis.")
+        for key in ("layers", "heads"):
+            require(getattr(self, key) != [], f"eval.analysis.{key}", [], "one or more, or null")
+
+
+@dataclass(frozen=True)
 class LatencyConfig:
     """Time to the first token of prompts of ``lengths`` random tokens, dense and at each of ``sparsities``.
 
@@ -196,6 +222,7 @@ class EvalConfig:
     ruler: RulerConfig = field(default_factory=RulerConfig)
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 

@@ -157,7 +157,7 @@ def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "L
     """
     calibrated = isinstance(cfg.select, CalibratedConfig)
     needy = [each for each in methods.block_selections if each.gate is None and (calibrated or each.name == "a_shape")]
-    if not needy or cfg.eval.tasks == ["decoding"]:
+    if not needy or set(cfg.eval.tasks) <= {"analysis", "decoding"}:  # tasks without block selection
         return methods
     check_length(loaded.model.config, cfg.data.seq_len)
     check_heldout(cfg.data)

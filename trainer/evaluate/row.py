@@ -13,8 +13,8 @@ class EvalRow:
 
     Attributes
     ----------
-    task : ``perplexity``, ``recall``, ``needle``, ``documents``, ``ruler``, ``harness``, ``prompts``, ``latency`` or
-        ``decoding``.
+    task : ``perplexity``, ``recall``, ``needle``, ``documents``, ``ruler``, ``harness``, ``prompts``,
+        ``analysis``, ``latency`` or ``decoding``.
     method : ``dense`` (with the kernel that ran, where several do), ``gate``, a baseline, or a routing method.
     setting : requested setting, e.g. ``sparsity 0.9`` or ``2 probes``.
     score, score_name : main metric of the task, and its name.

@@ -75,12 +75,13 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> list[EvalRow]:
     """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``."""
     from msattn.trainer.evaluate import decoding, documents, harness, latency, needle, perplexity, prompts, recall, ruler
+    from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.report.context import CPU_NOTE
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
     parts = (perplexity, recall, needle, documents, ruler, harness, prompts, latency, decoding)
-    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
+    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts} | {"analysis": analysis.run}
     rows: list[EvalRow] = []
     with Progress() as progress:
         for task in cfg.eval.tasks:
@@ -123,6 +124,7 @@ def _length(row: EvalRow) -> str:
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
     from msattn.trainer.evaluate import documents, harness, ruler
+    from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.prompts import encoded_prompts
     from msattn.trainer.models.families import check_length
 
@@ -133,6 +135,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         "needle": sections.needle.lengths,
         "documents": sections.documents.lengths,
         "ruler": sections.ruler.lengths,
+        "analysis": [sections.analysis.length],
         "latency": sections.latency.lengths,
     }
     probes = {
@@ -152,6 +155,8 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         documents.check_sizes(cfg, loaded.tokenizer)
     if "ruler" in sections.tasks:
         ruler.check_sizes(cfg, loaded.tokenizer)
+    if "analysis" in sections.tasks:
+        analysis.check_sizes(cfg, loaded, found)
     for task in sections.tasks:
         for length in lengths.get(task, []):  # decoding has no prompt
             check_length(loaded.model.config, length, f"length={length} of eval.{task}")

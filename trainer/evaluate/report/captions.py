@@ -78,6 +78,29 @@ CAPTIONS = {
         "<i>cwe</i>, <i>fwe</i>: the most frequent words of a list and of a coded text. The others are needles with one or "
         "several keys, values and questions."
     ),
+    "analysis_planes": (
+        "Keys and queries of one key/value head in the plane of their first two principal components (SAAP, figure 1). If the "
+        "two clouds lie apart, the bucket that is nearest to a query says little about the keys that it attends to. Large dots "
+        "are the first position, the attention sink."
+    ),
+    "analysis_buckets": (
+        "Bucket sizes of k-means partitions before and after RoPE (SAAP, figure 2). Left: deviation from the sizes in the "
+        "training text, for samples of equally many keys; 1 is the mean size of a bucket. The samples of the training text "
+        "show the deviation that is due to chance. Middle: the deviation by position of the keys. It is large everywhere if "
+        "buckets follow the position instead of the content. Right: the sizes in order; the level line is equal buckets."
+    ),
+    "analysis_mass": (
+        "Share of the attention mass in the top keys of each decoding query (SAAP, figure 3). Heads near the line of equal "
+        "weights attend everywhere and lose most from sparse attention. Lines of layers and the map count the keys outside "
+        "the window of first and last keys, and their mass alone."
+    ),
+    "analysis_error": (
+        "Relative squared error of the attention output, and the attention mass that is not read, against the share of keys "
+        "read (SAAP, figures 5 and 10). Points of a router are 1, 2, 4, ... probes. Every method reads the window of first and "
+        "last keys as well. <i>Exact top keys</i> are chosen for each query head, which no router can do better; routers "
+        "choose for a query group, as in serving. All measured layers count, also those that serving keeps dense. Attention is "
+        "computed in fp32, without the sparse kernels."
+    ),
     "latency": (
         "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
         "is faster; <code>msattn.attach</code> uses it for prompts shorter than <code>select.dense_below</code>. Right: the "

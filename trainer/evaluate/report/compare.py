@@ -119,7 +119,7 @@ def show(comparison: Comparison, console: "Console") -> None:
 def score_text(task: str, score: float) -> str:
     """Returns a score as text, in the unit of its task."""
     match task:
-        case "perplexity":
+        case "perplexity" | "analysis":
             return f"{score:.3f}"
         case "latency":
             return f"{score:.3g} s"
@@ -137,7 +137,7 @@ def batch_text(row: EvalRow) -> str:
 def _difference(task: str, here: float, there: float) -> str:
     if task in RELATIVE:
         return f"{100 * (here / there - 1):+.1f} %" if there else ""
-    return f"{here - there:+.3f}" if task == "perplexity" else f"{100 * (here - there):+.1f} points"
+    return f"{here - there:+.3f}" if task in ("perplexity", "analysis") else f"{100 * (here - there):+.1f} points"
 
 
 def _key(row: EvalRow) -> tuple[Any, ...]:

@@ -98,8 +98,10 @@ def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
         own = [row for row in rows if row.task == task]
         if own:
             pictures = [html for name, html in drawn.items() if name not in OWN_SECTIONS and name.split("_")[0] == task]
-            introduction = "" if sections else f"<p>{INTRODUCTION}</p>"
+            introduction = f"<p>{INTRODUCTION}</p>" if task != "analysis" and not sections else ""
             rendered = table(columns_of(own), bold=[is_trained(row.method) for row in own])
+            if task == "analysis":  # its figures say more than its many rows
+                rendered, pictures = "", [*pictures, folded(f"Table ({len(own)} rows)", rendered)]
             sections[caption(own)] = "\n".join([introduction, rendered, *pictures])
     return sections
 

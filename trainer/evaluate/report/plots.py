@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msattn.trainer.evaluate.report import curves, heatmaps, speed, tradeoff
+from msattn.trainer.evaluate.report import analysis, curves, heatmaps, speed, tradeoff
 from msattn.trainer.evaluate.report.style import drawing
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -27,6 +27,10 @@ FIGURES: dict[str, Callable[[list[EvalRow]], "Figure | None"]] = {
     "documents": curves.documents,
     "ruler": partial(curves.found, label="RULER's average"),
     "ruler_grid": heatmaps.ruler_grid,
+    "analysis_planes": analysis.analysis_planes,
+    "analysis_buckets": analysis.analysis_buckets,
+    "analysis_mass": analysis.analysis_mass,
+    "analysis_error": analysis.analysis_error,
     "latency": curves.latency,
 }
 

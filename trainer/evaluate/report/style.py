@@ -23,6 +23,8 @@ METHOD_STYLES: dict[str, dict[str, Any]] = {
     "classifier": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 4},
     "oracle": {"color": INK, "marker": "D", "linestyle": "--"},
     "oracle routing": {"color": "#808080", "marker": "D", "linestyle": "--"},
+    "exact top keys": {"color": INK, "marker": "D", "linestyle": "--"},
+    "random keys": {"color": "#999999", "marker": "x"},
     "quest": {"color": "#009E73", "marker": "s"},
     "vertical_slash": {"color": "#6B8E23", "marker": "p"},
     "mean_pool": {"color": "#56B4E9", "marker": "^"},

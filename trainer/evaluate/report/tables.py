@@ -19,6 +19,7 @@ HEADINGS = {
     "ruler": "RULER's average",
     "harness": "lm_eval",
     "prompts": "Own prompts",
+    "analysis": "Queries, keys and attention mass",
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
 }
@@ -28,7 +29,7 @@ SAMPLE_UNITS |= {"documents": "documents per row", "harness": "samples per row",
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
-    *("launched by", "break-even", "metric"),
+    *("launched by", "break-even", "metric", "measure", "imbalance"),
 )
 
 
@@ -47,7 +48,7 @@ def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     columns |= {
         "sparsity": [_percent(row.sparsity) for row in rows],
         "keys read": [_percent(row.selectivity) for row in rows],
-        "recall": [_percent(row.recall) if row.task != "recall" else "" for row in rows],
+        "recall": [_percent(row.recall) if row.task not in ("recall", "analysis") else "" for row in rows],
         "latency": [_seconds(row.latency_s) if row.task not in ("latency", "decoding") else "" for row in rows],
         "peak memory": [f"{row.peak_memory_mb:,.0f} MiB" if row.peak_memory_mb is not None else "" for row in rows],
     }
@@ -112,6 +113,15 @@ def _prompts(rows: list[EvalRow]) -> dict[str, list[str]]:
     }
 
 
+def _analysis(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "measure": [row.score_name for row in rows],
+        "value": [f"{row.score:.3f}" for row in rows],
+        "output error": [f"{row.extra['output_error']:.4f}" if "output_error" in row.extra else "" for row in rows],
+        "imbalance": [f"{row.extra['imbalance']:.2f}" if "imbalance" in row.extra else "" for row in rows],
+    }
+
+
 def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "tokens": [f"{row.extra['length']:,}" for row in rows],
@@ -150,6 +160,7 @@ TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
     "ruler": _ruler,
     "harness": _harness,
     "prompts": _prompts,
+    "analysis": _analysis,
     "latency": _latency,
     "decoding": _decoding,
 }

@@ -1,0 +1,189 @@
+"""k-means partitions for an analysis: those of the artifacts, and fitted ones of the other kind and of other sizes."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from msattn.trainer import data, models
+from msattn.trainer.config import EvalRunConfig, KMeansConfig
+from msattn.trainer.data.overlap import check_heldout
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.analysis.queries import Window
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.memory import free_memory
+from msattn.trainer.models.tap import Attend, LayerInputs, dense_attention, tap
+from msattn.trainer.saap.clustering import fit_centroids
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.routing import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.progress import Progress
+
+    from msattn.trainer.models.loading import Loaded
+
+POINTS_PER_BUCKET = 128  # training keys of each head, for each bucket
+MIN_CHUNKS = 4  # of training text
+BEFORE, AFTER = "k-means", "k-means, RoPE"  # names, as those of artifacts
+
+
+@dataclass(frozen=True)
+class TrainingKeys:
+    """Keys of training text, by layer: ``[Hkv, n, D]`` before and after RoPE, on the CPU, in the model's dtype."""
+
+    before: dict[int, Tensor]
+    after: dict[int, Tensor]
+    num_chunks: int
+
+    @property
+    def count(self) -> int:
+        return next(iter(self.before.values())).shape[1]
+
+
+def visit(loaded: "Loaded", input_ids: Tensor, layers: list[int], see: "Callable[[LayerInputs], object]") -> None:
+    """Runs a dense prefill of ``input_ids [N]`` and calls ``see`` with the inputs of each of ``layers``, one after another."""
+
+    def seen_dense_attention(x: LayerInputs) -> Tensor:
+        if x.layer in layers:
+            see(x)
+        return dense_attention(x)
+
+    attend: Attend = seen_dense_attention
+    with torch.inference_mode(), tap(loaded.model, attend):
+        prefill(loaded, input_ids)
+
+
+def num_buckets(cfg: EvalRunConfig, methods: ComparedMethods) -> int:
+    """Returns the number of buckets of the first routing, or that of the model's presets."""
+    routers = [routing.router.num_buckets for routing in methods.bucket_routings]
+    return routers[0] if routers else cfg.model.presets.num_buckets
+
+
+def other_sizes(cfg: EvalRunConfig, methods: ComparedMethods) -> list[int]:
+    """Returns the numbers of buckets of the further partitions."""
+    main = num_buckets(cfg, methods)
+    given = cfg.eval.analysis.buckets
+    return [size for size in dict.fromkeys([main // 4] if given is None else given) if size not in (0, main)]
+
+
+def num_training_chunks(cfg: EvalRunConfig, methods: ComparedMethods) -> int:
+    """Returns how many training chunks hold ``POINTS_PER_BUCKET`` keys for each bucket of the largest partition."""
+    points = POINTS_PER_BUCKET * max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
+    return max(MIN_CHUNKS, -(-points // (cfg.eval.analysis.length - 1)))
+
+
+def window_of(cfg: EvalRunConfig, methods: ComparedMethods) -> Window:
+    """Returns the window of the first routing, else the configured one or that of the model's presets."""
+    for routing in methods.bucket_routings:
+        return Window(routing.sink, routing.recent)
+    given, defaults = cfg.routing, serving(cfg.model.presets, cfg.model.presets.num_buckets)
+    return Window(*(defaults[key] if given.get(key) is None else given[key] for key in ("sink", "recent")))
+
+
+def training_keys(
+    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, layers: list[int], progress: "Progress"
+) -> TrainingKeys:
+    """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.data.chunks`; held-out text is also training text; a partition has more buckets than
+        there are keys.
+    """
+    check_heldout(cfg.data)
+    length, count = cfg.eval.analysis.length, num_training_chunks(cfg, methods)
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, seq_len=length, num_chunks=count)
+    largest = max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
+    per_chunk = min(length - 1, -(-POINTS_PER_BUCKET * largest // len(chunks)))
+    check_num_keys(loaded, length, len(chunks) * per_chunk, largest, len(layers))
+    generator = torch.Generator().manual_seed(cfg.seed)
+    before: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    after: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    advance = partial(progress.advance, progress.add_task("analysis, training keys", total=len(chunks) * len(layers)))
+    for i in range(len(chunks)):
+        chosen = (1 + torch.randperm(length - 1, generator=generator)[:per_chunk]).to(loaded.model.device)
+
+        def keep(x: LayerInputs, chosen: Tensor = chosen) -> None:
+            before[x.layer].append(x.k_nope[0, :, chosen].cpu())
+            after[x.layer].append(x.k[0, :, chosen].cpu())
+            advance()
+
+        visit(loaded, chunks[i]["input_ids"], layers, keep)
+    joined = [{layer: torch.cat(parts, dim=1) for layer, parts in each.items()} for each in (before, after)]
+    return TrainingKeys(before=joined[0], after=joined[1], num_chunks=len(chunks))
+
+
+def check_num_keys(loaded: "Loaded", length: int, count: int, largest: int, num_layers: int) -> None:
+    """Raises UserError if ``count`` keys of each head are fewer than the buckets, or do not fit into memory."""
+    config = loaded.model.config
+    if count < largest:
+        raise UserError(
+            f"eval.analysis.length={length}: the training text gives {count} keys, "
+            f"fewer than the {largest} buckets of a partition; more text, longer chunks or fewer buckets are needed"
+        )
+    keys = 2 * num_layers * models.num_kv_heads(config) * count  # before and after RoPE
+    needed, free = keys * models.head_dim(config) * loaded.model.dtype.itemsize, free_memory()
+    if needed > free:
+        raise UserError(
+            f"eval.analysis.layers={num_layers} layers: their training keys take {needed / 1e9:.1f} GB of memory, "
+            f"{free / 1e9:.1f} GB are free; choose fewer, or lower eval.analysis.buckets"
+        )
+
+
+def routings(
+    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, keys: TrainingKeys, progress: "Progress"
+) -> list[BucketRoutingMethod]:
+    """Returns the routings of the artifacts, and fitted k-means so that there is one before and one after RoPE.
+
+    Further partitions before RoPE have the sizes of :func:`other_sizes`. ``methods.notes`` names the fitted ones.
+    """
+    main = num_buckets(cfg, methods)
+    wanted = {BEFORE: (False, main), AFTER: (True, main)}
+    found = {routing.router.rope for routing in methods.bucket_routings if isinstance(routing.router, KMeans)}
+    wanted = {name: (rope, size) for name, (rope, size) in wanted.items() if rope not in found}
+    wanted |= {f"{BEFORE}, {size} buckets": (False, size) for size in other_sizes(cfg, methods)}
+    task = progress.add_task("analysis, k-means of heads", total=len(wanted) * len(keys.before))
+    fitted = []
+    for name, (rope, size) in wanted.items():
+        router = _fit(
+            keys.after if rope else keys.before, size, rope, cfg, loaded.model.device, partial(progress.advance, task)
+        )
+        fitted.append(BucketRoutingMethod.configured(name, router, cfg))
+    if fitted:
+        names = "; ".join(each.name for each in fitted)
+        text = f"{keys.count:,} keys of each head from {keys.num_chunks} training chunks"
+        methods.notes.append(f"Fitted for the analysis, on {text}: {names}.")
+    return [*methods.bucket_routings, *fitted]
+
+
+def _fit(
+    keys: dict[int, Tensor],
+    size: int,
+    rope: bool,
+    cfg: EvalRunConfig,
+    device: torch.device,
+    advance: "Callable[[], object]",
+) -> KMeans:
+    settings, layers = KMeansConfig(num_buckets=size, rope=rope, engine="batched"), sorted(keys)
+    centroids = []
+    for layer in layers:
+        centroids.append(fit_centroids(keys[layer], settings, device=device, seed=cfg.seed + layer)[0])
+        advance()
+    return KMeans(torch.stack(centroids), layers, rope).to(device)
+
+
+def check_model_has(cfg: EvalRunConfig, loaded: "Loaded") -> None:
+    """Raises UserError if ``eval.analysis.layers`` or ``heads`` names one that the model does not have."""
+    config, settings = loaded.model.config, cfg.eval.analysis
+    for key, name, count in (
+        ("layers", "layers", models.num_layers(config)),
+        ("heads", "key/value heads", models.num_kv_heads(config)),
+    ):
+        given = getattr(settings, key) or []
+        if max(given, default=0) >= count:
+            raise UserError(f"eval.analysis.{key}={given}: accepted are 0 to {count - 1}, as the model has {count} {name}")

@@ -1,0 +1,188 @@
+"""Error of the attention output against the share of keys read (SAAP, figures 5 and 10).
+
+Every decoding query reads the window, then far keys in stages: the exact top keys of each query head, random keys, or the
+buckets that a router ranks highest for the query group. The stages of a method are nested, so that one pass over the keys gives
+the outputs after all of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.evaluate.analysis.queries import SHARES, Queries, counts_of
+from msattn.trainer.evaluate.methods import BucketRoutingMethod
+from msattn.trainer.evaluate.recall import LayerRecall, MethodRecall
+from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.models.tap import LayerInputs
+
+ORACLE, RANDOM = "exact top keys", "random keys"
+
+
+def rank(priority: Tensor) -> Tensor:
+    """Returns the rank of each entry of ``priority [..., M]`` in its row, 0 for the largest: int64."""
+    order = priority.argsort(dim=-1, descending=True, stable=True)
+    return torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+
+
+def stages_of_shares(priority: Tensor, far: Tensor) -> Tensor:
+    """Returns the stage at which each key is read, where stage s reads the first ``SHARES[s - 1]`` of the far keys.
+
+    Parameters
+    ----------
+    priority : ``[H, n, M]``; far keys with a higher one are read earlier.
+    far : bool ``[n, M]``; other keys are read at stage 0.
+
+    Returns
+    -------
+    int64 ``[H, n, M]``, ``len(SHARES) + 1`` for keys that no stage reads.
+    """
+    ranks = rank(priority.masked_fill(~far, -torch.inf))
+    counts = counts_of(SHARES, far.sum(-1))
+    stage = 1 + torch.searchsorted(counts.expand(len(ranks), -1, -1).contiguous(), ranks, right=True)
+    return torch.where(far, stage, 0)
+
+
+def stages_of_buckets(scores: Tensor, buckets: Tensor, probes: list[int], far: Tensor) -> Tensor:
+    """Returns the stage at which each key is read, where stage s reads the ``probes[s - 1]`` buckets with the highest scores.
+
+    Parameters
+    ----------
+    scores : ``[n, C]``, bucket scores of each query.
+    buckets : int ``[M]``, the bucket of each key.
+    probes : increasing numbers of buckets.
+    far : bool ``[n, M]``; other keys are read at stage 0.
+
+    Returns
+    -------
+    int64 ``[1, n, M]``, ``len(probes) + 1`` for keys that no stage reads.
+    """
+    ranks = rank(scores)[:, buckets.long()]
+    stage = 1 + torch.searchsorted(torch.tensor(probes, device=ranks.device), ranks, right=True)
+    return torch.where(far, stage, 0)[None]
+
+
+def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes attention after each of ``num_stages`` stages and over all keys.
+
+    Parameters
+    ----------
+    v : fp32 ``[M, D]``.
+    stage : int64 ``[group or 1, n, M]``; keys of ``num_stages`` and above are read by dense attention alone.
+
+    Returns
+    -------
+    out : fp32 ``[group, n, num_stages + 1, D]``; the last is dense attention.
+    mass : fp32 ``[group, n, num_stages + 1]``, the share of the attention mass that is read.
+    keys : fp32 ``[group or 1, n, num_stages + 1]``, the share of the visible keys that is read.
+    """
+    weights = queries.logits.masked_fill(~queries.visible, -torch.inf).softmax(-1)
+    stage = stage.clamp(max=num_stages)
+    empty = weights.new_zeros(num_stages + 1)
+    mass = empty.expand(*weights.shape[:2], -1).clone().scatter_add_(-1, stage.expand_as(weights), weights).cumsum(-1)
+    seen = queries.visible.float().expand(stage.shape)
+    keys = empty.expand(*stage.shape[:2], -1).clone().scatter_add_(-1, stage, seen).cumsum(-1)
+    out = torch.stack([torch.where(stage == s, weights, 0) @ v for s in range(num_stages + 1)], dim=-2).cumsum(-2)
+    return out / mass[..., None].clamp(min=torch.finfo(mass.dtype).tiny), mass, keys / keys[..., -1:]
+
+
+def probes_of(num_buckets: int) -> list[int]:
+    """Returns 1, 2, 4, ... up to half of the buckets, at least 1."""
+    return [2**i for i in range(max(1, num_buckets.bit_length() - 1))]
+
+
+class RoutedKeys(NamedTuple):
+    """Buckets and bucket scores of one routing in a layer.
+
+    Attributes
+    ----------
+    probes : increasing numbers of buckets.
+    buckets : int32 ``[Hkv, M]``, the bucket of each key.
+    scores : fp32 ``[n, Hkv, C]``, bucket scores of each query group.
+    """
+
+    probes: list[int]
+    buckets: Tensor
+    scores: Tensor
+
+
+@dataclass
+class LayerReads:
+    """Measures one layer of one chunk, query group by query group."""
+
+    values: Tensor  # [Hkv, M, D]
+    routed: dict[str, RoutedKeys]
+    generator: torch.Generator
+    settings: dict[str, list[str]] = field(default_factory=dict)
+    parts: dict[str, dict[int, list[tuple[Tensor, ...]]]] = field(default_factory=dict)  # by method and head
+
+    @classmethod
+    def of(cls, x: LayerInputs, routings: list[BucketRoutingMethod], positions: Tensor, seed: int) -> "LayerReads":
+        """Assigns the keys to the buckets of each routing that covers the layer, and scores the buckets for all queries."""
+        q, q_nope = (each[0, :, positions.to(each.device)].transpose(0, 1)[:, :, None] for each in (x.q, x.q_nope))
+        routed = {}
+        for routing in routings:
+            router = routing.router
+            if x.layer in router.layers:
+                buckets = router.assign(x.layer, x.k_nope, x.k)[0]
+                routed[routing.name] = RoutedKeys(probes_of(router.num_buckets), buckets, router.scores(x.layer, q_nope, q))
+        return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
+
+    def add(self, head: int, queries: Queries) -> None:
+        """Adds queries of key/value head ``head``."""
+        values = self.values[head].float()
+        for name, settings, stage in self._stages(head, queries):
+            self.settings[name] = settings
+            read = read_in_stages(queries, values, stage, len(settings) + 1)
+            self.parts.setdefault(name, {}).setdefault(head, []).append(read)
+
+    def recalls(self) -> Iterator[tuple[str, str, LayerRecall]]:
+        """Yields ``(method, setting, recall)``, the window first."""
+        for number, (name, by_head) in enumerate(self.parts.items()):
+            stages = _by_stage(list(by_head.values()))
+            if not number:
+                yield WINDOW, "0 probes", stages[0]
+            for setting, recall in zip(self.settings[name], stages[1:], strict=True):
+                yield name, setting, recall
+
+    def _stages(self, head: int, queries: Queries) -> Iterator[tuple[str, list[str], Tensor]]:
+        """Yields the name, the settings and the stages of each method."""
+        shares = [f"{share:.0%} of far keys" for share in SHARES]
+        yield ORACLE, shares, stages_of_shares(queries.logits, queries.far)
+        chance = torch.rand(1, *queries.far.shape, generator=self.generator, device=queries.far.device)
+        yield RANDOM, shares, stages_of_shares(chance, queries.far)
+        for name, (probes, buckets, scores) in self.routed.items():
+            stage = stages_of_buckets(scores[queries.rows, head], buckets[head], probes, queries.far)
+            yield name, [f"{count} probe" + "s" * (count != 1) for count in probes], stage
+
+
+def _by_stage(heads: list[list[tuple[Tensor, ...]]]) -> list[LayerRecall]:
+    """Returns the recall after each stage but dense attention, from the results of :func:`read_in_stages` by head and batch."""
+    masses, errors, shares = [], [], []
+    for parts in heads:
+        out, mass, keys = (torch.cat(each, dim=1).double().cpu() for each in zip(*parts, strict=True))
+        dense = out[:, :, -1:]
+        errors.append((out - dense).square().sum((1, 3)) / dense.square().sum((1, 3)))  # [group, stages + 1]
+        masses.append(mass.mean(1).clamp(max=1))
+        shares.append(keys.mean((0, 1)))
+    mass, error, share = torch.cat(masses), torch.cat(errors), torch.stack(shares).mean(0)
+    return [LayerRecall(mass[:, s], error[:, s], share[s]) for s in range(len(share) - 1)]
+
+
+@dataclass
+class Selectivity:
+    """Recall of each method and setting, with the fields of ``eval=recall``; a query group shares the probes of its routers."""
+
+    recalls: dict[tuple[str, str], MethodRecall] = field(default_factory=dict)
+
+    def add(self, layer: int, reads: LayerReads) -> None:
+        """Adds what a layer of one chunk reads."""
+        for method, setting, recall in reads.recalls():
+            self.recalls.setdefault((method, setting), MethodRecall(True)).by_layer[layer].append(recall)
+
+    def rows(self, length: int) -> list[EvalRow]:
+        """Returns a row for each method and setting; the score is the attention mass that is read."""
+        rows = [recall.as_row(method, setting, length) for (method, setting), recall in self.recalls.items()]
+        return [replace(row, task="analysis", extra=row.extra | {"missed_mass": 1 - row.score}) for row in rows]

@@ -1,0 +1,114 @@
+"""The task ``analysis``: four measurements on held-out text, layer by layer.
+
+- :mod:`~msattn.trainer.evaluate.analysis.planes`: queries and keys in a plane (SAAP, arXiv 2502.08246, figure 1);
+- :mod:`~msattn.trainer.evaluate.analysis.bucket_sizes`: bucket sizes over prompts and positions (figure 2);
+- :mod:`~msattn.trainer.evaluate.analysis.top_mass`: attention mass in the top keys, by head (figure 3);
+- :mod:`~msattn.trainer.evaluate.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from msattn.trainer import data, models
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.analysis import partitions
+from msattn.trainer.evaluate.analysis.bucket_sizes import BucketSizes
+from msattn.trainer.evaluate.analysis.planes import Planes
+from msattn.trainer.evaluate.analysis.queries import query_batches, query_positions
+from msattn.trainer.evaluate.analysis.selectivity import LayerReads, Selectivity
+from msattn.trainer.evaluate.analysis.top_mass import TopMass
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.saap.kmeans import KMeans
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from msattn.trainer.models.loading import Loaded
+
+NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
+
+
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns the rows of all measurements. Partitions of a kind without an artifact are fitted on training text."""
+    settings, config = cfg.eval.analysis, loaded.model.config
+    layers = chosen_layers(settings.layers, models.num_layers(config))
+    heads = sorted(set(settings.heads or range(models.num_kv_heads(config))))
+    keys = partitions.training_keys(loaded, cfg, methods, layers, progress)
+    routings = partitions.routings(loaded, cfg, methods, keys, progress)
+    sizes = training_sizes(routings, keys, layers, heads, cfg.seed)
+    del keys
+    chunks = data.chunks(
+        cfg.data,
+        loaded.tokenizer,
+        seed=cfg.seed,
+        heldout=True,
+        seq_len=settings.length,
+        num_chunks=settings.num_chunks,
+    )
+    window = partitions.window_of(cfg, methods)
+    positions = query_positions(settings.length, window, settings.num_queries)
+    planes, mass, errors = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads), Selectivity()
+    advance = partial(progress.advance, progress.add_task("analysis", total=len(chunks) * len(layers) * len(heads)))
+
+    def measure(x: LayerInputs) -> None:
+        if x.layer not in planes.measured:
+            planes.add(x)
+        for routing in compared_sizes(routings, x.layer):
+            buckets = routing.router.assign(x.layer, x.k_nope, x.k)[0, heads, 1:]
+            sizes.heldout[routing.name, x.layer].append(buckets.cpu())
+        reads = LayerReads.of(x, routings, positions, cfg.seed)
+        for head in heads:
+            for queries in query_batches(x, head, positions, window):
+                mass.add_queries(x, head, queries)
+                reads.add(head, queries)
+            mass.add_blocks(x, head)
+            advance()
+        errors.add(x.layer, reads)
+
+    for i in range(len(chunks)):
+        partitions.visit(loaded, chunks[i]["input_ids"], layers, measure)
+    length = settings.length
+    return [*planes.rows(length), *sizes.rows(length), *mass.rows(length, len(chunks)), *errors.rows(length)]
+
+
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+    """Raises UserError for layers and heads that the model does not have, and for chunks that the window covers."""
+    partitions.check_model_has(cfg, loaded)
+    window, length = partitions.window_of(cfg, methods), cfg.eval.analysis.length
+    if length <= window.size:
+        raise UserError(f"eval.analysis.length={length}: accepted is more than recent + sink = {window.size} tokens")
+
+
+def chosen_layers(given: list[int] | None, count: int) -> list[int]:
+    """Returns the layers to measure of a model with ``count`` layers, in order."""
+    if given is not None:
+        return sorted(set(given))
+    return torch.linspace(0, count - 1, min(NUM_LAYERS, count)).round().int().tolist()
+
+
+def compared_sizes(routings: list[BucketRoutingMethod], layer: int) -> list[BucketRoutingMethod]:
+    """Returns the first k-means before RoPE and the first after RoPE, those that hold the layer."""
+    found: dict[bool, BucketRoutingMethod] = {}
+    for routing in routings:
+        if isinstance(routing.router, KMeans):
+            found.setdefault(routing.router.rope, routing)
+    return [routing for routing in found.values() if layer in routing.router.layers]
+
+
+def training_sizes(
+    routings: list[BucketRoutingMethod], keys: partitions.TrainingKeys, layers: list[int], heads: list[int], seed: int
+) -> BucketSizes:
+    """Assigns the training keys of each layer to the buckets of :func:`compared_sizes`."""
+    sizes = BucketSizes(seed)
+    for layer in layers:
+        for routing in compared_sizes(routings, layer):
+            device = routing.router.get_buffer("centroids").device
+            before, after = (each[layer][None].to(device) for each in (keys.before, keys.after))
+            sizes.training[routing.name, layer] = routing.router.assign(layer, before, after)[0, heads].cpu()
+            sizes.num_buckets[routing.name] = routing.router.num_buckets
+    return sizes
