@@ -132,11 +132,11 @@ def test_the_policy_alone_changes_where_the_keys_are_the_same() -> None:
 def test_policies_can_be_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: cfg.select)
-    assert launch("eval", ["select=topk,threshold"], multirun=True) == [SelectConfig("topk"), SelectConfig("threshold")]
-    both = launch("eval", ["select=topk,calibrated", "select.sparsity=0.5"], multirun=True)
+    assert launch("generate", ["select=topk,threshold"], multirun=True) == [SelectConfig("topk"), SelectConfig("threshold")]
+    both = launch("generate", ["select=topk,calibrated", "select.sparsity=0.5"], multirun=True)
     assert both == [SelectConfig("topk", sparsity=0.5), SelectConfig("calibrated", sparsity=0.5)]
     with pytest.raises(UserError, match=r"select.sparsity: policy=threshold accepts"):
-        launch("eval", ["select=topk,threshold", "select.sparsity=0.5"], multirun=True)
+        launch("generate", ["select=topk,threshold", "select.sparsity=0.5"], multirun=True)
 
 
 def test_known_keys_are_those_of_all_policies() -> None:
