@@ -19,7 +19,7 @@ COMMANDS = {
     "train-qmodel": ["train-qmodel", *TRAINING, *QMODEL, "train.steps=4", "train.save_every=2"],
     "finetune": ["finetune", *TRAINING, "select.sparsity=0", "train.steps=2", "train.batch_size=1", "train.save_every=1"],
     "train-mta": ["train-mta", *MTA, "train.steps=4", "train.batch_size=2", "train.save_every=2"],
-    "eval": ["eval", *SMALL_EVAL, "data.heldout_path=text.txt"],
+    "eval": ["eval", *SMALL_EVAL, "data.heldout_path=heldout.txt"],
     "generate": ["generate", *SMALL, "select=quest", "max_new_tokens=4", "--prompt", "a word"],
     "bench": ["bench", "op=merge_states", *SIZES, "device=cpu"],
 }

@@ -193,7 +193,7 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
 def evaluate(seed: int) -> None:
     """Runs ``msattn eval`` in the working directory; its results hold the seed."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *SMALL_EVAL, "data.heldout_path=text.txt", f"seed={seed}"])
+        cli.main(["eval", *SMALL_EVAL, "data.heldout_path=heldout.txt", f"seed={seed}"])
     assert ended.value.code == 0
 
 
@@ -210,6 +210,7 @@ def test_eval_killed(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Kills of ``msattn eval``, most of them while it writes; every result that was ever in place remains."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(text(4000))
+    Path("heldout.txt").write_text(text(4000, "term"))
     folder = Path("outputs/tiny/base/eval")
     evaluate(0)
     steps = count_changes(partial(evaluate, 100), tmp_path / "count")

@@ -47,5 +47,5 @@ def test_models_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama-own").mkdir()
     (tmp_path / "llama.txt").touch()
-    assert complete_model("llama") == ["llama3", "llama31_8b_instruct", "llama-own/"]
+    assert complete_model("llama") == ["llama3", "llama31_8b_instruct", "llama3_8b", "llama-own/"]
     assert complete_model("./") == ["./llama-own/"]
