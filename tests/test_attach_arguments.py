@@ -58,6 +58,10 @@ def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
         assert served(sparse) == (2, 256, 1, {1, 2, 3, 4, 5})
     with msattn.attach(embedded, qmodel="embedded", probes=5, dense_layers=()) as sparse:
         assert served(sparse) == (5, 256, 1, {0, 1, 2, 3, 4, 5})
+    with msattn.attach(embedded, qmodel="embedded", keys=0.02) as sparse:
+        assert served(sparse) == (64, 256, 1, {1, 2, 3, 4, 5})  # at most all 64 buckets
+        assert sparse.routed is not None
+        assert 1 < (sparse.routed.threshold or 0) < 20
     ids = random_tokens(1, 700)
     calibrated = logits(embedded, ids, gate="embedded", select="calibrated")
     assert torch.equal(logits(embedded, ids, gate="embedded"), calibrated)
@@ -155,6 +159,7 @@ def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
         ({"qmodel": "embedded", "probes": 1.5}, "probes=1.5: accepted is an integer"),
         ({"qmodel": "embedded", "sink": True}, "sink=True: accepted is an integer"),
         ({"qmodel": "embedded", "dense_layers": 3}, "dense_layers=3: accepted is a sequence of integers"),
+        ({"qmodel": "embedded", "keys": 0.6}, "keys=0.6: the query classifier is calibrated from 0.001 to 0.5"),
         ({"gate": "embedded", "probes": 2}, "probes=2: only decoding with a router uses it"),
         ({"gate": "embedded", "select": "quest"}, "gate: select.scores=quest are used instead"),
     ],

@@ -22,8 +22,11 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import PhaseTimer
+from msattn.trainer.saap.calibrate import most_probes, threshold_at
 from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.pages import PageRouter
 from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
 from msattn.trainer.serving.arguments import check_model, check_numbers, check_router, check_selection, check_types
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sparse", "attach", "disable", "enable", "load"]
 
+AnyRouter = QModel | KMeans | RandomBuckets | PageRouter
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load}
 # How routers are served whose manifest records nothing.
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
@@ -64,8 +68,9 @@ def attach(
     gate: Gate | str | Path | None = None,
     select: Selection | SelectConfig | Mapping[str, Any] | str | None = None,
     sparsity: float | None = None,
-    qmodel: QModel | KMeans | str | Path | None = None,
+    qmodel: AnyRouter | str | Path | None = None,
     probes: int | None = None,
+    keys: float | None = None,
     recent: int | None = None,
     sink: int | None = None,
     dense_layers: Sequence[int] | None = None,
@@ -90,8 +95,11 @@ def attach(
         gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.
     sparsity : share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``,
         0.9 by default.
-    qmodel : a query classifier or a k-means, given in the same ways. New tokens read the dense window and ``probes`` buckets.
+    qmodel : a query classifier or a k-means, given in the same ways, or a router without training, such as ``QuestPages``. New
+        tokens read the dense window and ``probes`` buckets.
     probes : number of buckets that a new token visits, for each key/value head.
+    keys : instead of ``probes``, the mean share of the keys outside the dense window that new tokens read. How many buckets one
+        reads depends on what its classifier predicts and on their sizes; classifiers have calibrated thresholds for it.
     recent, sink : numbers of last and first keys that a new token always reads.
     dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
         artifact's manifest records, or for 32, 2047, 1 and (0,).
@@ -127,8 +135,8 @@ def attach(
     pass over several tokens.
     """
     check_types(
-        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, recent=recent, sink=sink,
-        dense_layers=dense_layers, dense_below=dense_below, strict=strict, cuda_graphs=cuda_graphs,
+        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, recent=recent,
+        sink=sink, dense_layers=dense_layers, dense_below=dense_below, strict=strict, cuda_graphs=cuda_graphs,
         measure_recall=measure_recall, measure_time=measure_time,
     )  # fmt: skip
     require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
@@ -144,6 +152,9 @@ def attach(
         _warn_once(warning)
     if selection is not None:
         check_selection(selection, model.config)
+    threshold = _threshold(router, keys, probes)
+    if router is not None and keys is not None:
+        probes = most_probes(keys, router.num_buckets)
     numbers = _numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
@@ -151,7 +162,9 @@ def attach(
     statistics = Statistics(PhaseTimer(device) if measure_time else None)
     sparse = Sparse(
         selection,
-        None if router is None else _routed_decoding(model, router, numbers, dense_below, device, measure_recall, statistics),
+        None
+        if router is None
+        else _routed_decoding(model, router, numbers, keys, threshold, dense_below, device, measure_recall, statistics),
         statistics,
         dense_below=_dense_below(given, device) if dense_below is None else dense_below,
         rotation=Rotation.of(model.config, device),
@@ -213,7 +226,7 @@ def load_router(path: str | Path) -> QModel | KMeans:
     return artifact
 
 
-def _numbers(model: "PreTrainedModel", router: QModel | KMeans | None, **given: Any) -> dict[str, Any]:
+def _numbers(model: "PreTrainedModel", router: AnyRouter | None, **given: Any) -> dict[str, Any]:
     """Returns the numbers of decoding with a router, {} without one.
 
     Raises
@@ -231,18 +244,38 @@ def _numbers(model: "PreTrainedModel", router: QModel | KMeans | None, **given: 
     return numbers
 
 
-def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: QModel | KMeans | None, strict: bool) -> list[str]:
+def _threshold(router: AnyRouter | None, keys: float | None, probes: int | None) -> float | None:
+    """Returns the density from which buckets are read for the share ``keys``; None without it.
+
+    Raises
+    ------
+    UserError : ``probes`` are given too, or there are no thresholds for this share.
+    """
+    if keys is None:
+        return None
+    if probes is not None:
+        raise UserError(f"keys={keys}: probes={probes} are given too; give one of the two")
+    if router is None:
+        raise UserError(f"keys={keys}: only decoding with a router uses it; give qmodel=")
+    if not isinstance(router, QModel):
+        raise UserError(f"keys={keys}: needs a query classifier, which predicts attention; a k-means reads probes")
+    if router.thresholds is None:
+        raise UserError(f"keys={keys}: this query classifier has no calibrated thresholds; train it again, or give probes")
+    return threshold_at(router.thresholds, keys)
+
+
+def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
     """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check.
 
     Raises
     ------
     UserError : as :func:`msattn.trainer.artifacts.check_model`.
     """
-    manifests = [gate.manifest if gate else None, router.artifact.manifest if router and router.artifact else None]
-    if not any(manifests):
+    saved = [module.artifact for module in (gate, router) if module is not None and module.artifact is not None]
+    if not saved:
         return []
     identity = fingerprint(model)
-    warned = [artifacts.check_model(manifest, identity, strict=strict) for manifest in filter(None, manifests)]
+    warned = [artifacts.check_model(artifact.manifest, identity, strict=strict) for artifact in saved]
     return list(filter(None, warned))
 
 
@@ -264,7 +297,7 @@ def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torc
 
 
 def serving_numbers(
-    router: QModel | KMeans | None, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING
+    router: AnyRouter | None, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING
 ) -> dict[str, Any]:
     """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults.
 
@@ -318,8 +351,10 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
 
 def _routed_decoding(
     model: "PreTrainedModel",
-    router: QModel | KMeans,
+    router: AnyRouter,
     numbers: Mapping[str, Any],
+    keys: float | None,
+    threshold: float | None,
     dense_below: int | None,
     device: torch.device,
     measure_recall: bool,
@@ -328,8 +363,10 @@ def _routed_decoding(
     if dense_below is None:
         config = model.config
         key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
-        window, share = numbers["recent"] + numbers["sink"], numbers["probes"] / router.num_buckets
+        window, share = numbers["recent"] + numbers["sink"], keys or numbers["probes"] / router.num_buckets
         routed_from = partial(decoding_break_even, device, key_bytes, window, share)
     else:
         routed_from = lambda batch: dense_below  # noqa: E731
-    return RoutedDecoding(router, **numbers, routed_from=routed_from, measure_recall=measure_recall, statistics=statistics)
+    return RoutedDecoding(
+        router, **numbers, threshold=threshold, routed_from=routed_from, measure_recall=measure_recall, statistics=statistics
+    )

@@ -10,6 +10,8 @@ would take one product for each key/value head. The backward pass takes 5 produc
 two buffers. Memory bandwidth is the bottleneck: a score is moved 4 times forward and 10 times backward.
 """
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,39 @@ from msattn.kernels.common.registration import Passes, register_weighted_op
 from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, row_chunks
 from msattn.kernels.head_mix_attention.materialized import materialized_attention, materialized_attention_backward
 from msattn.kernels.head_mix_attention.scores import MAX_HEADS, mix_heads, mix_heads_backward, score_dtype, write_scores
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, SparseAttention
 
 MIN_ROWS = 256  # query rows of a chunk at least, for enough programs to fill a GPU
+
+
+@overload
+def head_mix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: Backend | None = None,
+) -> Tensor: ...
+
+
+@overload
+def head_mix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: Backend | None = None,
+) -> SparseAttention: ...
 
 
 def head_mix_attention(
@@ -34,8 +66,9 @@ def head_mix_attention(
     causal: bool = True,
     scale: float | None = None,
     kv_start: Tensor | None = None,
+    return_lse: bool = False,
     backend: Backend | None = None,
-) -> Tensor:
+) -> Tensor | SparseAttention:
     """Computes attention with scores mixed over heads (Multi-Token Attention).
 
     Parameters
@@ -52,6 +85,8 @@ def head_mix_attention(
         Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence.
+    return_lse : bool
+        Also return the LSE of the mixed scores.
     backend : {"triton", "torch"}, optional
         Triton for CUDA tensors and the reference for CPU tensors by default.
 
@@ -59,6 +94,9 @@ def head_mix_attention(
     -------
     Tensor ``[B, Hq, N, D]``
         0 for rows without visible keys. Differentiable in q, k, v and weight.
+    SparseAttention
+        With ``return_lse``: this output, and ``lse [B, Hq, N]``, fp32 (fp64 for fp64), -inf for rows without visible keys. Both
+        are differentiable.
 
     Raises
     ------
@@ -70,7 +108,8 @@ def head_mix_attention(
     check_per_sequence("kv_start", kv_start, q)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
-    return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]
+    result = SparseAttention(*_operator(q, k, v, weight, kv_start, causal, scale, backend))
+    return result if return_lse else result.out
 
 
 def launch(

@@ -1,6 +1,6 @@
 """Attention with scores mixed over heads in PyTorch, and its gradient."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale
 from msattn.kernels.common.mta_checks import check_head_weight
 from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attention_backward
+from msattn.kernels.types import SparseAttention
 
 
 class _HeadMixing(NamedTuple):
@@ -24,6 +25,7 @@ class _HeadMixing(NamedTuple):
         return torch.einsum("bhnm,bgnm->hg", dmixed, scores), torch.einsum("hg,bhnm->bgnm", weight, dmixed)
 
 
+@overload
 def head_mix_attention(
     q: Tensor,
     k: Tensor,
@@ -33,7 +35,35 @@ def head_mix_attention(
     causal: bool = True,
     scale: float | None = None,
     kv_start: Tensor | None = None,
-) -> Tensor:
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def head_mix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    return_lse: Literal[True],
+) -> SparseAttention: ...
+
+
+def head_mix_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | SparseAttention:
     """Reference of :func:`msattn.kernels.head_mix_attention`.
 
     It holds the scores of a few queries at a time and is differentiable.
@@ -43,7 +73,8 @@ def head_mix_attention(
     ValueError
         If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
-    return head_mix_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)[0]
+    result = SparseAttention(*head_mix_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start))
+    return result if return_lse else result.out
 
 
 def head_mix_attention_forward(

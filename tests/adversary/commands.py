@@ -21,7 +21,7 @@ COMMANDS = {
     "train-mta": ["train-mta", *MTA, "train.steps=4", "train.batch_size=2", "train.save_every=2"],
     "eval": ["eval", *SMALL_EVAL, "data.heldout_path=heldout.txt"],
     "generate": ["generate", *SMALL, "select=quest", "max_new_tokens=4", "--prompt", "a word"],
-    "bench": ["bench", "op=merge_states", *SIZES, "device=cpu"],
+    "bench": ["bench", "op=merge_states", *SIZES, "device=cpu", "tracker=none"],
 }
 
 

@@ -1,6 +1,7 @@
 """``msattn bench`` on a CPU: cases and rows of the benchmark, and the command."""
 
 import csv
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,14 @@ from msattn.trainer.commands.bench_report import figure
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
 OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
-TINY = ["bench.lengths=[96,192]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "device=cpu"]
+TINY = [
+    "bench.lengths=[96,192]",
+    "bench.heads=[2,1]",
+    "bench.head_size=16",
+    "bench.sparsities=[0.5]",
+    "device=cpu",
+    "tracker=none",
+]
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("round_figures")
 
@@ -195,8 +203,12 @@ def test_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> Non
     assert {row["setting"] for row in own} == {"50% sparse", "50% sparse, group masks"}
     assert all(float(row["times_flash"]) > 0 and row["device"].startswith("CPU") and row["torch"] for row in own)
     assert not list(folder.glob(".writing-*"))
-    (run,) = (folder / "runs").iterdir()
+    (run,) = (folder / "runs").glob("bench-*")
     assert (run / ".hydra/config.yaml").exists()
+    (line,) = (folder / "runs/forward-cpu/metrics.jsonl").read_text().splitlines()
+    summary = json.loads(line)["summary"]
+    assert summary["96/msattn, 50% sparse/ms"] == pytest.approx(float(own[0]["ms"]))
+    assert not any("cudnn" in key for key in summary)
 
 
 def test_each_direction_has_files_of_its_own(msattn: Run, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: GPU)
 
     def tune(*overrides: str) -> Path:
-        cfg = compose("bench", [f"outputs='{folder}'", "device=cpu", "bench.tune=true", *overrides])
+        cfg = compose("bench", [f"outputs='{folder}'", "device=cpu", "tracker=none", "bench.tune=true", *overrides])
         cfg.folder.mkdir(parents=True)  # Hydra makes the folder in a real run
         return run(cfg)
 

@@ -200,6 +200,25 @@ def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pyt
     assert [name for name, _ in seen] == ["mine", "0", "1"], "the fixed name of a YAML is replaced by job numbers"
 
 
+def test_a_tracker_groups_an_experiment_or_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: seen.append(cfg.tracker.group))
+
+    def groups(*arguments: str) -> list[Any]:
+        seen.clear()
+        assert msattn("fit-kmeans", *arguments) == 0
+        return list(seen)
+
+    assert groups("data=stdlib", "experiment=teacher_seeds", "tracker=none") == [None]
+    assert groups("data=stdlib", "experiment=teacher_seeds") == ["teacher_seeds"]
+    assert groups("data=stdlib", "experiment=teacher_seeds", "tracker.group=mine") == ["mine"]
+    first, second = groups("-m", "seed=1,2")
+    assert first == second
+    assert re.fullmatch(r"fit-kmeans-\d{8}-\d{6}", first)
+    assert groups("-m", "seed=1", "tracker.group=${name}") == ["0"]
+
+
 def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -248,6 +248,7 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
     rows = {(row.method, row.setting): row for row in errors.rows(LENGTH)}
     assert {setting for name, setting in rows if name == "k-means"} == {"1 probe", "2 probes", "4 probes"}
     q, q_nope = (each[0, :, positions].transpose(0, 1)[:, :, None] for each in (x.q, x.q_nope))
+    assert isinstance(method.router, KMeans)
     buckets = method.router.assign(0, x.k_nope, x.k)
     for probes, setting in ((0, None), (1, "1 probe"), (4, "4 probes")):
         row = rows["k-means", setting] if setting else rows[WINDOW, "0 probes"]

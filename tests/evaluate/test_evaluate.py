@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Quest, Selection
@@ -260,7 +263,8 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
         k = x.k.repeat_interleave(2, 1)[0]
         seen = torch.arange(x.num_keys) <= positions[:, None]
         weights = (x.q[0, :, positions] @ k.mT * x.scale).masked_fill(~seen, -torch.inf).softmax(-1)  # [Hq, n, M]
-        centroids = routing.router.centroids[x.layer].repeat_interleave(2, 0)  # pyrefly: ignore[bad-index]
+        assert isinstance(routing.router, KMeans)
+        centroids = routing.router.centroids[x.layer].repeat_interleave(2, 0)
         probe = (x.q_nope[0, :, positions] @ centroids.mT).argmax(-1)
         buckets = routing.router.assign(x.layer, x.k_nope, x.k)[0].repeat_interleave(2, 0)
         inside = (torch.arange(x.num_keys) < routing.sink) | (torch.arange(x.num_keys) > positions[:, None] - routing.recent)
@@ -403,6 +407,43 @@ def test_evaluation_reads_only_held_out_documents(loaded: Loaded, tmp_path: Path
     evaluate(replace(cfg, eval=replace(cfg.eval, tasks=["perplexity", "recall", "needle"])))
     assert seen
     assert not seen & trained_on
+
+
+def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained: Path, text: str, tmp_path: Path) -> None:
+    """Classifiers without thresholds are calibrated; the share that is read beside the window is about the requested one."""
+    partition, folder = KMeans.load(trained / "rand" / "base" / "kmeans"), tmp_path / "qmodel"
+    details = {"layers": [0, 1], "rope": False}
+    facts: dict[str, Any] = {"config": {}, "model": loaded.fingerprint, "data": "none", "seed": 0, "metrics": {}}
+    tensors = dict(QModel(partition, 2, 8).state_dict())
+    artifacts.write(folder, kind="qmodel", tensors=tensors, details=details, **facts)
+    cfg = config(trained, text, tasks=["recall", "needle"], baselines=[])
+    tasks = replace(
+        cfg.eval,
+        recall=replace(cfg.eval.recall, probes=[0], keys=[0.1, 0.5], sparsities=[], independent=True),
+        needle=replace(cfg.eval.needle, probes=[0], keys=[0.5], sparsities=[]),
+    )
+    cfg = replace(cfg, eval=tasks, artifacts=ArtifactsConfig(qmodel=str(folder)), keys=0.2)
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    methods.calibrate_routers(found, cfg, loaded)
+    classifier, kmeans = found.bucket_routings
+    assert classifier.own_settings() == [("20 % of the keys", 0.2)]
+    assert kmeans.own_settings() == [("4 probes", 4)]
+    assert kmeans.settings([1], [0.5]) == [("1 probe", 1)]
+    assert "classifier: its artifact holds no thresholds" in found.notes[-1]
+
+    rows = {(row.method, row.setting): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
+    name = "classifier, calibrated"
+    assert set(rows) == {(name, "10 % of the keys"), (name, "50 % of the keys"), (WINDOW, "0 probes")}
+    window = rows[WINDOW, "0 probes"].selectivity
+    few, many = (rows[name, f"{share} % of the keys"] for share in (10, 50))
+    assert window is not None
+    assert few.selectivity is not None
+    assert many.selectivity is not None
+    assert window < few.selectivity < many.selectivity < 1
+    assert rows[WINDOW, "0 probes"].score < few.score < many.score
+    assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
+    asked = [row for row in needle.run(loaded, cfg, found, Progress(disable=True)) if row.method == name]
+    assert [row.setting for row in asked] == ["50 % of the keys"]
 
 
 def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) -> None:

@@ -121,6 +121,16 @@ def test_speed(ratio: float, machine: str, expected: str) -> None:
     assert verdict([dense, gate])[-1] == expected
 
 
+def test_routers_without_training() -> None:
+    found = {"classifier": (0.8, 0.1), "Quest pages": (0.9, 0.1), "LSH": (0.2, 0.1), "random buckets": (0.1, 0.1)}
+    rows = [needle(name, "2 probes", *numbers, sparsity=None) for name, numbers in found.items()]
+    assert verdict(rows) == [
+        "With 2 probes and 4,096 tokens the classifier reads 10 % of the keys and finds 80 % of the needles of dense "
+        "attention; Quest's choice of pages, which is not trained, finds more (90 %), so training gains nothing here; a random "
+        "choice of buckets finds 10 %."
+    ]
+
+
 def test_speed_of_decoding_comes_from_its_task() -> None:
     timed = row("decoding", "classifier", "2 probes", 90.0, 0.1, ratio_to_dense=0.5, latency_s=0.01)
     assert verdict([timed]) == [

@@ -113,16 +113,16 @@ def test_the_result_loads_in_transformers(root: Path, trained: Path) -> None:
 def test_the_gates_written_are_those_of_the_trained_model(root: Path, trained: Path) -> None:
     cfg = run_config(root)
     gate, before = Gate.load(trained.with_name("gate")), Gate.load(str(cfg.artifacts.gate))
-    assert gate.manifest is not None
-    artifacts.check_model(gate.manifest, models.load(served_model(cfg, trained), device="cpu").fingerprint)
+    assert gate.artifact is not None
+    artifacts.check_model(gate.artifact.manifest, models.load(served_model(cfg, trained), device="cpu").fingerprint)
     assert gate.thresholds is not None
     assert gate.thresholds != before.thresholds
-    assert 0 < gate.manifest["metrics"]["recall/gate@0.5"] <= 1
+    assert 0 < gate.artifact.manifest["metrics"]["recall/gate@0.5"] <= 1
     for name, weight in before.named_parameters():
         assert not torch.equal(weight, gate.get_parameter(name)), name
     first = models.load(cfg.model, device="cpu", dtype="float32", seed=cfg.seed)
     with pytest.raises(UserError, match="weights_hash"):
-        artifacts.check_model(gate.manifest, first.fingerprint)
+        artifacts.check_model(gate.artifact.manifest, first.fingerprint)
 
 
 def test_eval_reads_the_model_and_its_gates(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_bfloat16_training_keeps_float32_weights(root: Path) -> None:
     assert {weight.dtype for weight in weights(folder).values()} == {torch.bfloat16}
     (checkpoint,) = (folder.parent / "runs/finetune/checkpoints").glob("checkpoint-4")
     assert {weight.dtype for weight in weights(checkpoint).values()} == {torch.float32}
-    assert Gate.load(folder.with_name("gate")).manifest
+    assert Gate.load(folder.with_name("gate")).artifact
 
 
 def new_gates(root: Path, device: str, dtype: str) -> Path:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import normalize
 
 from msattn.trainer import artifacts
+from msattn.trainer.attach import attach
 from msattn.trainer.config import (
     ArtifactsConfig,
     DataConfig,
@@ -98,6 +99,47 @@ def test_artifacts_load_and_record_their_source(trained: Path) -> None:
     assert not any(parameter.requires_grad for parameter in qmodel.parameters())
     query = torch.randn(1, 4, 1, 16)
     assert torch.isfinite(qmodel.scores(1, query, query)).all()
+
+
+def test_recall_is_logged_while_training_and_changes_nothing(text: Path, trained: Path, tmp_path: Path) -> None:
+    _, cfg = configs(text, tmp_path)
+    presets = replace(cfg.model.presets, probes=3)
+    cfg = replace(cfg, model=replace(cfg.model, presets=presets), train=replace(cfg.train, eval_every=10))
+    partition = trained / "toy" / "base" / "kmeans"
+    manifest = artifacts.read(train_qmodel(replace(cfg, artifacts=ArtifactsConfig(kmeans=str(partition))))).manifest
+    assert manifest["content_hash"] == artifacts.read(trained / "toy" / "base" / "qmodel").manifest["content_hash"]
+    work = tmp_path / "toy" / "base" / "runs" / "qmodel"
+    lines = [json.loads(line) for line in (work / "layers_0-1" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "recall_qmodel@3" in line]
+    assert [line["step"] for line in logged] == [10, 20, 30]
+    assert not any(key.startswith("recall") and "@3" not in key for line in logged for key in line)
+    assert logged[0]["recall_qmodel@3"] < logged[-1]["recall_qmodel@3"] <= logged[-1]["recall_oracle@3"]
+    assert logged[-1]["heldout_loss"] == pytest.approx(manifest["metrics"]["heldout_loss"], rel=1e-5)
+    (read,) = [json.loads(line)["read"] for line in (work / "metrics.jsonl").read_text().splitlines() if "read" in line]
+    assert read == {"kind": "kmeans", "folder": str(partition), "content_hash": manifest["details"]["kmeans_hash"]}
+
+
+def test_thresholds_are_stored_and_may_be_missing(trained: Path, tmp_path: Path) -> None:
+    folder = trained / "toy" / "base" / "qmodel"
+    qmodel = QModel.load(folder)
+    assert qmodel.artifact is not None
+    manifest = qmodel.artifact.manifest
+    assert qmodel.thresholds == manifest["details"]["thresholds"]
+    model = tiny_model(vocab_size=4096)
+    with attach(model, qmodel=qmodel, keys=0.1, recent=16, dense_below=0) as sparse:
+        model.generate(random_tokens(1, 100), max_new_tokens=4, do_sample=False)
+        assert 0.2 < sparse.stats()["selectivity"] < 0.8
+
+    def written(name: str, **changes: Any) -> Path:
+        details = {key: value for key, value in manifest["details"].items() if key != "thresholds"} | changes
+        facts = {key: manifest[key] for key in ("model", "data", "seed", "metrics")}
+        tensors = artifacts.read(folder).tensors
+        return artifacts.write(tmp_path / name, kind="qmodel", tensors=tensors, config={}, details=details, **facts)
+
+    assert QModel.load(written("without")).thresholds is None
+    wrong = {"shares": [0.1, 0.2], "densities": [1.0, 2.0]}
+    with pytest.raises(UserError, match=r"details: thresholds=.*densities must be 2 numbers that decrease"):
+        QModel.load(written("wrong", thresholds=wrong))
 
 
 def test_trained_routing_beats_kmeans_routing(trained: Path) -> None:

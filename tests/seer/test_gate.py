@@ -318,7 +318,7 @@ def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     loaded = Gate.load(write(gate, tmp_path / "gate"))
     assert loaded.cfg == gate.cfg
     assert loaded.thresholds == gate.thresholds
-    assert loaded.manifest is not None
+    assert loaded.artifact is not None
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     x = inputs_of_layers(tiny_model(), random_tokens(1, 50))[1]
     assert torch.equal(loaded.scores(x), gate.scores(x))

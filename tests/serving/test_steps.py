@@ -16,10 +16,11 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import FAMILIES
+from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.serving.steps import DecodingSteps, Step
 from tests.factory import left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
-from tests.test_attach import gate_for
+from tests.test_attach import gate_for, random_partition
 
 
 @torch.no_grad()
@@ -52,6 +53,23 @@ def test_steps_equal_ordinary_passes(family: str, where: str, monkeypatch: pytes
     assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
     assert read["graph_steps"] + read["eager_steps"] == 149 - 2, "the index was rebuilt twice"
     assert expected["graph_steps"] + expected["eager_steps"] == 0
+
+
+@torch.no_grad()
+def test_steps_at_a_share_of_the_keys(where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None) -> None:
+    """The number of buckets differs between tokens, and their sizes change with the index."""
+    model, router = tiny_model().to(where), QModel(random_partition(), 2, 16).requires_grad_(False).eval()
+    router.thresholds = {"shares": [0.1, 0.5], "densities": [1.4, 1.0]}
+    options: dict[str, Any] = {**ROUTED, "qmodel": router, "probes": None, "keys": 0.2}
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (50, 41)])
+    with attach(model, **options) as sparse:
+        steps, read = generate(model, ids, mask, max_new_tokens=100), sparse.stats()
+    monkeypatch.setattr(DecodingSteps, "device_type", "none")
+    with attach(model, **options) as sparse:
+        ordinary, expected = generate(model, ids, mask, max_new_tokens=100), sparse.stats()
+    close(steps, ordinary)
+    assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
+    assert 0.1 < read["selectivity"] < 0.9
 
 
 @torch.no_grad()

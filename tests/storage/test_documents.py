@@ -67,6 +67,7 @@ def test_a_folder_without_the_right_to_enter(public: Path) -> None:
             lambda: find(closed / "gate", "gate"),
             lambda: find(str(closed), "gate") / "manifest.json",
             lambda: free_space(closed / "gate/manifest.json"),
+            lambda: ModelFiles("model.path=closed", closed).locate("tokenizer.json"),
         ]
         ends = []
         for call in calls:
@@ -80,11 +81,12 @@ def test_a_folder_without_the_right_to_enter(public: Path) -> None:
     process.start()
     process.join()
     closed.chmod(0o755)
-    regular, inside, folder, space = receiver.recv()
+    regular, inside, folder, space, file = receiver.recv()
     assert regular == "UserError: manifest.json cannot be read (Permission denied)"
     assert inside == f"UserError: artifact {closed / 'gate'}: no such folder"
     assert folder == str(closed / "manifest.json")  # reading it is refused, as above
     assert "GB are free" in space
+    assert file == "UserError: model.path=closed: tokenizer.json cannot be read (Permission denied)"
 
 
 @pytest.mark.parametrize(

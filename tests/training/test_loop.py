@@ -285,6 +285,17 @@ def test_the_progress_bar_can_be_disabled(tmp_path: Path, enabled: bool) -> None
     assert bool(output.getvalue()) == enabled
 
 
+@pytest.mark.parametrize(("width", "shown"), [(130, True), (90, False)])
+def test_a_wide_terminal_shows_the_last_evaluation_beside_the_losses(tmp_path: Path, width: int, shown: bool) -> None:
+    with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
+        callback = TrainingCallback(Regression(), TRAIN, tracker, None, {}, TrainingResult(0, 0.0, {}, {}), StopConsensus(1))
+    callback.console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    with callback.progress_bar(enabled=True):
+        callback._print(3, {"loss": 0.25, "seconds_left": 2.0}, {"recall": 0.5, "recall/layer 1": 0.4})
+        (task,) = callback._progress.tasks
+        assert task.fields["figures"] == ("loss 0.25  recall 0.5" if shown else "loss 0.25")
+
+
 def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:
     run(Regression(), tmp_path, replace(TRAIN, steps=4))
     run(Regression(), tmp_path, replace(TRAIN, steps=3))

@@ -5,12 +5,14 @@ import getpass
 import json
 import resource
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from msattn.trainer.config import TrackerConfig
+from msattn.trainer.artifacts import Artifact
+from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.training.tracker import Tracker
 
@@ -18,7 +20,7 @@ NONE, WANDB = TrackerConfig("none"), TrackerConfig("wandb", project="tests")
 
 
 def start(cfg: TrackerConfig, folder: Path) -> Tracker:
-    return Tracker.start(cfg, folder=folder, run_name="name", config={"lr": 0.1})
+    return Tracker.start(cfg, folder=folder, run_name="name", config={"lr": 0.1}, job="train-gate", tags=["tiny", "base"])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -31,9 +33,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def fake_artifact(folder: Path) -> Path:
     """Creates a folder with the manifest of an artifact."""
-    folder.mkdir()
-    (folder / "manifest.json").write_text('{"content_hash": "c0ffee"}')
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"content_hash": "c0ffee", "metrics": {"recall": 0.5}, "tensors": {"long": 1}}')
     return folder
+
+
+def read_artifact(folder: Path, **tracker: Any) -> Artifact:
+    """Returns an artifact that a command with this ``tracker`` wrote."""
+    config = {"tracker": {"kind": "wandb", "project": "other", **tracker}, "model": {"name": "my model"}, "name": "base"}
+    return Artifact("kmeans", {}, config, {"content_hash": "ab" * 32}, folder)
 
 
 def test_artifacts_are_recorded_with_their_content_hash(tmp_path: Path) -> None:
@@ -41,11 +49,11 @@ def test_artifacts_are_recorded_with_their_content_hash(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     with start(NONE, tmp_path) as tracker:
-        tracker.artifact(gate)
+        tracker.log_artifact(gate)
         hashes = []
         for weights in (b"1", b"2"):
             (model / "model.safetensors").write_bytes(weights)
-            tracker.artifact(model)
+            tracker.log_artifact(model)
             hashes.append(lines(tmp_path)[-1]["artifact"]["content_hash"])
     assert lines(tmp_path)[0] == {"artifact": {"kind": "gate", "folder": str(gate), "content_hash": "c0ffee"}}
     assert hashes[0] != hashes[1]
@@ -124,13 +132,20 @@ def test_wandb_without_a_key_is_offline_and_prints_how_to_upload(tmp_path: Path,
     with start(WANDB, tmp_path) as tracker:
         tracker.log({"loss": 2.5}, 1)
         tracker.summary({"best": 0.5})
-        tracker.artifact(fake_artifact(tmp_path / "gate"))
+        tracker.log_artifact(fake_artifact(tmp_path / "gate"))
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.strip()]
     assert line.startswith("wandb sync ")
     folder = Path(line.removeprefix("wandb sync "))
     assert folder.parent == tmp_path / "wandb"
     assert list(folder.glob("run-*.wandb"))
     assert [line["step"] for line in lines(tmp_path)[:1]] == [1]
+
+
+class FakeArtifact:
+    waited = False
+
+    def wait(self) -> None:
+        self.waited = True
 
 
 class FakeRun:
@@ -142,9 +157,17 @@ class FakeRun:
         self.finished = False
         self.name = "name"
         self.artifacts: list[Any] = []
+        self.aliases: list[str] | None = None
+        self.sent = FakeArtifact()
+        self.used: list[tuple[str, str]] = []
 
-    def log_artifact(self, artifact: Any) -> None:
+    def log_artifact(self, artifact: Any, aliases: list[str] | None = None) -> FakeArtifact:
         self.artifacts.append(artifact)
+        self.aliases = aliases
+        return self.sent
+
+    def use_artifact(self, name: str, type: str) -> None:
+        self.used.append((name, type))
 
     def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.logged.append((metrics, step))
@@ -177,9 +200,10 @@ def test_wandb_with_a_key_is_online_and_receives_everything(
         tracker.log({"loss": 2.5}, 1)
         tracker.image("grid", tmp_path / "grid.png")
         tracker.summary({"best": 0.5})
-        tracker.artifact(fake_artifact(tmp_path / "gate"))
+        tracker.log_artifact(fake_artifact(tmp_path / "gate"))
     ((run, options),) = runs
     assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
+    assert (options["group"], options["job_type"], options["tags"]) == (None, "train-gate", ["tiny", "base"])
     assert options["config"] == {"lr": 0.1}
     assert run.logged == [({"loss": 2.5}, 1), ({"grid": f"picture {tmp_path / 'grid.png'}"}, None)]
     assert run.summary == {
@@ -189,12 +213,108 @@ def test_wandb_with_a_key_is_online_and_receives_everything(
         "artifact/content_hash": "c0ffee",
     }
     (linked,) = run.artifacts
-    assert (linked.type, linked.metadata["content_hash"]) == ("gate", "c0ffee")
+    assert (linked.name, linked.type, linked.metadata["content_hash"]) == ("tiny-base-gate", "gate", "c0ffee")
     (reference,) = linked.manifest.entries.values()
     assert reference.ref == (tmp_path / "gate" / "manifest.json").as_uri()
     assert run.finished
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
     assert len(lines(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("upload", [True, False])
+def test_artifacts_are_uploaded_on_request_but_models_are_not(
+    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capfd: pytest.CaptureFixture[str], upload: bool
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"1")
+    with start(replace(WANDB, upload=upload), tmp_path) as tracker:
+        tracker.log_artifact(model)
+        tracker.log_artifact(fake_artifact(tmp_path / "gate"))
+    run = runs[0][0]
+    assert run.sent.waited == upload
+    entries = [each.ref for logged in run.artifacts for each in logged.manifest.entries.values()]
+    assert [each is not None for each in entries] == [True, not upload]
+    if upload:
+        assert run.artifacts[1].metadata == {
+            "content_hash": "c0ffee",
+            "metrics": {"recall": 0.5},
+            "kind": "gate",
+            "folder": str(tmp_path / "gate"),
+        }
+        assert run.aliases == ["latest", "c0ffee"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_artifacts_that_were_uploaded_are_inputs_of_a_run(
+    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kmeans"
+    with start(WANDB, tmp_path) as tracker:
+        tracker.use_artifact(read_artifact(folder, upload=True))
+        tracker.use_artifact(read_artifact(folder))  # a version without the key
+        tracker.use_artifact(read_artifact(folder, upload=True, kind="none"))
+        tracker.use_artifact(replace(read_artifact(folder), config={"tracker": [], "model": "odd"}))
+    assert runs[0][0].used == [(f"other/my-model-base-kmeans:{'ab' * 8}", "kmeans")]
+    assert runs[0][0].summary == {"read/kmeans": "ab" * 32}
+    assert lines(tmp_path)[:1] == [{"read": {"kind": "kmeans", "folder": str(folder), "content_hash": "ab" * 32}}]
+    monkeypatch.setenv("WANDB_MODE", "offline")  # names of artifacts cannot be looked up
+    with start(WANDB, tmp_path) as tracker:
+        tracker.use_artifact(read_artifact(folder, upload=True))
+    assert (runs[1][0].used, runs[1][0].summary) == ([], {"read/kmeans": "ab" * 32})
+
+
+def test_a_failing_wandb_is_one_line_without_keys_and_the_run_goes_on(
+    tmp_path: Path,
+    runs: list[tuple[FakeRun, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = "0123456789abcdef" * 2 + "01234567"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError(f"401 for {key}\nsecond line")
+
+    for name in ("log", "log_artifact", "use_artifact", "finish"):
+        monkeypatch.setattr(FakeRun, name, fail)
+    with start(replace(WANDB, upload=True), tmp_path) as tracker:
+        for step in (1, 2):
+            tracker.log({"loss": 2.5}, step)
+        tracker.use_artifact(read_artifact(tmp_path, upload=True))
+        tracker.log_artifact(fake_artifact(tmp_path / "gate"))
+    assert [next(iter(line)) for line in lines(tmp_path)] == ["step", "step", "read", "artifact"]
+    printed = capsys.readouterr().err
+    assert key not in printed
+    metrics, use, artifact, end = printed.splitlines()
+    assert metrics == ("msattn: warning: tracker=wandb: sending metrics failed (401 for ***); the files here are complete")
+    assert "the use of other/my-model-base-kmeans" in use
+    assert f"artifact {tmp_path / 'gate'}" in artifact
+    assert "the end of the run" in end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(JobConfig):
+    """A command whose results are in ``outputs/a/b``."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.outputs) / "a" / "b"
+
+
+def test_a_tracker_that_cannot_start_after_the_work_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    job = Job(tracker=WANDB, outputs=str(tmp_path))
+    assert job.tags == ["a", "b"]
+    with Tracker.of_job(job, "eval", folder=tmp_path, run_name="name", after_work=True) as tracker:
+        tracker.summary({"best": 0.5})
+    assert lines(tmp_path) == [{"summary": {"best": 0.5}}]
+    warning = capsys.readouterr().err
+    assert warning.startswith("msattn: warning: tracker=wandb: wandb is not installed; run pip install wandb")
+    assert warning.count("\n") == 1
+    with pytest.raises(UserError, match="wandb is not installed"):
+        Tracker.of_job(job, "train-gate", folder=tmp_path, run_name="name")
 
 
 def test_wandb_mode_is_respected_and_a_failed_run_is_finished(

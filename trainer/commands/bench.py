@@ -20,6 +20,7 @@ from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.progress import duration, report
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
+from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,9 +67,19 @@ def bench(cfg: BenchRunConfig) -> Path:
         _publish(partial, cfg.folder / name, rows, notes)
     bench_report.print_report(rows, notes, console)
     console.print(f"Results: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True)
+    _track(cfg, name, rows)
     if cfg.bench.tune:
         _save_faster_tiles(rows, cfg.op, shape, options, about.commit, console)
     return cfg.folder
+
+
+def _track(cfg: BenchRunConfig, name: str, rows: list[BenchRow]) -> None:
+    """Records the times in ``runs/<name>``, and the table and the figure with them."""
+    work, run_name = cfg.folder / "runs" / name, f"{cfg.op}-{name}"
+    with Tracker.of_job(cfg, "bench", folder=work, run_name=run_name, after_work=True) as tracker:
+        tracker.image("times", cfg.folder / f"{name}.png")
+        tracker.table("results", [row.record() for row in rows])
+        tracker.summary({f"{row.length}/{bench_report.label(row)}/ms": row.ms for row in rows if row.ms is not None})
 
 
 def _measure(

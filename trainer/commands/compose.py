@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,9 @@ def launch(
             sweep = compose_raw(hydra, command, overrides, "MULTIRUN")
             _check_points(hydra, sweep, command)
             # Each training job writes artifacts of its own name; other jobs read those of the name they are given.
-            if COMMANDS[command].trains and not _names_its_jobs(sweep, overrides):
+            if COMMANDS[command].trains and not _is_given("name", sweep, overrides):
                 overrides = [*overrides, "name=${hydra:job.num}"]
+            overrides = _with_group(sweep, overrides, f"{command}-{datetime.now():%Y%m%d-%H%M%S}")
             batches = hydra.multirun(config_name=name, task_function=task, overrides=overrides)
             results = [job.return_value for batch in batches for job in batch]
         else:
@@ -225,6 +227,7 @@ def launch(
             cfg = _typed(composed, command)
             _check_text(cfg, command)
             _check_outputs(cfg)
+            overrides = _with_group(composed, overrides)
             if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process writes the run's folder
                 results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
             else:
@@ -264,12 +267,25 @@ def _named_disk_errors(command: str) -> Iterator[None]:
         raise found from error
 
 
-def _names_its_jobs(sweep: Any, overrides: Sequence[str]) -> bool:
-    """Returns True if ``name`` is given, swept, or an interpolation such as ``yarn-${select.sparsity}``."""
+def _is_given(key: str, composed: Any, overrides: Sequence[str]) -> bool:
+    """Returns True if ``key`` is given, swept, or an interpolation such as ``yarn-${select.sparsity}``."""
     from omegaconf import OmegaConf
 
-    given = any(override.startswith("name=") for override in overrides)
-    return given or "name" in (sweep.hydra.sweeper.params or {}) or OmegaConf.is_interpolation(sweep, "name")
+    given = any(override.startswith(f"{key}=") for override in overrides)
+    section, _, leaf = key.rpartition(".")
+    parent = composed[section] if section else composed
+    return given or key in (composed.hydra.sweeper.params or {}) or OmegaConf.is_interpolation(parent, leaf)
+
+
+def _with_group(composed: Any, overrides: Sequence[str], sweep: str | None = None) -> list[str]:
+    """Returns ``overrides`` with the tracker's group: the experiment, or else the name of the ``sweep``, if there is one."""
+    from omegaconf import OmegaConf
+
+    group = composed.hydra.runtime.choices.get("experiment") or sweep
+    if group is None or OmegaConf.select(composed, "tracker.kind") != "wandb":
+        return list(overrides)
+    chosen = composed.tracker.group is not None or _is_given("tracker.group", composed, overrides)
+    return list(overrides) if chosen else [*overrides, f"tracker.group={group}"]
 
 
 def _check_points(hydra: Any, sweep: Any, command: str) -> None:

@@ -38,6 +38,7 @@ class JobConfig:
     seed : seed of random weights, of the order of the data and of all sampling.
     """
 
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     outputs: str = "outputs"
     device: str = field(default="auto", metadata=choices(("auto", "cpu", "cuda")))
     seed: int = field(default=0, metadata=within("[0, 4294967295]"))
@@ -50,6 +51,11 @@ class JobConfig:
     def folder(self) -> Path:
         """The folder of this run's outputs, which also holds Hydra's ``runs``."""
         raise NotImplementedError
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags of the tracker: the names of the folders of this run below ``outputs``, e.g. model and name."""
+        return list(self.folder.relative_to(self.outputs).parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,6 @@ class NamedConfig(JobConfig):
     resume : continue from the last complete checkpoint.
     """
 
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     name: str = "base"
     overwrite: bool = False
     resume: bool = False
@@ -256,6 +261,7 @@ class ServingConfig(RunConfig):
     artifacts : gates and query classifiers, or a k-means, which routes without a classifier.
     chat : make a prompt the message of a user in the model's chat template; None does so if the model has one.
     probes : buckets that each decoded query reads.
+    keys : instead of ``probes``, mean share of the keys outside the dense window that decoded queries read.
     recent, sink : numbers of last and first keys that are always read.
     dense_layers : layers in which decoding reads every key. None for these four stands for what the artifact records.
     dense_below : number of keys below which prompts and new tokens are dense; None stands for measured break-even lengths.
@@ -265,6 +271,7 @@ class ServingConfig(RunConfig):
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
     chat: bool | None = None
     probes: int | None = field(default=None, metadata=within("[0, 1e6]"))
+    keys: float | None = field(default=None, metadata=within("[0.001, 0.5]"))
     recent: int | None = field(default=None, metadata=within("[1, 1e9]"))
     sink: int | None = field(default=None, metadata=within("[0, 1e9]"))
     dense_layers: list[int] | None = field(default=None, metadata=within("[0, 1e6]"))
@@ -273,7 +280,13 @@ class ServingConfig(RunConfig):
     @property
     def routing(self) -> dict[str, Any]:
         """The arguments of :func:`msattn.attach` that concern decoding."""
-        return {"probes": self.probes, "recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
+        names = ("probes", "keys", "recent", "sink", "dense_layers")
+        return {name: getattr(self, name) for name in names}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ok = self.keys is None or self.probes is None
+        require(ok, "keys", self.keys, f"accepted is null with probes={self.probes}: give one of the two")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,6 +300,13 @@ class EvalRunConfig(ServingConfig):
 
     eval: EvalConfig
     compare: str | None = None
+
+    @property
+    def all_keys(self) -> list[float]:
+        """The shares of the keys with which a task measures query classifiers."""
+        sections = {"recall": self.eval.recall, "needle": self.eval.needle, "ruler": self.eval.ruler}
+        asked = [share for task, section in sections.items() if task in self.eval.tasks for share in section.keys]
+        return asked if self.keys is None else [*asked, self.keys]
 
 
 @dataclass(frozen=True, kw_only=True)

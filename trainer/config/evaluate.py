@@ -7,6 +7,7 @@ from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check, choices, require, within
 
 TASKS = ("perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "analysis", "latency", "decoding")
+ROUTERS = ("window", "random", "lsh", "quest")
 RULER_TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
@@ -31,8 +32,8 @@ class RecallConfig:
     """Attention mass in the keys that are read, on ``num_chunks`` held-out chunks of ``length`` tokens.
 
     Block selections are measured at each of ``sparsities``, routing with each number of ``probes`` for ``num_queries`` decoding
-    queries of a chunk. ``independent`` adds routing with separate probes for each query head; serving shares probes within a
-    query group.
+    queries of a chunk, and query classifiers also at each share of the ``keys``. ``independent`` adds routing with separate
+    probes for each query head; serving shares probes within a query group.
     """
 
     length: int = field(default=4096, metadata=within("[1, 1e9]"))
@@ -40,6 +41,7 @@ class RecallConfig:
     num_queries: int = field(default=64, metadata=within("[1, 1e6]"))
     sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9], metadata=within("[0, 1)"))
     probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4], metadata=within("[0, 1e6]"))
+    keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
     independent: bool = False
 
     def __post_init__(self) -> None:
@@ -51,8 +53,9 @@ class NeedleConfig:
     """Retrieval of needles from text: ``samples`` prompts of each of ``lengths`` and ``depths``.
 
     ``haystack`` is a text file or folder (None: the held-out documents of ``data``). ``needles`` are hidden in a prompt and one
-    of them is asked for. Block selections are measured at ``sparsities``, routing with ``probes``. ``question`` is ``dense`` or
-    ``sparse``, the attention of the question's tokens in routing; the answer is always decoded with sparse attention.
+    of them is asked for. Block selections are measured at ``sparsities``, routing with ``probes``, and query classifiers also
+    at shares of the ``keys``. ``question`` is ``dense`` or ``sparse``, the attention of the question's tokens in routing; the
+    answer is always decoded with sparse attention.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
@@ -63,6 +66,7 @@ class NeedleConfig:
     question: str = field(default="sparse", metadata=choices(("dense", "sparse")))
     sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
     probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4], metadata=within("[0, 1e6]"))
+    keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
 
     def __post_init__(self) -> None:
         check(self, "eval.needle.")
@@ -88,7 +92,8 @@ class RulerConfig:
     """RULER's synthetic ``tasks``: ``samples`` prompts of each, of each of ``lengths`` with the tokens of the answer.
 
     ``haystack`` is a text file or folder (None: the held-out documents of ``data``). Prompts are answered together, in batches
-    of up to ``batch_tokens`` tokens. Block selections are measured at ``sparsities``, routing with ``probes``.
+    of up to ``batch_tokens`` tokens. Block selections are measured at ``sparsities``, routing with ``probes``, and query
+    classifiers at shares of the ``keys``.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
@@ -98,6 +103,7 @@ class RulerConfig:
     batch_tokens: int = field(default=32768, metadata=within("[0, 1e9]"))
     sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
     probes: list[int] = field(default_factory=lambda: [1, 2, 4], metadata=within("[0, 1e6]"))
+    keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
 
     def __post_init__(self) -> None:
         check(self, "eval.ruler.")
@@ -211,10 +217,17 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """``tasks`` to run, with a section for each; ``baselines`` are block scores that are compared with the gate's."""
+    """``tasks`` to run, with a section for each.
+
+    ``baselines`` are block scores that are compared with the gate's, ``routers`` training-free ways to choose the keys that a
+    decoded token reads. At each of ``key_shares``, routings have the numbers of probes that read about this share of the keys
+    on training text; without any, those that tasks and artifacts name.
+    """
 
     tasks: list[str] = field(default_factory=lambda: list(QUALITY), metadata=choices(TASKS))
     baselines: list[str] = field(default_factory=lambda: list(BASELINES), metadata=choices(BASELINES))
+    routers: list[str] = field(default_factory=list, metadata=choices(ROUTERS))
+    key_shares: list[float] = field(default_factory=list, metadata=within("(0, 1]"))
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)

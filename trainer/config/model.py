@@ -31,6 +31,7 @@ class ModelPresets:
     eval_chunks : held-out chunks for perplexity.
     needle_samples : needle prompts of each length and depth.
     eval_probes : numbers of probes with which routing is measured (0: only sink and recent keys are read).
+    eval_keys : shares of the keys at which query classifiers are measured.
     latency_lengths, decoding_lengths : prompt lengths and cache lengths at which speed is measured, in tokens.
     """
 
@@ -58,6 +59,7 @@ class ModelPresets:
     eval_chunks: int = field(default=16, metadata=within("[1, 1e6]"))
     needle_samples: int = field(default=8, metadata=within("[1, 10000]"))
     eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32], metadata=within("[0, 1e6]"))
+    eval_keys: list[float] = field(default_factory=lambda: [0.03], metadata=within("[0.001, 0.5]"))
     latency_lengths: list[int] = field(
         default_factory=lambda: [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], metadata=within("[1, 1e9]")
     )

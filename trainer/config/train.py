@@ -73,10 +73,20 @@ class FinetuneTrainConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Tracker of metrics in addition to ``metrics.jsonl``: ``wandb`` (offline without an API key) or ``none``."""
+    """Tracker of metrics in addition to ``metrics.jsonl``.
+
+    Attributes
+    ----------
+    kind : ``wandb`` (offline without an API key) or ``none``.
+    project : project of Weights & Biases.
+    group : runs that wandb shows together (None: the experiment, or else the sweep, if there is one).
+    upload : upload the files of gates, k-means and query classifiers; otherwise wandb records only where they are.
+    """
 
     kind: str = field(default="wandb", metadata=choices(("wandb", "none")))
     project: str = "msattn"
+    group: str | None = None
+    upload: bool = False
 
     def __post_init__(self) -> None:
         check(self, "tracker.")

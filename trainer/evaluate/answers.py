@@ -45,12 +45,18 @@ class Answers(NamedTuple):
         return self.stats["selectivity"] if self.sparsity is None else 1 - self.sparsity
 
 
-def cases(loaded: "Loaded", methods: ComparedMethods, sparsities: list[float], probes: list[int] | None = None) -> list[Case]:
-    """Returns dense attention, each block selection at ``sparsities``, and each routing with ``probes``.
+def cases(
+    loaded: "Loaded",
+    methods: ComparedMethods,
+    sparsities: list[float],
+    probes: list[int] | None = None,
+    keys: Sequence[float] = (),
+) -> list[Case]:
+    """Returns dense attention, each block selection at ``sparsities``, and each routing with ``probes`` and at shares ``keys``.
 
     Parameters
     ----------
-    probes : None: the number that is configured for a routing, or that its artifact records.
+    probes : None: the setting that is configured for a routing, or the number that its artifact records.
     """
     found = [Case("dense", "", nullcontext)]
     for method in methods.block_selections:
@@ -59,10 +65,9 @@ def cases(loaded: "Loaded", methods: ComparedMethods, sparsities: list[float], p
             for label, select in method.settings(sparsities)
         ]
     for routing in methods.bucket_routings:
-        numbers = [routing.probes] if probes is None else probes
+        settings = routing.own_settings() if probes is None else routing.settings(probes, keys)
         found += [
-            Case(routing.name, label, partial(routing.attach, loaded.model, number))
-            for label, number in routing.settings(numbers)
+            Case(routing.name_at(setting), label, partial(routing.attach, loaded.model, setting)) for label, setting in settings
         ]
     return found
 

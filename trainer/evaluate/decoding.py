@@ -78,7 +78,7 @@ class DecodingCase(NamedTuple):
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
-    """Returns, for each length and batch, a row for each kind of dense attention and one for each routing."""
+    """Returns, for each length and batch, a row for each kind of dense attention and one for each setting of a routing."""
     settings = cfg.eval.decoding
     cases = _cases(loaded.model, cfg, methods)
     sizes = [(batch, length) for length, batch in product(settings.lengths, settings.batches)]
@@ -108,7 +108,9 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
 
 def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethods) -> list[DecodingCase]:
     """Returns the methods to measure, dense attention first."""
-    routings = methods.bucket_routings or [_untrained_router(cfg, model)]
+    routings = methods.bucket_routings
+    if all(routing.router.artifact is None for routing in routings):
+        routings = [_untrained_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
     by_transformers = partial(measure_transformers, model, tokens=min(tokens, TRANSFORMERS_TOKENS), seed=seed)
     cases = [DecodingCase(TRANSFORMERS, "", "generate", by_transformers, cfg.eval.decoding.transformers_batch)]
@@ -119,10 +121,10 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     always_dense = partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE)
     cases.append(DecodingCase(SAME_MACHINERY, "", "generate", partial(_measure_attached, model, always_dense, tokens, seed)))
     for routing in routings:
-        ((label, probes),) = routing.settings([routing.probes])
-        attached = partial(routing.attach, model, probes)
-        measure = partial(_measure_attached, model, attached, tokens, seed)
-        cases.append(DecodingCase(routing.name, label, "generate", measure))
+        for label, setting in routing.own_settings():
+            attached = partial(routing.attach, model, setting)
+            measure = partial(_measure_attached, model, attached, tokens, seed)
+            cases.append(DecodingCase(routing.name_at(setting), label, "generate", measure))
     return cases
 
 

@@ -1,22 +1,26 @@
 """The methods that an evaluation compares: trained artifacts and training-free baselines."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from msattn.trainer import artifacts, data
-from msattn.trainer.attach import LOADERS, attach, serving_numbers
+from msattn.trainer.attach import LOADERS, AnyRouter, attach, serving_numbers
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_length
-from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap import calibrate as saap_calibrate
+from msattn.trainer.saap.calibrate import most_probes, threshold_at
+from msattn.trainer.saap.pages import PageRouter
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.routing import serving
+from msattn.trainer.saap.routing import bucket_densities, dense_buckets, serving, top_buckets
 from msattn.trainer.seer.a_shape import measure_spans
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.select import Multiscale, Scorer, Selection
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
     from msattn.trainer.seer.gate import Gate
 
-Router = KMeans | QModel
 COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # by kind of artifact that they create
 
 
@@ -80,33 +83,74 @@ class BlockSelectionMethod:
 class BucketRoutingMethod:
     """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
 
-    ``probes`` is the number of buckets for tasks that measure a single one.
+    Tasks that measure a single setting take ``probes``, a number of buckets, or ``keys``, a mean share of the keys. A setting
+    is one of the two: an integer is a number of buckets, a float a share of the keys. With ``by_share``, the numbers of probes
+    that read some shares of the keys, every task measures these instead of other numbers.
     """
 
     name: str
-    router: Router
+    router: AnyRouter
     probes: int
     recent: int
     sink: int
     dense_layers: tuple[int, ...]
+    by_share: dict[float, int] = field(default_factory=dict)
+    keys: float | None = None
 
     @classmethod
-    def configured(cls, name: str, router: Router, cfg: EvalRunConfig) -> "BucketRoutingMethod":
+    def configured(cls, name: str, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
         """Returns the method with the configured numbers, else those that the router's artifact records."""
         defaults = serving(cfg.model.presets, router.num_buckets)
-        return cls(name, router, **serving_numbers(router, cfg.routing, defaults))
+        keys = cfg.keys if isinstance(router, QModel) else None
+        return cls(name, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
 
-    def settings(self, probes: list[int]) -> list[tuple[str, int]]:
-        """Returns ``(label, probes)`` for each number of probes; raises UserError if there are fewer buckets."""
+    def name_at(self, setting: int | float) -> str:
+        """Returns the name of the rows in a setting."""
+        return f"{self.name}, calibrated" if isinstance(setting, float) else self.name
+
+    def own_settings(self) -> list[tuple[str, int | float]]:
+        """Returns the setting of tasks that measure a single one."""
+        return self.settings([self.probes]) if self.keys is None else self.settings([], [self.keys])
+
+    def settings(self, probes: list[int], keys: Sequence[float] = ()) -> list[tuple[str, int | float]]:
+        """Returns ``(label, setting)`` for each number of probes and, for query classifiers, each share of the keys.
+
+        Raises
+        ------
+        UserError : there are fewer buckets than probes.
+        """
         for count in probes:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets for each key/value head")
-        return [(f"{count} probe" + "s" * (count != 1), count) for count in probes]
+        shares = keys if isinstance(self.router, QModel) else ()
+        fixed = [(f"{100 * share:.3g} % of keys", count) for share, count in self.by_share.items()]
+        return [
+            *(fixed or ((f"{count} probe" + "s" * (count != 1), count) for count in probes)),
+            *((f"{100 * share:g} % of the keys", float(share)) for share in shares),
+        ]
 
-    def attach(self, model: "PreTrainedModel", probes: int, *, dense_below: int = 0) -> AbstractContextManager["Sparse"]:
+    def buckets(self, scores: Tensor, setting: int | float, sizes: Tensor | None = None) -> Tensor:
+        """Returns the buckets that queries with bucket ``scores [n, H, C]`` read in a setting, int32 ``[n, H, L]``; -1 is none.
+
+        ``sizes [n, H, C]`` are the numbers of keys, which a share of the keys needs.
+        """
+        if isinstance(self.router, PageRouter):
+            return self.router.choose(scores, int(setting))
+        if not isinstance(setting, float):
+            return top_buckets(scores, setting)
+        assert isinstance(self.router, QModel)
+        assert self.router.thresholds is not None
+        assert sizes is not None
+        threshold, most = threshold_at(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
+        return dense_buckets(bucket_densities(scores, sizes), threshold, most)
+
+    def attach(
+        self, model: "PreTrainedModel", setting: int | float, *, dense_below: int = 0
+    ) -> AbstractContextManager["Sparse"]:
         """Attaches the routing to ``model``, by default so that it decodes sparsely after prompts of every length."""
         window: dict[str, Any] = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
-        return attach(model, qmodel=self.router, probes=probes, dense_below=dense_below, **window)
+        window["keys" if isinstance(setting, float) else "probes"] = setting
+        return attach(model, qmodel=self.router, dense_below=dense_below, **window)
 
 
 @dataclass(frozen=True)
@@ -119,12 +163,14 @@ class ComparedMethods:
     bucket_routings : methods of sparse decoding.
     manifests : manifests of the artifacts, by kind.
     notes : remarks for the reader, e.g. a missing artifact and the command that creates it.
+    read : the artifacts.
     """
 
     block_selections: list[BlockSelectionMethod]
     bucket_routings: list[BucketRoutingMethod]
     manifests: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    read: list[artifacts.Artifact] = field(default_factory=list)
 
 
 def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> ComparedMethods:
@@ -136,14 +182,18 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
         A given artifact is missing, or an artifact belongs to another model.
     """
     paths, notes = _artifact_paths(cfg)
-    manifests, found = {}, {}
+    manifests: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    read: list[artifacts.Artifact] = []
     for label, (kind, path) in paths.items():
-        manifest = artifacts.read(path, kind=kind).manifest
-        if warning := artifacts.check_model(manifest, loaded.fingerprint, strict=False):
+        module = LOADERS[kind](path)
+        assert module.artifact is not None
+        if warning := artifacts.check_model(module.artifact.manifest, loaded.fingerprint, strict=False):
             notes.append(warning)
-        manifests[label] = {"path": str(path), **manifest}
-        found[label] = LOADERS[kind](path).to(device)
-    return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes)
+        manifests[label] = {"path": str(path), **module.artifact.manifest}
+        read.append(module.artifact)
+        found[label] = module.to(device)
+    return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes, read)
 
 
 def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
@@ -159,11 +209,7 @@ def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "L
     needy = [each for each in methods.block_selections if each.gate is None and (calibrated or each.name == "a_shape")]
     if not needy or set(cfg.eval.tasks) <= {"analysis", "decoding"}:  # tasks without block selection
         return methods
-    check_length(loaded.model.config, cfg.data.seq_len)
-    check_heldout(cfg.data)
-    text = replace(cfg.data, needles=cfg.model.presets.needles)  # as in the training of this model's gates
-    chunks = data.chunks(text, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
-    items = [chunks[i] for i in range(len(chunks))]
+    items = calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS)
 
     def measured(method: BlockSelectionMethod) -> BlockSelectionMethod:
         if method.name == "a_shape":
@@ -173,6 +219,39 @@ def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "L
         return replace(method, scorer=scorer, thresholds=calibrate(scorer, loaded.model, items) if calibrated else None)
 
     return replace(methods, block_selections=[measured(each) if each in needy else each for each in methods.block_selections])
+
+
+def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> None:
+    """Calibrates query classifiers that are measured at shares of the keys, if their artifacts hold no thresholds.
+
+    They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text.
+
+    Raises
+    ------
+    UserError : as :func:`calibrate_baselines`.
+    """
+    for each in methods.bucket_routings if cfg.all_keys else ():
+        if isinstance(each.router, QModel) and each.router.thresholds is None:
+            window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
+            items = calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS)
+            each.router.thresholds = saap_calibrate.calibrate(each.router, loaded.model, items, **window)
+            methods.notes.append(
+                f"{each.name}: its artifact holds no thresholds for shares of the keys; they were measured anew."
+            )
+
+
+def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> list[dict[str, Any]]:
+    """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
+    """
+    check_length(loaded.model.config, cfg.data.seq_len)
+    check_heldout(cfg.data)
+    text = replace(cfg.data, needles=cfg.model.presets.needles)
+    chunks = data.chunks(text, loaded.tokenizer, seed=cfg.seed, num_chunks=number)
+    return [chunks[i] for i in range(len(chunks))]
 
 
 def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:

@@ -117,10 +117,10 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         samples = make_samples(cfg, loaded.tokenizer, text, length)
         blocks = [(method, *setting) for method in methods.block_selections for setting in method.settings(settings.sparsities)]
         routes = [
-            (method, label, probes)
+            (method, label, setting)
             for number, method in enumerate(methods.bucket_routings)
-            for label, probes in method.settings(settings.probes)
-            if probes or number == 0
+            for label, setting in method.settings(settings.probes, settings.keys)
+            if setting or number == 0
         ]
         total = (1 + len(blocks) + len(routes)) * len(samples.batches())
         advance = partial(progress.advance, progress.add_task(f"needle, {length} tokens", total=total))
@@ -131,9 +131,9 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
                 result = prefill_samples(loaded, samples, advance, sparse)
             rows.append(as_row(method.name, label, samples, result, dense, cfg))
         for method in methods.bucket_routings:
-            plan = {label: probes for route, label, probes in routes if route is method}
+            plan = {label: setting for route, label, setting in routes if route is method}
             for label, result in decode_samples(loaded, samples, method, plan, advance).items():
-                rows.append(as_row(method.name if plan[label] else WINDOW, label, samples, result, dense, cfg))
+                rows.append(as_row(method.name_at(plan[label]) if plan[label] else WINDOW, label, samples, result, dense, cfg))
     return rows
 
 
@@ -210,9 +210,9 @@ def prefill_samples(
 
 @torch.inference_mode()
 def decode_samples(
-    loaded: "Loaded", samples: Samples, method: BucketRoutingMethod, plan: dict[str, int], advance: Callable[[], None]
+    loaded: "Loaded", samples: Samples, method: BucketRoutingMethod, plan: dict[str, int | float], advance: Callable[[], None]
 ) -> dict[str, NeedleResult]:
-    """Returns ``{setting: result}`` for each number of probes in ``plan``; all share one dense prefill of the context."""
+    """Returns ``{label: result}`` for each setting in ``plan``; all share one dense prefill of the context."""
     from transformers import DynamicCache
 
     predicted: dict[str, list[Tensor]] = {label: [] for label in plan}
@@ -223,11 +223,11 @@ def decode_samples(
         cache = DynamicCache()
         with method.attach(loaded.model, 0):
             run_backbone(loaded.model, context, past_key_values=cache, use_cache=True)
-        for label, probes in plan.items():
-            with method.attach(loaded.model, probes):  # not timed: kernels compile at their first call
+        for label, setting in plan.items():
+            with method.attach(loaded.model, setting):  # not timed: kernels compile at their first call
                 run_backbone(loaded.model, steps[:, :1], past_key_values=cache, use_cache=True)
             cache.crop(-1)
-            with method.attach(loaded.model, probes) as sparse:
+            with method.attach(loaded.model, setting) as sparse:
                 with cost(loaded.model.device) as spent:
                     hidden = [run_backbone(loaded.model, id, past_key_values=cache, use_cache=True) for id in steps.split(1, 1)]
                 read = sparse.stats()["selectivity"]  # None if every layer is dense

@@ -11,9 +11,9 @@ from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.saap.routing import top_buckets
 from msattn.trainer.seer.maps import BlockMaps
 from msattn.trainer.seer.select import Oracle
 
@@ -123,11 +123,12 @@ def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: 
 def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: BucketRoutingMethod) -> Tensor:
     """Returns the keys that each query group reads in ``probes [n, Hkv, L]`` and in the dense window: bool ``[n, Hkv, M]``.
 
-    ``buckets [1, Hkv, M]`` are those of the keys; ``positions [n]`` are those of the queries.
+    ``buckets [1, Hkv, M]`` are those of the keys; ``positions [n]`` are those of the queries. -1 is no bucket.
     """
     batch, kv_heads, _ = probes.shape
-    visited = torch.zeros(batch, kv_heads, method.router.num_buckets, dtype=torch.bool, device=probes.device)
-    visited.scatter_(2, probes.long(), True)
+    none = max(method.router.num_buckets, buckets.shape[2])  # no more buckets have a key
+    visited = torch.zeros(batch, kv_heads, none + 1, dtype=torch.bool, device=probes.device)
+    visited.scatter_(2, probes.long().where(probes >= 0, none), True)
     read = visited.gather(2, buckets.long().expand(batch, -1, -1))
     keys, newest = torch.arange(buckets.shape[2], device=buckets.device), positions[:, None, None]
     read |= (keys < method.sink) | (keys > newest - method.recent)
@@ -136,10 +137,9 @@ def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: Bucket
 
 def _keys_of_newest(x: LayerInputs, method: BucketRoutingMethod, probes: int) -> Tensor:
     """Returns the keys that the newest token reads: bool ``[Hkv, M]``."""
-    buckets = method.router.assign(x.layer, x.k_nope, x.k)
-    scores = method.router.scores(x.layer, x.q_nope[:, :, -1:], x.q[:, :, -1:])
     newest = torch.tensor([x.num_keys - 1], device=x.k.device)
-    return keys_read(buckets, newest, top_buckets(scores, probes), method)[0]
+    visited = method.buckets(bucket_scores(x, method, newest), probes)
+    return keys_read(buckets_of_keys(x, method)[0], newest, visited, method)[0]
 
 
 def _summary(read: Tensor, mass: Tensor) -> dict[str, Any]:

@@ -21,11 +21,12 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
-from msattn.trainer.saap.routing import top_buckets
+from msattn.trainer.saap.calibrate import bucket_sizes
 from msattn.trainer.seer.select import selected_attention, sparsity
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class MethodRecall:
 
 
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
-    """Returns rows of each block selection at each sparsity, and of each routing and the oracle with each number of probes.
+    """Returns rows of each block selection at each sparsity, and of each routing and the oracle in each setting.
 
     The last row of one block selection and of one routing carries the data of the report's pictures.
     """
@@ -159,29 +160,31 @@ def bucket_recalls(
     begin = method.recent + method.sink
     count = min(cfg.eval.recall.num_queries, x.num_keys - begin)
     positions = torch.linspace(begin, x.num_keys - 1, count, device=x.q.device).round().int()
-    buckets = method.router.assign(x.layer, x.k_nope, x.k)
-    q, q_nope = (queries[0, :, positions].transpose(0, 1)[:, :, None] for queries in (x.q, x.q_nope))  # [n, Hq, 1, D]
-    views = {"": (x, buckets, method.router.scores(x.layer, q_nope, q))}
+    buckets, num_buckets = buckets_of_keys(x, method)
+    views = {"": (x, buckets, bucket_scores(x, method, positions))}
     if cfg.eval.recall.independent:
         group = x.q.shape[1] // x.k.shape[1]
         k, v, own_buckets = (each.repeat_interleave(group, 1) for each in (x.k, x.v, buckets))
-        views[", independent"] = (replace(x, k=k, v=v), own_buckets, method.router.head_scores(x.layer, q_nope, q))
+        views[", independent"] = (replace(x, k=k, v=v), own_buckets, bucket_scores(x, method, positions, by_head=True))
     recalls = {}
     for suffix, (inputs, assigned, router_scores) in views.items():
-        scores = {method.name: router_scores}
+        scores, sizes = {method.name: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
         if first:
-            scores["oracle routing"] = bucket_attention_mass(inputs, dense.lse, method, assigned, positions)
-        for name, bucket_scores in scores.items():
-            for label, probes in method.settings(cfg.eval.recall.probes):
-                if probes or (first and not suffix):
-                    visited = top_buckets(bucket_scores, probes)
-                    key = (name + suffix if probes else WINDOW, label)
-                    recalls[key] = decode_queries(inputs, dense, method, assigned, positions, visited)
+            scores["oracle routing"] = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
+        for name, scores_of_buckets in scores.items():
+            keys = cfg.eval.recall.keys if name == method.name and not suffix else []
+            for label, setting in method.settings(cfg.eval.recall.probes, keys):
+                if setting or (first and not suffix):
+                    visited = method.buckets(scores_of_buckets, setting, sizes)
+                    shown = method.name_at(setting) if isinstance(setting, float) else name + suffix
+                    recalls[shown if setting else WINDOW, label] = decode_queries(
+                        inputs, dense, method, assigned, num_buckets, positions, visited
+                    )
     return recalls
 
 
 def bucket_attention_mass(
-    x: LayerInputs, dense_lse: Tensor, method: BucketRoutingMethod, buckets: Tensor, positions: Tensor
+    x: LayerInputs, dense_lse: Tensor, method: BucketRoutingMethod, buckets: Tensor, num_buckets: int, positions: Tensor
 ) -> Tensor:
     """Returns the attention mass of each bucket outside the dense window, summed over the query group: fp32 ``[n, Hkv, C]``."""
     keys = torch.arange(x.num_keys, dtype=torch.int32, device=x.q.device)
@@ -189,7 +192,7 @@ def bucket_attention_mass(
         x.q[:, :, positions],
         x.k,
         buckets.masked_fill(keys < method.sink, -1),
-        num_buckets=method.router.num_buckets,
+        num_buckets=num_buckets,
         causal=True,
         scale=x.scale,
         min_distance=method.recent - 1,
@@ -201,10 +204,16 @@ def bucket_attention_mass(
 
 
 def decode_queries(
-    x: LayerInputs, dense: "MaxPoolAttention", method: BucketRoutingMethod, buckets: Tensor, positions: Tensor, probes: Tensor
+    x: LayerInputs,
+    dense: "MaxPoolAttention",
+    method: BucketRoutingMethod,
+    buckets: Tensor,
+    num_buckets: int,
+    positions: Tensor,
+    probes: Tensor,
 ) -> LayerRecall:
     """Decodes the queries at ``positions [n]``, each as the newest token, over the dense window and ``probes [n, Hkv, L]``."""
-    index = build_bucket_index(buckets, method.router.num_buckets)
+    index = build_bucket_index(buckets, num_buckets)
     outs, lses, shares = [], [], []
     for position, probe in zip(positions.split(QUERY_BATCH), probes.split(QUERY_BATCH), strict=True):
         batch = len(position)

@@ -40,7 +40,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     UserError : a length is too short for a task, or the haystack has too few words.
     """
     settings = cfg.eval.ruler
-    tried = cases(loaded, methods, settings.sparsities, settings.probes)
+    tried = cases(loaded, methods, settings.sparsities, settings.probes, settings.keys)
     hay = read_haystack(cfg)
     rows: list[EvalRow] = []
     for length in settings.lengths:

@@ -48,15 +48,18 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import methods
+    from msattn.trainer.evaluate import key_shares, methods, untrained
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.training.tracker import Tracker
 
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     found = methods.find_methods(cfg, loaded, loaded.model.device)
+    found = untrained.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)
     found = methods.calibrate_baselines(found, cfg, loaded)
+    methods.calibrate_routers(found, cfg, loaded)
+    found = key_shares.match_key_shares(found, cfg, loaded)
     rows = _run_tasks(cfg, loaded, found)
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
@@ -64,11 +67,15 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     keep = None if cfg.overwrite else partial(_kept_path, folder)
     with locked(folder), replace_folder(folder, keep=keep, resumes=False) as draft:
         figures = report.write(draft, rows, about, comparison)
-    with Tracker.start(cfg.tracker, folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", config=asdict(cfg)) as tracker:
+    _print_results(rows, found.notes, comparison, folder / "report.html")
+    with Tracker.of_job(cfg, "eval", folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", after_work=True) as tracker:
+        for artifact in found.read:
+            tracker.use_artifact(artifact)
         for name, path in figures.items():
             tracker.image(name, folder / path.name)
+        tracker.html("report", folder / "report.html")
+        tracker.table("results", report.flat(rows))
         tracker.summary(summary(rows))
-    _print_results(rows, found.notes, comparison, folder / "report.html")
     return folder
 
 
@@ -77,6 +84,7 @@ def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -
     from msattn.trainer.evaluate import decoding, documents, harness, latency, needle, perplexity, prompts, recall, ruler
     from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.report.context import CPU_NOTE
+    from msattn.trainer.evaluate.untrained import without_routers
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
@@ -85,7 +93,8 @@ def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -
     rows: list[EvalRow] = []
     with Progress() as progress:
         for task in cfg.eval.tasks:
-            rows += tasks[task](loaded, cfg, found, progress)
+            compared = without_routers(found) if task == "analysis" else found  # its partitions are learned ones
+            rows += tasks[task](loaded, cfg, compared, progress)
     if device == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
         found.notes.append(CPU_NOTE)
     return [replace(row, extra=row.extra | {"device": device}) for row in rows]
@@ -126,6 +135,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
     from msattn.trainer.evaluate import documents, harness, ruler
     from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.prompts import encoded_prompts
+    from msattn.trainer.evaluate.untrained import without_routers
     from msattn.trainer.models.families import check_length
 
     sections = cfg.eval
@@ -156,7 +166,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
     if "ruler" in sections.tasks:
         ruler.check_sizes(cfg, loaded.tokenizer)
     if "analysis" in sections.tasks:
-        analysis.check_sizes(cfg, loaded, found)
+        analysis.check_sizes(cfg, loaded, without_routers(found))
     for task in sections.tasks:
         for length in lengths.get(task, []):  # decoding has no prompt
             check_length(loaded.model.config, length, f"length={length} of eval.{task}")

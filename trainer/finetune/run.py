@@ -78,7 +78,9 @@ def finetune(cfg: FinetuneConfig) -> Path:
     if cfg.train.activation_checkpointing:
         checkpoint_activations(loaded.model)
     work, config = folder.parent / "runs" / "finetune", asdict(cfg)
-    with Tracker.start(cfg.tracker, folder=work, run_name=f"{cfg.model.name}-{cfg.name}", config=config) as tracker:
+    with Tracker.of_job(cfg, "finetune", folder=work, run_name=f"{cfg.model.name}-{cfg.name}") as tracker:
+        if gate is not None and gate.artifact is not None:
+            tracker.use_artifact(gate.artifact)
         with tuner.attached(), sdpa_kernel(SDPA_PRIORITY, set_priority=True):
             items, settings = _training_items(cfg, chunks, loaded.tokenizer), _settings(cfg, loaded, chunks, gate)
             result = _fit(cfg, tuner, items, heldout, work, tracker, settings)
@@ -88,9 +90,9 @@ def finetune(cfg: FinetuneConfig) -> Path:
         _write_model(tuner.model, loaded.tokenizer, dtype, folder, facts)
         if gate is not None:
             _write_trained_gate(cfg, gate, folder, chunks, heldout)
-        tracker.artifact(folder)
+        tracker.log_artifact(folder)
         if gate is not None:
-            tracker.artifact(folder.with_name("gate"))
+            tracker.log_artifact(folder.with_name("gate"))
     if PartialState().is_main_process:
         artifacts.print_summary(folder, metrics)
     return folder
@@ -112,8 +114,8 @@ def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
     models.check_length(loaded.model.config, cfg.data.seq_len)
     _check_memory(cfg, loaded.model, device)
     if gate is not None:
-        assert gate.manifest is not None
-        artifacts.check_model(gate.manifest, loaded.fingerprint)
+        assert gate.artifact is not None
+        artifacts.check_model(gate.artifact.manifest, loaded.fingerprint)
         gate.to(device).requires_grad_(True)
     return loaded
 
@@ -128,7 +130,7 @@ def _training_items(cfg: FinetuneConfig, chunks: data.Chunks, tokenizer: Any) ->
 
 def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None) -> dict[str, Any]:
     """Returns the settings, besides ``train``, that must be the same when training resumes."""
-    gate_hash = gate.manifest["content_hash"] if gate is not None and gate.manifest else None
+    gate_hash = gate.artifact.manifest["content_hash"] if gate is not None and gate.artifact else None
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype}
     parts = flatten_settings(select=asdict(cfg.select), artifacts={"gate": gate_hash}, model=identity)

@@ -211,7 +211,7 @@ def _tokenizer(cfg: ModelConfig, files: ModelFiles) -> "PreTrainedTokenizerBase"
     """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
     from transformers import PreTrainedTokenizerFast
 
-    folder = local_folder(cfg.path)
-    if cfg.path == "embedded" or (cfg.init == "random" and (folder is None or not (folder / VOCABULARY).is_file())):
+    absent = cfg.init == "random" and (files.folder is None or files.locate(VOCABULARY) is None)
+    if absent or cfg.path == "embedded":
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
     return load_tokenizer(files, cfg.trust_remote_code)

@@ -49,12 +49,12 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
     artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
     solver = build(cfg.mta, cfg.seed).to(resolve_device(cfg.device))
     work, config = folder.parent / "runs" / "solver", asdict(cfg)
-    with Tracker.start(cfg.tracker, folder=work, run_name=f"mta-{cfg.name}", config=config) as tracker:
+    with Tracker.of_job(cfg, "train-mta", folder=work, run_name=f"mta-{cfg.name}") as tracker:
         metrics = _train(cfg, solver, work, tracker)
         tracker.summary(metrics)
         if PartialState().is_main_process:  # all ranks hold the same weights
             _write(folder, solver, {"config": config, "metrics": metrics, "versions": artifacts.versions()})
-            tracker.artifact(folder)
+            tracker.log_artifact(folder)
     if PartialState().is_main_process:
         artifacts.print_summary(folder, metrics)
     return folder

@@ -4,7 +4,7 @@ The batches of a layer depend on the seed and the layer alone, and the gradients
 train together do not change each other's result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,8 +107,12 @@ def cross_entropy(targets: Tensor, logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def routing_recall(qmodel: QModel, data: QueryTargets) -> dict[int, dict[str, float]]:
-    """Measures the divergence and the mean attention mass in the visited buckets, by layer, for 1, 2, 4, ... probes.
+def routing_recall(qmodel: QModel, data: QueryTargets, probes: Sequence[int] | None = None) -> dict[int, dict[str, float]]:
+    """Measures the divergence and the mean attention mass in the visited buckets, by layer.
+
+    Parameters
+    ----------
+    probes : numbers of visited buckets, ascending; None stands for 1, 2, 4, ... up to :data:`MAX_PROBES`.
 
     Returns
     -------
@@ -118,7 +122,8 @@ def routing_recall(qmodel: QModel, data: QueryTargets) -> dict[int, dict[str, fl
         ``recall_kmeans@L`` for those with the largest products of query and centroid, ``recall_oracle@L`` for those with the
         most mass.
     """
-    max_probes = min(MAX_PROBES, qmodel.num_buckets)
+    probes = probes or [2**i for i in range(min(MAX_PROBES, qmodel.num_buckets).bit_length())]
+    max_probes = probes[-1]
     centroids = qmodel.head_centroids().mT
     sums = {
         name: torch.zeros(len(qmodel.layers), max_probes, device=centroids.device) for name in ("qmodel", "kmeans", "oracle")
@@ -136,7 +141,6 @@ def routing_recall(qmodel: QModel, data: QueryTargets) -> dict[int, dict[str, fl
             sums[name] += (mass * valid[..., None]).sum((1, 2))
     means = {name: (mass / data.count.sum(1, keepdim=True)).tolist() for name, mass in sums.items()}
     losses = (divergence / data.count.sum(1)).tolist()
-    probes = [2**i for i in range(max_probes.bit_length()) if 2**i <= max_probes]
     return {
         layer: {"heldout_loss": losses[index]}
         | {f"recall_{name}@{count}": means[name][index][count - 1] for count in probes for name in means}

@@ -202,10 +202,10 @@ def write_artifact(
         overwrite=cfg.overwrite,
     )
     run_name = f"{cfg.model.name}-{cfg.name}-kmeans"
-    with Tracker.start(cfg.tracker, folder=parts.folder.parent, run_name=run_name, config=asdict(cfg)) as tracker:
+    with Tracker.of_job(cfg, "fit-kmeans", folder=parts.folder.parent, run_name=run_name, after_work=True) as tracker:
         for layer, layer_stats in enumerate(stats):
             tracker.log(mean_stats([layer_stats]), step=layer)
         tracker.summary(metrics)
-        tracker.artifact(folder)
+        tracker.log_artifact(folder)
     parts.remove()
     artifacts.print_summary(folder, metrics)

@@ -5,7 +5,9 @@ head). It maps a query before RoPE to a distribution over the buckets of :class:
 are computed in batched products.
 """
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,20 @@ from torch.nn.functional import pad
 from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
+from msattn.trainer.saap.calibrate import Thresholds
 from msattn.trainer.saap.kmeans import KMeans, router_details
 from msattn.trainer.saap.routing import layer_index
+from msattn.trainer.storage.documents import checked
 
 BATCH_NORM_EPS = 1e-5
 BATCH_NORM_MOMENTUM = 0.1
+
+
+@dataclass(frozen=True)
+class QModelDetails:
+    """Schema of the manifest entry of the calibration; artifacts of earlier versions have none."""
+
+    thresholds: Thresholds | None = None
 
 
 class QModel(nn.Module):
@@ -42,6 +53,8 @@ class QModel(nn.Module):
     ----------
     artifact : Artifact or None
         The artifact that it was loaded from.
+    thresholds : dict or None
+        Calibrated thresholds (:func:`msattn.trainer.saap.calibrate.calibrate`); None before training.
     """
 
     mean: Tensor
@@ -69,6 +82,7 @@ class QModel(nn.Module):
                 bound = weight.shape[-2] ** -0.5  # as in nn.Linear
                 nn.init.uniform_(weight[index], -bound, bound, generator)
         self.artifact: artifacts.Artifact | None = None
+        self.thresholds: dict[str, Any] | None = None
         self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     @classmethod
@@ -81,6 +95,7 @@ class QModel(nn.Module):
         """
         artifact = artifacts.read(path, kind="qmodel")
         details, centroids = router_details(artifact, "partition.centroids")
+        calibration = checked(artifact.manifest["details"], QModelDetails, f"artifact {path}: details").thresholds
         tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
         if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in _accepted_heads(artifact):
             raise UserError(f"artifact {path}: accepted is a tensor weight_out [layers, heads, hidden, buckets]")
@@ -89,7 +104,7 @@ class QModel(nn.Module):
             qmodel = cls(untrained, *weight_out.shape[1:3], residual=details.residual)
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
         qmodel.load_state_dict(tensors, assign=True)
-        qmodel.artifact = artifact
+        qmodel.artifact, qmodel.thresholds = artifact, None if calibration is None else asdict(calibration)
         return qmodel.requires_grad_(False).eval()
 
     @property

@@ -99,6 +99,25 @@ def top_buckets(scores: Tensor, probes: int) -> Tensor:
     return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
 
+def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:
+    """Returns the predicted attention of a bucket's keys, as a multiple of that of the mean key: fp32 ``[..., C]``.
+
+    ``scores`` fp32 ``[..., C]`` are probabilities up to a factor of each row, ``sizes [..., C]`` the numbers of keys. An empty
+    bucket has density 0.
+    """
+    per_key = torch.where(sizes > 0, scores / sizes.clamp(min=1), 0)
+    return per_key * (sizes.sum(-1, keepdim=True) / scores.sum(-1, keepdim=True))
+
+
+def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
+    """Returns the buckets whose density reaches ``threshold``, at most the ``most`` densest: int32 ``[..., most]``.
+
+    Free places hold -1.
+    """
+    densest = densities.topk(most, dim=-1, sorted=False)
+    return densest.indices.masked_fill(densest.values < threshold, -1).to(torch.int32)
+
+
 def route(router: Router, x: "LayerInputs", probes: int) -> Tensor:
     """Returns the buckets that the newest token visits, int32 ``[B, Hkv, probes]``; none for ``probes=0``.
 
@@ -110,6 +129,15 @@ def route(router: Router, x: "LayerInputs", probes: int) -> Tensor:
     """
     _check_probes(probes, router.num_buckets)
     return router.probe(x.layer, x.q_nope, x.q, probes)
+
+
+def route_by_density(router: Router, x: "LayerInputs", offsets: Tensor, threshold: float, most: int) -> Tensor:
+    """Returns the buckets whose density reaches ``threshold`` for the newest token: int32 ``[B, Hkv, most]``, -1 is none.
+
+    ``x`` holds one query of each sequence. ``offsets`` int32 ``[B, Hkv, C + 1]`` are those of the bucket index.
+    """
+    scores = router.scores(x.layer, x.q_nope, x.q)
+    return dense_buckets(bucket_densities(scores, offsets.diff(dim=-1)), threshold, most)
 
 
 def _check_probes(probes: int, num_buckets: int) -> None:

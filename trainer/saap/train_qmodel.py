@@ -22,6 +22,7 @@ from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
+from msattn.trainer.saap.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.saap.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.online import BatchNumbers, OnlineBatches, OnlineTargets
@@ -103,8 +104,9 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     release_memory()
 
     train_missing_layers(cfg, train, heldout, heads, work, trained, ranks)
+    thresholds = calibrated_thresholds(cfg, train, trained, text)
     if ranks.is_main_process:
-        write_artifact(cfg, folder, train, heldout, trained, fingerprint)
+        write_artifact(cfg, folder, train, heldout, trained, fingerprint, thresholds)
     ranks.wait_for_everyone()
     return folder
 
@@ -257,10 +259,11 @@ def train_layers(
     qmodel = QModel(partition, heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed).to(device)
     bf16 = device.type == "cuda" and models.resolve_dtype(cfg.dtype, device) != torch.float32
     loading_seconds = time.perf_counter() - began
+    probes = max(1, serving(cfg.model.presets, partition.num_buckets)["probes"])
 
     folder = work / f"layers_{layer_range(layers)}"
     run_name = f"{cfg.model.name}-{cfg.name}-qmodel-{layer_range(layers)}"
-    with Tracker.start(cfg.tracker, folder=folder, run_name=run_name, config=asdict(cfg)) as tracker:
+    with Tracker.of_job(cfg, "train-qmodel", folder=folder, run_name=run_name) as tracker:
         result = fit(
             Distiller(qmodel, draw, bf16=bf16),
             dataset,
@@ -270,7 +273,7 @@ def train_layers(
             device=device,
             seed=cfg.seed,
             resume=cfg.resume,
-            evaluate=lambda: average_layers(routing_recall(qmodel, heldout_data)),
+            evaluate=lambda: average_layers(routing_recall(qmodel, heldout_data, [probes])),
             optimizer="adam",
             collate=BatchNumbers.collate if online else None,
             shuffle=not online,
@@ -288,6 +291,32 @@ def train_layers(
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
+def calibrated_thresholds(
+    cfg: TrainQModelConfig, train: TrainTargets, trained: FinishedParts, text: data.Chunks
+) -> dict[str, Any]:
+    """Returns the thresholds of the trained classifiers; the ranks divide the chunks.
+
+    The model is loaded again for it, unless its passes make the targets: training from cached ones has the memory to itself.
+    """
+    if isinstance(train, OnlineTargets):
+        model = train.model
+    else:
+        model = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed).model
+    partition = train.partition
+    tensors = trained_tensors(trained, partition.layers)
+    qmodel = QModel(partition, tensors["weight_in"].shape[1], cfg.qmodel.hidden, residual=cfg.qmodel.residual)
+    qmodel.load_state_dict(tensors)
+    window = {key: value for key, value in serving(cfg.model.presets, partition.num_buckets).items() if key != "probes"}
+    chunks = distributed.rank_shard(text, CALIBRATION_CHUNKS)
+    return calibrate(qmodel.to(model.device).eval(), model, chunks, **window)
+
+
+def trained_tensors(trained: FinishedParts, layers: list[int]) -> dict[str, torch.Tensor]:
+    """Returns the weights of all layers, stacked."""
+    parts = [trained.load(layer_part(layer))[0] for layer in layers]
+    return {name: torch.stack([tensors[name] for tensors in parts]) for name in parts[0]}
+
+
 def write_artifact(
     cfg: TrainQModelConfig,
     folder: Path,
@@ -295,22 +324,23 @@ def write_artifact(
     heldout: TargetCache,
     trained: FinishedParts,
     fingerprint: dict[str, Any],
+    thresholds: dict[str, Any],
 ) -> None:
     """Writes the trained layers as one artifact, logs its metrics, and removes the parts and checkpoints."""
     partition = train.partition
     assert partition.artifact is not None
-    layers = [trained.load(layer_part(layer)) for layer in partition.layers]
-    kv_heads = len(layers) * partition.centroids.shape[1]
-    metrics = average_layers({layer: note["metrics"] for layer, (_, note) in zip(partition.layers, layers, strict=True)})
+    notes = [trained.load(layer_part(layer))[1] for layer in partition.layers]
+    kv_heads = len(notes) * partition.centroids.shape[1]
+    metrics = average_layers({layer: note["metrics"] for layer, note in zip(partition.layers, notes, strict=True)})
     cached = [each for each in (train, heldout) if isinstance(each, TargetCache)]
     metrics |= {
         "cache_seconds_a_kv_head": sum(each.seconds() for each in cached) / kv_heads,
-        "training_seconds_a_kv_head": sum(note["seconds"] for _, note in layers) / kv_heads,
+        "training_seconds_a_kv_head": sum(note["seconds"] for note in notes) / kv_heads,
     }
     artifacts.write(
         folder,
         kind="qmodel",
-        tensors={name: torch.stack([tensors[name] for tensors, _ in layers]) for name in layers[0][0]},
+        tensors=trained_tensors(trained, partition.layers),
         config=asdict(cfg),
         model=fingerprint,
         details={
@@ -321,6 +351,7 @@ def write_artifact(
             "kmeans_hash": partition.artifact.manifest["content_hash"],
             "share_long_range": long_range_share(train, heldout),
             "serving": serving(cfg.model.presets, partition.num_buckets),
+            "thresholds": thresholds,
         },
         data=train.chunks.fingerprint,
         seed=cfg.seed,
@@ -329,9 +360,10 @@ def write_artifact(
     )
     work = heldout.parts.folder.parent
     run_name = f"{cfg.model.name}-{cfg.name}-qmodel"
-    with Tracker.start(cfg.tracker, folder=work, run_name=run_name, config=asdict(cfg)) as tracker:
+    with Tracker.of_job(cfg, "train-qmodel", folder=work, run_name=run_name, after_work=True) as tracker:
+        tracker.use_artifact(partition.artifact)
         tracker.summary(metrics)
-        tracker.artifact(folder)
+        tracker.log_artifact(folder)
     trained.remove()
     for leftover in work.glob("layers_*/checkpoints"):  # a resumed run may have grouped the layers differently
         shutil.rmtree(leftover)

@@ -155,7 +155,7 @@ class Gate(nn.Module):
     layers : an :class:`AttnGate` for each attention layer.
     inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
     thresholds : calibrated thresholds of each layer (:func:`msattn.trainer.seer.calibrate.calibrate`); None before training.
-    manifest : manifest of the artifact that was loaded; None for a gate that was built.
+    artifact : the artifact that was loaded; None for a gate that was built.
     """
 
     inv_freq: Tensor
@@ -165,7 +165,7 @@ class Gate(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg = cfg
-        self.manifest: dict[str, Any] | None = None
+        self.artifact: artifacts.Artifact | None = None
         self.thresholds: dict[str, Any] | None = None
         self.layers = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, cfg) for _ in range(num_layers))
         self.register_buffer("inv_freq", inv_freq.float())
@@ -200,7 +200,7 @@ class Gate(nn.Module):
             gate = cls(*sizes, cfg, torch.empty((cfg.hidden or base["head_dim"]) // 2))
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
         gate.load_state_dict(artifact.tensors, assign=True)
-        gate.manifest, gate.thresholds = artifact.manifest, details["thresholds"]
+        gate.artifact, gate.thresholds = artifact, details["thresholds"]
         return gate.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:

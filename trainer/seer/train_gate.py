@@ -49,13 +49,13 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     gate = Gate.build(loaded.model.config, cfg.gate).to(loaded.model.device)
     work = folder.parent / "runs" / "gate"
     run_name = f"{cfg.model.name}-gate-{cfg.name}"
-    with Tracker.start(cfg.tracker, folder=work, run_name=run_name, config=asdict(cfg)) as tracker:
+    with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         tracker.summary(metrics)
         gate.thresholds = calibrate(GateScores(gate), loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
         if PartialState().is_main_process:  # all ranks hold the same gates
             write_gate(folder, gate, cfg, loaded, chunks, metrics)
-            tracker.artifact(folder)
+            tracker.log_artifact(folder)
     if PartialState().is_main_process:
         artifacts.print_summary(folder, metrics)
     return folder

@@ -14,6 +14,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_supported, head_dim, num_heads, num_kv_heads, num_layers
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.untrained import UntrainedRouter
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
 
@@ -25,8 +26,12 @@ TYPES: dict[str, tuple[Any, str]] = {
     "gate": (Gate | str | Path | None, "a gate, or the folder or Hub id of one"),
     "select": (Selection | SelectConfig | Mapping | str | None, "a name, a dictionary, a SelectConfig or a Selection"),
     "sparsity": (float | None, "a number in [0, 1)"),
-    "qmodel": (QModel | KMeans | str | Path | None, "a query classifier or a k-means, or the folder or Hub id of one"),
+    "qmodel": (
+        QModel | KMeans | UntrainedRouter | str | Path | None,
+        "a query classifier or a k-means, or the folder or Hub id of one",
+    ),
     "probes": (int | None, "an integer"),
+    "keys": (float | None, "a number in (0, 0.5]"),
     "recent": (int | None, "an integer"),
     "sink": (int | None, "an integer"),
     "dense_layers": (list[int] | range | None, "a sequence of integers"),
@@ -71,8 +76,13 @@ def check_gate(gate: Gate, config: "PreTrainedConfig") -> None:
     _check_finite("gate", gate)
 
 
-def check_router(router: QModel | KMeans, config: "PreTrainedConfig") -> None:
+def check_router(router: QModel | KMeans | UntrainedRouter, config: "PreTrainedConfig") -> None:
     """Raises UserError for a router of a model of another shape, or with weights that are not finite."""
+    if isinstance(router, UntrainedRouter):
+        _check_shape("qmodel", {"num_kv_heads": router.kv_heads}, config)
+        fits = set(router.layers) <= set(range(num_layers(config)))
+        require(fits, "qmodel.layers", router.layers, f"accepted are layers from 0 to {num_layers(config) - 1}")
+        return
     partition = router.partition if isinstance(router, QModel) else router
     layers, centroids = partition.layers, partition.centroids
     require(
@@ -90,7 +100,13 @@ def check_router(router: QModel | KMeans, config: "PreTrainedConfig") -> None:
 
 
 def check_numbers(
-    router: QModel | KMeans, config: "PreTrainedConfig", *, probes: int, recent: int, sink: int, dense_layers: tuple[int, ...]
+    router: QModel | KMeans | UntrainedRouter,
+    config: "PreTrainedConfig",
+    *,
+    probes: int,
+    recent: int,
+    sink: int,
+    dense_layers: tuple[int, ...],
 ) -> None:
     """Raises UserError for numbers of decoding that are out of range."""
     buckets, layers = router.num_buckets, num_layers(config)

@@ -26,6 +26,7 @@ from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
 from msattn.trainer.models.rope import Rotation, keys_before_rope
+from msattn.trainer.saap.pages import PageRouter, page_of_keys
 from msattn.trainer.saap.routing import Router
 from msattn.trainer.serving.buffer import Buffer, grown_capacity
 from msattn.trainer.serving.pooled_keys import PooledKeys
@@ -208,6 +209,11 @@ class BucketLayer(GrowingLayer):
         return self._order.length
 
     @property
+    def summaries(self) -> Tensor | None:
+        """Summaries of the buckets, with free positions; None if there are none."""
+        return None
+
+    @property
     def index(self) -> BucketIndex:
         """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError without keys."""
         if self.keys is None:
@@ -218,7 +224,7 @@ class BucketLayer(GrowingLayer):
         assert self._order.memory is not None
         return BucketIndex(self._offsets, self._order.memory)
 
-    def assign(self, router: Router, x: "LayerInputs", rotation: Rotation | None = None) -> None:
+    def assign(self, router: Router | PageRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
         """Assigns buckets and rebuilds the index after a prompt, and if ``rebuild_every`` keys or more are not in it.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
@@ -238,14 +244,19 @@ class BucketLayer(GrowingLayer):
             return
         for first in range(start, num_keys, ASSIGNED_AT_ONCE):
             end = min(first + ASSIGNED_AT_ONCE, num_keys)
-            new = router.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
-            if x.kv_start is not None:
-                positions = torch.arange(first, end, device=new.device)
-                new = new.masked_fill(positions < x.kv_start[:, None, None], -1)
+            new = self._buckets(router, x, rotation, first, end)
             self.bucket_buffer.reserve(num_keys, new)
             self.bucket_buffer.append(new)
         if due:
             self._store_index(self.bucket_buffer.filled)
+
+    def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
+        """Returns the buckets of the keys at positions ``first`` to ``end - 1``, -1 for padding."""
+        buckets: Tensor = router.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
+        if x.kv_start is None:
+            return buckets
+        positions = torch.arange(first, end, device=buckets.device)
+        return buckets.masked_fill(positions < x.kv_start[:, None, None], -1)
 
     def rebuild_due(self, new_tokens: int) -> bool:
         """Returns whether the index is to be rebuilt after ``new_tokens`` more tokens."""
@@ -287,9 +298,68 @@ class BucketLayer(GrowingLayer):
         return (*super().addresses(), *(x for part in self.index for x in (part.data_ptr(), part.shape[2])))
 
 
+class PagedLayer(BucketLayer):
+    """A :class:`BucketLayer` whose buckets are pages, with a summary of each page.
+
+    The summaries are computed with the index, of the keys that are in it; newer keys belong to the dense window.
+
+    Parameters
+    ----------
+    router : summarizes the pages.
+    rebuild_every : as for :class:`BucketLayer`.
+
+    Attributes
+    ----------
+    summaries : Tensor or None
+        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.saap.pages.PageRouter.summarize`; None without indexed keys.
+    """
+
+    def __init__(self, router: PageRouter, rebuild_every: int = REBUILD_EVERY) -> None:
+        self.router = router
+        super().__init__(router.num_buckets, rebuild_every)
+
+    def reset(self) -> None:
+        """Removes all tokens."""
+        super().reset()
+        self._summaries = Buffer()
+        self._start: Tensor | None = None
+
+    @property
+    def summaries(self) -> Tensor | None:
+        return self._summaries.memory if self.indexed else None
+
+    def assign(self, router: Router | PageRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
+        """Assigns pages and rebuilds index and summaries, as :meth:`BucketLayer.assign`."""
+        self._start = x.kv_start
+        super().assign(router, x, rotation)
+
+    def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
+        return page_of_keys(first, end, x.kv_start, x.k.device).expand(*x.k.shape[:2], -1)
+
+    def _store_index(self, buckets: Tensor | None) -> None:
+        assert buckets is not None
+        assert self.keys is not None
+        self._summaries.length = 0
+        if buckets.shape[2]:
+            self._summaries.append(self.router.summarize(self.keys[:, :, : buckets.shape[2]], self._start))
+        self.num_buckets = max(1, self._summaries.capacity)
+        super()._store_index(buckets)
+
+    def _select_rows(self, rows: Tensor) -> None:
+        super()._select_rows(rows)
+        self._summaries.select_rows(rows)
+        if self._start is not None:
+            self._start = self._start[rows.to(self._start.device)]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
+        summaries = self.summaries
+        return (*super().addresses(), *(() if summaries is None else (summaries.data_ptr(), summaries.shape[2])))
+
+
 def install_layers(
     cache: Cache,
-    router: Router | None,
+    router: Router | PageRouter | None,
     *,
     num_layers: int,
     dense_layers: tuple[int, ...] = (0,),
@@ -297,7 +367,8 @@ def install_layers(
 ) -> None:
     """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
-    The tokens that it holds are kept. Layers in ``dense_layers`` count as not routed.
+    Those of a :class:`~msattn.trainer.saap.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept. Layers
+    in ``dense_layers`` count as not routed.
 
     Raises
     ------
@@ -307,13 +378,20 @@ def install_layers(
     routed = set() if router is None else set(router.layers) - set(dense_layers)
     for number in range(num_layers):
         held: Any = cache.layers[number] if number < len(cache.layers) else None
-        wanted = BucketLayer if number in routed else GrowingLayer
-        if isinstance(held, wanted):
+        fresh = _new_layer(router if number in routed else None, rebuild_every)
+        if isinstance(held, type(fresh)):
             continue
-        fresh = BucketLayer(router.num_buckets, rebuild_every) if router is not None and number in routed else GrowingLayer()
         if held is not None:
             fresh.take_over(held)
         cache.layers[number : number + 1] = [fresh]
+
+
+def _new_layer(router: Router | PageRouter | None, rebuild_every: int) -> GrowingLayer:
+    if router is None:
+        return GrowingLayer()
+    if isinstance(router, PageRouter):
+        return PagedLayer(router, rebuild_every)
+    return BucketLayer(router.num_buckets, rebuild_every)
 
 
 def check_cache(cache: Any) -> None:
@@ -415,11 +493,14 @@ def queries_as_batch(x: "LayerInputs", row: int) -> "LayerInputs":
         k_nope=as_rows(x.k_nope),
         kv_start=None if x.kv_start is None else x.kv_start[one].expand(queries),
         kv_len=torch.arange(x.num_keys - queries + 1, x.num_keys + 1, dtype=torch.int32, device=x.q.device),
-        cache=_OneRow(BucketIndex(*(part[one] for part in x.cache.index))),
+        cache=_OneRow(
+            BucketIndex(*(part[one] for part in x.cache.index)), None if x.cache.summaries is None else x.cache.summaries[one]
+        ),
     )
 
 
 class _OneRow(NamedTuple):
-    """The index of one sequence of a :class:`BucketLayer`."""
+    """The index and the summaries of one sequence of a :class:`BucketLayer`."""
 
     index: BucketIndex
+    summaries: Tensor | None

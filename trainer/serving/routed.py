@@ -8,7 +8,8 @@ from torch import Tensor
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.saap.routing import Router, route
+from msattn.trainer.saap.pages import PageRouter
+from msattn.trainer.saap.routing import Router, route, route_by_density
 from msattn.trainer.serving.cache import REBUILD_EVERY, BucketLayer, decode_attention, queries_as_batch
 from msattn.trainer.serving.statistics import Statistics
 
@@ -16,12 +17,13 @@ MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the d
 
 
 class RoutedDecoding:
-    """Attention of new tokens over a dense window and ``probes`` buckets, in the routed layers.
+    """Attention of new tokens over a dense window and the buckets of a router, in the routed layers.
 
     Parameters
     ----------
     router : chooses the buckets.
     probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
+    threshold : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
     routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     statistics : counts the keys that are read and that are visible.
@@ -29,17 +31,18 @@ class RoutedDecoding:
 
     def __init__(
         self,
-        router: Router,
+        router: Router | PageRouter,
         *,
         probes: int,
         recent: int,
         sink: int,
         dense_layers: tuple[int, ...],
+        threshold: float | None = None,
         routed_from: Callable[[int], int],
         measure_recall: bool,
         statistics: Statistics,
     ) -> None:
-        self.router, self.probes, self.recent, self.sink = router, probes, recent, sink
+        self.router, self.probes, self.recent, self.sink, self.threshold = router, probes, recent, sink, threshold
         self.layers = frozenset(router.layers) - frozenset(dense_layers)
         self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
         self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
@@ -74,10 +77,20 @@ class RoutedDecoding:
     def _read(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of one query per row; the kernel counts the keys that it reads."""
         with self.statistics.timed("selection"):
-            visited = route(self.router, x, self.probes)
+            visited = self._visited(x, window)
         counts = self.statistics.key_counts(x.k)
         with self.statistics.timed("attention"):
             return visited, decode_attention(x, visited, window=window, sink=self.sink, counts=counts)
+
+    def _visited(self, x: LayerInputs, window: int | Tensor) -> Tensor:
+        """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``."""
+        if not isinstance(self.router, PageRouter):
+            if self.threshold is None:
+                return route(self.router, x, self.probes)
+            return route_by_density(self.router, x, x.cache.index.offsets, self.threshold, self.probes)
+        if x.cache.summaries is None:  # the dense window holds every key
+            return x.q.new_empty(len(x.q), x.k.shape[1], 0, dtype=torch.int32)
+        return self.router.probe_pages(x, x.cache.summaries, window, self.probes)
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:

@@ -44,10 +44,21 @@ class ModelFiles:
         return self if snapshot is None else replace(self, revision=snapshot.parent.name)
 
     def locate(self, file: str) -> Path | None:
-        """Returns the path of a file, which is downloaded if necessary; None if there is none. What it is, is not checked."""
+        """Returns the path of a file, which is downloaded if necessary; None if there is none. What it is, is not checked.
+
+        Raises
+        ------
+        UserError : the folder cannot be searched.
+        """
         if self.folder is None:
             return self._download(file, False)
-        return self.folder / file if os.path.lexists(self.folder / file) else None
+        try:
+            os.lstat(self.folder / file)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        except OSError as error:
+            raise UserError(f"{self.name}: {file} cannot be read ({error.strerror})") from error
+        return self.folder / file
 
     def download(self, files: Sequence[str]) -> None:
         """Downloads files of a Hub model side by side; raises UserError if one is missing there."""

@@ -73,9 +73,9 @@ LAB = Plan(
     },
     stages=(
         Stage(1024, 128, 1200, {**SHORT_TASKS, **COUNTING, "copies": 0.05}, warmup_steps=300, micro_batch=64),
-        Stage(4096, 32, 700, {**SHORT_TASKS, **COUNTING}, micro_batch=16),
+        Stage(4096, 32, 400, {**SHORT_TASKS, **COUNTING}, micro_batch=16),
         Stage(16384, 16, 200, {**SHORT_TASKS, **COUNTING}, warmup_steps=20, micro_batch=4),
-        Stage(32768, 8, 100, {**LONG_TASKS, **COUNTING}, schedule="cosine", warmup_steps=10, micro_batch=2),
+        Stage(32768, 8, 250, {**SHORT_TASKS, **COUNTING}, schedule="cosine", warmup_steps=10, micro_batch=2),
     ),
     lr=1e-3,
 )

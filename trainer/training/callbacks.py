@@ -5,7 +5,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from msattn.trainer.training.checkpoints import (
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
+BAR_WIDTH = 72  # characters of the progress bar's line before the figures
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -142,7 +143,7 @@ class TrainingCallback(TrainerCallback):
         self._reset_sums()
         if args.process_index == 0:
             self.tracker.log(figures, state.global_step)
-            self._print(state.global_step, figures)
+            self._print(state.global_step, figures, self.metrics)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if args.world_size > 1:
@@ -201,12 +202,17 @@ class TrainingCallback(TrainerCallback):
             self.tracker.log(self.metrics, step)
             self._print(step, self.metrics)
 
-    def _print(self, step: int, figures: dict[str, float]) -> None:
-        """Prints figures, without those of single layers, which only the tracker records."""
-        shown = {name: value for name, value in figures.items() if "layer" not in name}
+    def _print(self, step: int, figures: dict[str, float], evaluated: Mapping[str, float] | None = None) -> None:
+        """Prints figures, without those of single layers, which only the tracker records.
+
+        Beside a progress bar, the figures last ``evaluated`` follow if there is room.
+        """
+        shown = dict(figures)
         left = shown.pop("seconds_left", None)
-        line = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        line = _one_line(shown)
         if self.console.is_terminal:
+            longer = f"{line}  {_one_line(evaluated or {})}"
+            line = longer if BAR_WIDTH + len(longer) <= self.console.width else line
             self._progress.update(self._task, completed=step, figures=line)
         else:
             line += f"  {timedelta(seconds=round(left))} left" if left is not None else ""
@@ -254,6 +260,10 @@ class TrainingCallback(TrainerCallback):
         finally:
             for number in STOP_SIGNALS:
                 signal.signal(number, previous_handlers[number])
+
+
+def _one_line(figures: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if "layer" not in name)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -5,16 +5,20 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from msattn.trainer.config import TrackerConfig
+from msattn.trainer.artifacts import Artifact
+from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.training.wandb_run import WandbRun
 
 
 class Tracker:
-    """Writes the metrics of one run; use as ``with Tracker.start(...) as tracker``.
+    """Writes the metrics of one run; use as ``with Tracker.of_job(...) as tracker``.
 
     Only rank 0 writes. A resumed run appends to the file; of several lines with the same step the last one is valid. On a full
     disk lines are dropped as a whole with one message, and the run continues.
@@ -25,7 +29,7 @@ class Tracker:
     step : current optimizer step, updated by the training loop.
     """
 
-    def __init__(self, folder: Path, run: Any | None, *, writes: bool) -> None:
+    def __init__(self, folder: Path, run: WandbRun | None, *, writes: bool) -> None:
         self.offset = self.step = 0
         self._run = run
         self._started = time.time()
@@ -33,7 +37,33 @@ class Tracker:
         self._warned = False
 
     @classmethod
-    def start(cls, cfg: TrackerConfig, *, folder: Path | str, run_name: str, config: dict[str, Any]) -> "Tracker":
+    def of_job(cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False) -> "Tracker":
+        """Starts the tracker that ``cfg`` configures, see :meth:`start`.
+
+        Parameters
+        ----------
+        job : the command.
+        after_work : the results are already written: if wandb fails to start, a warning says so, and only the file is written.
+        """
+        try:
+            return cls.start(cfg.tracker, folder=folder, run_name=run_name, config=asdict(cfg), job=job, tags=cfg.tags)
+        except UserError as error:
+            if not after_work:
+                raise
+            print_once(f"warning: {error}; {folder / 'metrics.jsonl'} has the figures")
+            return cls.start(TrackerConfig("none"), folder=folder, run_name=run_name, config={})
+
+    @classmethod
+    def start(
+        cls,
+        cfg: TrackerConfig,
+        *,
+        folder: Path | str,
+        run_name: str,
+        config: dict[str, Any],
+        job: str = "",
+        tags: Sequence[str] = (),
+    ) -> "Tracker":
         """Opens ``folder/metrics.jsonl`` and, with ``cfg.kind="wandb"``, a wandb run (offline without an API key).
 
         Raises
@@ -46,7 +76,7 @@ class Tracker:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
             if cfg.kind == "wandb":
-                run = _start_wandb(cfg, folder, run_name, config)
+                run = WandbRun.start(cfg, folder, run_name, config, job, tags)
         return cls(folder, run, writes=writes)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -56,34 +86,48 @@ class Tracker:
         numbers = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         self._write({"step": step, "seconds": round(time.time() - self._started, 3), **numbers})
         if self._run is not None:
-            self._run.log(metrics, step=step)
+            self._run.log(metrics, step)
 
     def image(self, name: str, path: Path | str, step: int | None = None) -> None:
         """Uploads the picture file ``path`` to wandb at ``step``, by default the latest."""
         if self._run is not None:
-            import wandb
+            self._run.image(name, path, None if step is None else step + self.offset)
 
-            self._run.log({name: wandb.Image(str(path))}, step=None if step is None else step + self.offset)
+    def html(self, name: str, path: Path) -> None:
+        """Uploads the HTML file ``path`` to wandb."""
+        if self._run is not None:
+            self._run.html(name, path)
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Uploads ``rows`` to wandb as a table."""
+        if self._run is not None:
+            self._run.table(name, rows)
 
     def summary(self, figures: dict[str, Any]) -> None:
         """Records ``figures`` as the summary of the run."""
         self._write({"summary": figures})
         if self._run is not None:
-            self._run.summary.update(figures)
+            self._run.summary(figures)
 
-    def artifact(self, folder: Path) -> None:
+    def log_artifact(self, folder: Path) -> None:
         """Records the ``folder`` of an artifact or model that the run wrote, with its kind and content hash."""
         if self._file is None:
             return
-        record = {"kind": folder.name, "folder": str(folder.absolute()), "content_hash": _content_hash(folder)}
+        manifest = folder / "manifest.json"
+        content = json.loads(manifest.read_text("utf-8")) if manifest.exists() else None
+        content_hash = content["content_hash"] if content else _weights_hash(folder)
+        record = {"kind": folder.name, "folder": str(folder.absolute()), "content_hash": content_hash}
         self._write({"artifact": record})
         if self._run is not None:
-            import wandb
+            self._run.log_artifact(folder, record, content)
 
-            self._run.summary.update({f"artifact/{key}": value for key, value in record.items()})
-            linked = wandb.Artifact(f"{self._run.name}-{folder.name}", type=folder.name, metadata=record)
-            linked.add_reference(folder.absolute().as_uri(), checksum=False)
-            self._run.log_artifact(linked)
+    def use_artifact(self, artifact: Artifact) -> None:
+        """Records an artifact that the run read, with its kind and content hash."""
+        content_hash = artifact.manifest["content_hash"]
+        record = {"kind": artifact.kind, "folder": str(artifact.path.absolute()), "content_hash": content_hash}
+        self._write({"read": record})
+        if self._run is not None:
+            self._run.use_artifact(record, artifact.config)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -103,16 +147,13 @@ class Tracker:
             self._warned = True
 
     def close(self) -> None:
-        """Closes the file and the wandb run; prints the upload command of an offline run."""
+        """Closes the file and the wandb run."""
         if self._file is not None:
             self._file.close()
             self._file = None
         if self._run is not None:
             run, self._run = self._run, None
-            offline, folder = run.offline, Path(run.dir).parent
             run.finish()
-            if offline:
-                print(f"wandb sync {folder}")
 
     def __enter__(self) -> "Tracker":
         return self
@@ -121,35 +162,10 @@ class Tracker:
         self.close()
 
 
-def _content_hash(folder: Path) -> str:
-    """Returns the content hash of an artifact's manifest, or the SHA-256 of the weight files of a model folder."""
-    manifest = folder / "manifest.json"
-    if manifest.exists():
-        return json.loads(manifest.read_text("utf-8"))["content_hash"]
+def _weights_hash(folder: Path) -> str:
+    """Returns the SHA-256 of the weight files of a model folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def _start_wandb(cfg: TrackerConfig, folder: Path, run_name: str, config: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ModuleNotFoundError as error:
-        raise UserError("tracker=wandb: wandb is not installed; run pip install wandb, or use tracker=none") from error
-    try:
-        # Online mode without a key would prompt or fail, so the mode is chosen first.
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-        return wandb.init(
-            project=cfg.project,
-            name=run_name,
-            dir=str(folder),
-            config=config,
-            mode=mode,  # pyrefly: ignore[bad-argument-type]
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-    except wandb.Error as error:
-        raise UserError(
-            f"tracker=wandb: {error}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
-        ) from error

@@ -19,6 +19,9 @@ from msattn.trainer.data.tasks.wordings import Wording, enumerated
 Rng = np.random.Generator
 T = TypeVar("T")
 ANSWER_DIGITS = 5
+KEY_SEPARATORS = (" ", " ", " ", " ", "-", "-", "-", "_", ".", "/")
+LIST_SEPARATORS = (", ", ", ", " ", " ", "; ", "\n", " - ")
+IDENTIFIERS = 0.06  # share of the exercises whose keys are identifiers, and of those whose values are
 _COLOUR_WORDS = (
     "amber azure black blue bronze brown copper coral crimson cream golden green grey indigo iron ivory jade lemon "
     "lilac maroon olive orange pale pearl pink plum purple red rose ruby silver white"
@@ -172,7 +175,7 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
         later = [form.variable.format(name=name, other=other) for other, name in pairwise(chain)]
         facts.append([form.number.format(name=chain[0], value=value), *later])
         question = form.question.format(value=value) if rng.random() < 0.5 else ask(rng, words, value)
-        turns.append((question, ", ".join(chain)))
+        turns.append((question, _listed(rng, chain)))
     return Exercise(tuple(_merged(rng, facts)), tuple(turns))
 
 
@@ -201,7 +204,7 @@ def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
         ),
     )
     first = {word: place for place, word in reversed(list(enumerate(listed)))}
-    return Exercise((fact,), ((question, ", ".join(sorted(drawn[:count], key=first.__getitem__))),))
+    return Exercise((fact,), ((question, _listed(rng, sorted(drawn[:count], key=first.__getitem__))),))
 
 
 def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
@@ -223,7 +226,7 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
             ask(rng, words, "three words that were written most"),
         ),
     )
-    return Exercise((" ".join(made[i] for i in drawn),), ((question, ", ".join(made[i] for i in best if counts[i])),))
+    return Exercise((" ".join(made[i] for i in drawn),), ((question, _listed(rng, [made[i] for i in best if counts[i]])),))
 
 
 TASKS: dict[str, Task] = {
@@ -250,16 +253,29 @@ def _wordings(rng: Rng, count: int, words: Sequence[str]) -> list[Wording]:
 
 def _keys(rng: Rng, count: int, words: Sequence[str]) -> list[str]:
     """Draws distinct keys: pairs of a colour and a thing, or one to three words, so that no fixed list of keys is learned."""
+    between = _one(rng, KEY_SEPARATORS)
+    if count < 100 and rng.random() < IDENTIFIERS:
+        return distinct(partial(_identifier, rng), count)
     if rng.random() < 0.3:
-        return distinct(partial(random_key, rng), count)
+        return [key.replace(" ", between) for key in distinct(partial(random_key, rng), count)]
     most = int(rng.integers(1, 4)) if count < 100 else 2
-    return distinct(lambda: " ".join(_one(rng, words) for _ in range(rng.integers(1 if count < 100 else 2, most + 1))), count)
+    drawn = lambda: between.join(_one(rng, words) for _ in range(rng.integers(1 if count < 100 else 2, most + 1)))  # noqa: E731
+    return distinct(drawn, count)
 
 
 def _values(rng: Rng, count: int) -> list[str]:
-    """Draws distinct numbers, of five digits in half of the exercises."""
+    """Draws distinct numbers, of five digits in half of the exercises, seldom identifiers."""
+    if count < 100 and rng.random() < IDENTIFIERS:
+        return distinct(partial(_identifier, rng), count)
     digits = ANSWER_DIGITS if rng.random() < 0.5 else int(rng.integers(4, 9))
     return distinct(partial(random_value, rng, digits), count)
+
+
+def _listed(rng: Rng, items: list[str]) -> str:
+    """Returns a list as text, seldom numbered."""
+    if rng.random() < 0.2:
+        items = [f"{number}. {item}" for number, item in enumerate(items, 1)]
+    return _one(rng, LIST_SEPARATORS).join(items)
 
 
 def _identifier(rng: Rng) -> str:

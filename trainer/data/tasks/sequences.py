@@ -21,6 +21,8 @@ Crop = Callable[[Rng, int], Tokens]  # (rng, length) -> that many successive tok
 ANSWER_WEIGHT = 6.0  # loss weight of answer tokens; text has 1
 COPIES = "copies"  # a task of tokens, not of text
 NAMES = (*TASKS, COPIES)
+MONOTONOUS = 0.06  # share of the exercises whose text repeats a short passage
+SPACE_ASKED = 0.08  # share of the exercises whose questions end with the space before the answer
 MOST_WORDS = 500  # that a task draws
 SPACES = ("Ġ", "▁")  # begin tokens that begin with a space, in byte-level and in SentencePiece vocabularies
 
@@ -90,16 +92,26 @@ class TaskSequences:
             facts, turns = self._encode(task(rng, room, self.words), rng)
             left = length - sum(len(ids) for ids, _ in (*facts, *turns))
             if left >= 0:
-                return self._hide(rng, facts, turns, self.crop(rng, left))
+                return self._hide(rng, facts, turns, self._text(rng, left))
             room //= 2
         return self.crop(rng, length), np.ones(length, np.float32)
+
+    def _text(self, rng: Rng, length: int) -> Tokens:
+        """Returns text, seldom a short passage that is repeated."""
+        if length == 0 or rng.random() >= MONOTONOUS:
+            return self.crop(rng, length)
+        return np.resize(self.crop(rng, int(rng.integers(1, min(64, length) + 1))), length)
 
     def _encode(self, exercise: Exercise, rng: Rng) -> tuple[list[tuple[Tokens, Weights]], list[tuple[Tokens, Weights]]]:
         """Returns tokens and weights of the facts, and of the turns."""
         between = "\n" if rng.random() < 0.5 else " "
         end = (".", ".\n", "\n")[int(rng.integers(3))]
         facts = [[(f" {fact}", 0.0)] for fact in exercise.facts]
-        turns = [[(between + question, 0.0), (f" {answer}", ANSWER_WEIGHT), (end, 1.0)] for question, answer in exercise.turns]
+        space = (" ", "") if rng.random() < SPACE_ASKED else ("", " ")
+        turns = [
+            [(f"{between}{question}{space[0]}", 0.0), (f"{space[1]}{answer}", ANSWER_WEIGHT), (end, 1.0)]
+            for question, answer in exercise.turns
+        ]
         weighted = self._weighted([*facts, *turns])
         return weighted[: len(facts)], weighted[len(facts) :]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from msattn.trainer.evaluate.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.methods import BucketRoutingMethod
+from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.recall import LayerRecall, MethodRecall
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.tap import LayerInputs
@@ -121,13 +122,11 @@ class LayerReads:
     @classmethod
     def of(cls, x: LayerInputs, routings: list[BucketRoutingMethod], positions: Tensor, seed: int) -> "LayerReads":
         """Assigns the keys to the buckets of each routing that covers the layer, and scores the buckets for all queries."""
-        q, q_nope = (each[0, :, positions.to(each.device)].transpose(0, 1)[:, :, None] for each in (x.q, x.q_nope))
         routed = {}
         for routing in routings:
-            router = routing.router
-            if x.layer in router.layers:
-                buckets = router.assign(x.layer, x.k_nope, x.k)[0]
-                routed[routing.name] = RoutedKeys(probes_of(router.num_buckets), buckets, router.scores(x.layer, q_nope, q))
+            if x.layer in routing.router.layers:
+                buckets, scores = buckets_of_keys(x, routing)[0][0], bucket_scores(x, routing, positions.to(x.q.device))
+                routed[routing.name] = RoutedKeys(probes_of(routing.router.num_buckets), buckets, scores)
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
 
     def add(self, head: int, queries: Queries) -> None:

@@ -21,6 +21,7 @@ from msattn.trainer.evaluate.analysis.queries import query_batches, query_positi
 from msattn.trainer.evaluate.analysis.selectivity import LayerReads, Selectivity
 from msattn.trainer.evaluate.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.probing import buckets_of_keys
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.saap.kmeans import KMeans
@@ -59,7 +60,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         if x.layer not in planes.measured:
             planes.add(x)
         for routing in compared_sizes(routings, x.layer):
-            buckets = routing.router.assign(x.layer, x.k_nope, x.k)[0, heads, 1:]
+            buckets = buckets_of_keys(x, routing)[0][0, heads, 1:]
             sizes.heldout[routing.name, x.layer].append(buckets.cpu())
         reads = LayerReads.of(x, routings, positions, cfg.seed)
         for head in heads:
@@ -107,8 +108,9 @@ def training_sizes(
     sizes = BucketSizes(seed)
     for layer in layers:
         for routing in compared_sizes(routings, layer):
-            device = routing.router.get_buffer("centroids").device
-            before, after = (each[layer][None].to(device) for each in (keys.before, keys.after))
-            sizes.training[routing.name, layer] = routing.router.assign(layer, before, after)[0, heads].cpu()
+            router = routing.router
+            assert isinstance(router, KMeans)
+            before, after = (each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after))
+            sizes.training[routing.name, layer] = router.assign(layer, before, after)[0, heads].cpu()
             sizes.num_buckets[routing.name] = routing.router.num_buckets
     return sizes

@@ -40,14 +40,20 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_csv(path: Path, rows: Sequence[EvalRow]) -> None:
-    """Writes one line for each row: its fields, the interval as two columns, and the numbers and strings of ``extra``."""
+def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
+    """Returns a table: the fields of each row, the interval as two columns, and the numbers and strings of ``extra``."""
     lines = []
     for row in rows:
         line = asdict(row)
         extra = line.pop("extra")
         line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
         lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
+    return lines
+
+
+def write_csv(path: Path, rows: Sequence[EvalRow]) -> None:
+    """Writes the table of :func:`flat`."""
+    lines = flat(rows)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)))
         writer.writeheader()

@@ -21,6 +21,7 @@ METHOD_STYLES: dict[str, dict[str, Any]] = {
     "gate (embedded), top-k": {"color": "#7B68EE", "marker": "h", "linestyle": ":", "fillstyle": "none"},
     "classifier (embedded)": {"color": "#F0A07C", "marker": "h", "linewidth": 2.2, "zorder": 4},
     "classifier": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "classifier, calibrated": {"color": "#D55E00", "marker": "^", "linestyle": "-.", "linewidth": 2.2, "zorder": 4},
     "oracle": {"color": INK, "marker": "D", "linestyle": "--"},
     "oracle routing": {"color": "#808080", "marker": "D", "linestyle": "--"},
     "exact top keys": {"color": INK, "marker": "D", "linestyle": "--"},
@@ -32,6 +33,10 @@ METHOD_STYLES: dict[str, dict[str, Any]] = {
     "a_shape": {"color": "#C0A000", "marker": "<"},
     "random": {"color": "#999999", "marker": "x"},
     "k-means": {"color": "#CC79A7", "marker": "P"},
+    "Quest pages": {"color": "#009E73", "marker": "s"},
+    "LSH": {"color": "#56B4E9", "marker": "^"},
+    "sink and window": {"color": "#E69F00", "marker": "v"},
+    "random buckets": {"color": "#999999", "marker": "x"},
     WINDOW: {"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9},
 }
 DEFAULT_STYLE = {"color": "#B8860B", "marker": "d"}

@@ -18,6 +18,9 @@ NAMES = {
     "oracle": "the oracle",
     "k-means": "the k-means alone",
     "oracle routing": "the oracle routing",
+    "random buckets": "a random choice of buckets",
+    "Quest pages": "Quest's choice of pages",
+    "sink and window": "a longer window of last keys",
     WINDOW: "the window of first and last keys alone",
 }
 SAME_READS = 0.1  # relative difference of the keys read up to which two methods count as reading the same share
@@ -95,8 +98,9 @@ def _rivals(own: dict[str, dict[str, EvalRow]], measures: list[Measure]) -> list
 
 
 def _floors(rows: list[EvalRow], measure: Measure, setting: str, reads: float) -> list[str]:
-    """Returns clauses on what any method should exceed: random blocks, and the window, which has no setting."""
-    floors = [row for row in rows if row.method == WINDOW or (row.method == "random" and row.setting == setting)]
+    """Returns clauses on what any method should exceed: random blocks or buckets, and the window, which has no setting."""
+    random = ("random", "random buckets")
+    floors = [row for row in rows if row.method == WINDOW or (row.method in random and row.setting == setting)]
     return [f"{_name(row.method)} {measure.states(row)}{_other_reads(_reads(row), reads)}" for row in floors]
 
 
@@ -263,9 +267,11 @@ MEASURES = (
 
 
 def _needs_no_training(method: str) -> bool:
-    return method in ("quest", "vertical_slash", "mean_pool", "sink_local", "a_shape") or (
-        method.startswith("k-means") and "independent" not in method
+    blocks, routers = (
+        ("quest", "vertical_slash", "mean_pool", "sink_local", "a_shape"),
+        ("Quest pages", "LSH", "sink and window"),
     )
+    return method in (*blocks, *routers) or (method.startswith("k-means") and "independent" not in method)
 
 
 def _name(method: str) -> str:

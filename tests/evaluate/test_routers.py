@@ -1,0 +1,190 @@
+"""``eval.routers`` and ``eval.key_shares``: training-free routers beside the k-means, at equal shares of the keys."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from msattn import cli
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer import data, models
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
+from msattn.trainer.evaluate import decoding, methods, needle, perplexity, recall
+from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
+from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
+from msattn.trainer.evaluate.report.style import METHOD_STYLES
+from msattn.trainer.evaluate.untrained import NAMES, add_routers
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from tests.evaluate.test_evaluate import config
+from tests.test_bad_input import SMALL_EVAL
+from tests.test_bad_input import text as words
+
+PRESET_BUCKETS = 8
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "essay.txt").write_text(words(6000))
+    return str(folder)
+
+
+def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:
+    """A small configuration with all routers of :data:`PRESET_BUCKETS` buckets, in all layers."""
+    cfg = config(outputs, text, **{"routers": list(ROUTERS), "baselines": [], **changes})
+    model = replace(cfg.model, presets=replace(cfg.model.presets, num_buckets=PRESET_BUCKETS, probes=2))
+    return replace(cfg, model=model, dense_layers=[])
+
+
+def routings_of(cfg: EvalRunConfig, loaded: Loaded) -> methods.ComparedMethods:
+    return add_routers(methods.ComparedMethods([], []), cfg, loaded.model)
+
+
+def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Any) -> None:
+    """Calls ``measure(x)`` with the inputs of each layer of a prefill of 160 tokens."""
+
+    def attend(x: LayerInputs) -> Tensor:
+        measure(x)
+        return dense_attention(x)
+
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
+    with torch.inference_mode(), tap(loaded.model, attend):
+        perplexity.prefill(loaded, chunks[0]["input_ids"])
+
+
+def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
+    sizes = config(tmp_path, text).eval
+    probes = [0, 1, PRESET_BUCKETS]
+    cfg = routed_config(
+        tmp_path,
+        text,
+        recall=replace(sizes.recall, probes=probes, independent=True),
+        needle=replace(sizes.needle, probes=[1], depths=[0.5], samples=1, question="dense"),
+        decoding=DecodingConfig(lengths=[200], tokens=2, transformers_batch=0),
+    )
+    loaded, progress = models.load(cfg.model, device="cpu"), Progress(disable=True)
+    found = routings_of(cfg, loaded)
+    measured = [row for task in (recall, needle, decoding) for row in task.run(loaded, cfg, found, progress)]
+    rows = {(row.task, row.method, row.setting): row for row in measured}
+    assert len(rows) == len(measured)
+    for name in NAMES.values():
+        assert name in METHOD_STYLES
+        for suffix in ("", ", independent"):
+            every = rows["recall", name + suffix, f"{PRESET_BUCKETS} probes"]
+            assert every.score == pytest.approx(1, abs=1e-5)
+            assert every.selectivity == pytest.approx(1)
+            assert (rows["recall", name + suffix, "1 probe"].selectivity or 1) < 0.5
+        for row in (rows["needle", name, "1 probe"], rows["decoding", name, "2 probes"]):
+            assert row.selectivity is not None
+            assert 0.08 < row.selectivity < 0.7
+    assert rows["recall", "Quest pages", "1 probe"].score < rows["recall", "oracle routing", "1 probe"].score + 1e-6
+
+
+def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, text: str) -> None:
+    cfg = routed_config(tmp_path, text, routers=["quest", "window"])
+    sizes = replace(cfg.eval.recall, num_chunks=1, probes=[3])
+    cfg = replace(cfg, eval=replace(cfg.eval, recall=sizes))
+    loaded = models.load(cfg.model, device="cpu")
+    found = routings_of(cfg, loaded)
+    rows = {row.method: row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
+    recent, sink = found.bucket_routings[0].recent, found.bucket_routings[0].sink
+    expected: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
+    shares: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
+
+    def measure(x: LayerInputs) -> None:
+        for position in torch.linspace(recent + sink, x.num_keys - 1, sizes.num_queries).round().int().tolist():
+            far = -(-(position + 1 - recent) // 16)
+            count = max(1, int(3 * far / PRESET_BUCKETS + 0.5))
+            key = torch.arange(x.num_keys)
+            for head in range(2):
+                q, k = x.q[0, 2 * head : 2 * head + 2, position], x.k[0, head]
+                bounds = [torch.maximum(q * part.amax(0), q * part.amin(0)).sum() for part in k.split(16)[:far]]
+                for name, scores in (("Quest pages", torch.stack(bounds)), ("sink and window", torch.arange(far))):
+                    read = torch.isin(key // 16, scores.topk(count).indices) | (key < sink) | (key > position - recent)
+                    read &= key <= position
+                    weights = (q @ k.mT * x.scale).masked_fill(key > position, -torch.inf).softmax(-1)
+                    expected[name] += (weights * read).sum(-1).tolist()
+                    shares[name].append(read.sum().item() / (position + 1))
+
+    measured_on_a_chunk(cfg, loaded, measure)
+    for name in expected:
+        assert rows[name].score == pytest.approx(sum(expected[name]) / len(expected[name]), rel=1e-4)
+        assert rows[name].selectivity == pytest.approx(sum(shares[name]) / len(shares[name]), rel=1e-4)
+
+
+def test_share_curves_are_the_shares_that_the_kernel_reads(tmp_path: Path, text: str) -> None:
+    cfg = routed_config(tmp_path, text)
+    loaded = models.load(cfg.model, device="cpu")
+    found = routings_of(cfg, loaded).bucket_routings
+    checked = []
+
+    def measure(x: LayerInputs) -> None:
+        dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale)
+        positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, 32).round().long()
+        for routing in found:
+            curve = share_curve(x, routing)
+            buckets, number = buckets_of_keys(x, routing)
+            for probes in (0, 1, 5, PRESET_BUCKETS):
+                chosen = routing.buckets(bucket_scores(x, routing, positions), probes)
+                read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
+                assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
+            assert (curve.diff() >= 0).all()
+            assert curve[-1] == 1
+            checked.append(routing.name)
+
+    measured_on_a_chunk(cfg, loaded, measure)
+    assert checked == [NAMES[name] for name in ROUTERS] * 2
+
+
+def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> None:
+    cfg = routed_config(tmp_path, text, key_shares=[0.01, 0.3, 1.0])
+    loaded = models.load(cfg.model, device="cpu")
+    before = routings_of(cfg, loaded)
+    found = match_key_shares(before, cfg, loaded)
+    for routing in found.bucket_routings:
+        labels, counts = zip(*routing.settings([7]), strict=True)
+        assert labels == ("1 % of keys", "30 % of keys", "100 % of keys")
+        assert counts[0] == 1, "0 probes would measure the window alone"
+        assert 1 <= counts[1] < counts[2] <= PRESET_BUCKETS
+    assert [note.split(":")[0] for note in found.notes] == list(NAMES.values())
+    without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
+    assert match_key_shares(before, without, loaded) is before
+
+
+def test_routers_are_as_the_artifacts(tmp_path: Path, text: str) -> None:
+    """They have the buckets, layers and dense window of the first routing; the number of buckets of LSH is a power of two."""
+    cfg = routed_config(tmp_path, text)
+    loaded = models.load(cfg.model, device="cpu")
+    (first, *_) = routings_of(cfg, loaded).bucket_routings
+    first.router.num_buckets = 6
+    first = replace(first, name="classifier", probes=5, recent=9, sink=3, dense_layers=(0,))
+    found = add_routers(methods.ComparedMethods([], [first]), cfg, loaded.model).bucket_routings
+    assert [routing.name for routing in found] == ["classifier", *NAMES.values()]
+    for routing in found[1:]:
+        assert (routing.recent, routing.sink, routing.dense_layers) == (9, 3, (0,))
+        assert routing.router.layers == first.router.layers
+        assert (routing.router.num_buckets, routing.probes) == ((4, 4) if routing.name == "LSH" else (6, 5))
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(words(4000))
+    Path("heldout.txt").write_text(words(4000, "term"))
+    options = ["eval=routing", "data.heldout_path=heldout.txt", "recent=8", "dense_layers=[]", "model.presets.num_buckets=8"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", "eval.recall.probes=[2]"])
+    assert not ended.value.code, capsys.readouterr().err
+    (results,) = Path("outputs").rglob("results.json")
+    rows = json.loads(results.read_text())["rows"]
+    assert set(NAMES.values()) <= {row["method"] for row in rows}
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *SMALL_EVAL, "eval.routers=[quests]"])
+    assert ended.value.code == 2
+    assert "eval.routers=quests: accepted are window, random, lsh, quest (did you mean quest?)" in capsys.readouterr().err

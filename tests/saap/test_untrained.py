@@ -1,0 +1,129 @@
+"""Routers without training: their buckets, scores and pages against direct computations in fp64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.trainer.saap.lsh import sign_buckets, sign_patterns
+from msattn.trainer.saap.pages import PAGE_SIZE, num_pages, only_far, page_of_keys
+from msattn.trainer.saap.quest_pages import QuestPages
+from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.saap.window_pages import WindowPages
+
+LAYERS, KV_HEADS, HEADS, SIZE = [1, 3], 2, 4, 16
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("asked", "buckets"), [(1, 1), (2, 2), (7, 4), (64, 64), (1000, 512)])
+def test_the_bucket_of_a_key_is_the_number_of_its_signs(asked: int, buckets: int) -> None:
+    lsh = sign_buckets(asked, LAYERS, KV_HEADS, SIZE, seed=3)
+    assert lsh.num_buckets == buckets
+    assert lsh.rope
+    bits = buckets.bit_length() - 1
+    k = normal(2, KV_HEADS, 300, SIZE)
+    for row, layer in enumerate(LAYERS):
+        centroids = lsh.centroids[row].double()  # [Hkv, C, D]
+        vectors = sign_patterns(bits).T @ centroids  # parallel to the random vectors, by head
+        if bits:
+            torch.testing.assert_close(centroids.norm(dim=-1), torch.ones(KV_HEADS, buckets).double(), atol=1e-6, rtol=0)
+            gram = vectors @ vectors.mT
+            torch.testing.assert_close(gram, gram[0, 0, 0] * torch.eye(bits).double().expand_as(gram), atol=1e-3, rtol=0)
+        signs = (k.double() @ vectors.mT > 0).long()  # [B, Hkv, N, bits]
+        numbers = (signs * 2 ** torch.arange(bits)).sum(-1)
+        assert torch.equal(lsh.assign(layer, k, k).long(), numbers)
+        assert torch.equal(lsh.assign(layer, k[:, :, :1], k[:, :, :1]).long(), numbers[:, :, :1])
+
+
+def test_signs_differ_by_layer_head_and_seed() -> None:
+    first, other = (sign_buckets(16, LAYERS, KV_HEADS, SIZE, seed=seed).centroids for seed in (0, 1))
+    assert torch.equal(first, sign_buckets(16, LAYERS, KV_HEADS, SIZE, seed=0).centroids)
+    for a, b in ((first, other), (first[0], first[1]), (first[:, 0], first[:, 1])):
+        assert not torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_random_buckets_are_even_and_depend_on_the_vector_alone(dtype: torch.dtype) -> None:
+    router = RandomBuckets(8, LAYERS, KV_HEADS, seed=5)
+    k = normal(2, KV_HEADS, 4000, SIZE, dtype=dtype)
+    buckets = router.assign(1, -k, k)
+    assert buckets.dtype == torch.int32
+    for counts in (buckets[b, h].bincount(minlength=8) for b in range(2) for h in range(KV_HEADS)):
+        assert len(counts) == 8
+        assert (counts - 500).abs().max() < 6 * 500**0.5
+    assert torch.equal(router.assign(1, k, k[1:, :, 100:101]), buckets[1:, :, 100:101])
+    assert torch.equal(RandomBuckets(8, LAYERS, KV_HEADS, seed=5).assign(1, k, k), buckets)
+    for other in (RandomBuckets(8, LAYERS, KV_HEADS, seed=6).assign(1, k, k), router.assign(3, k, k)):
+        assert 0.05 < (other == buckets).float().mean() < 0.2
+
+
+def test_random_probes_are_even_over_queries() -> None:
+    router = RandomBuckets(8, LAYERS, KV_HEADS)
+    q = normal(3000, HEADS, 1, SIZE)
+    probed = router.probe(1, q, q, 2)
+    assert (probed[..., 0] != probed[..., 1]).all()
+    for head in range(KV_HEADS):
+        assert (probed[:, head].flatten().bincount(minlength=8) - 750).abs().max() < 6 * 750**0.5
+    assert torch.equal(router.probe(1, q, q[7:8], 2), probed[7:8])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keys=st.sampled_from([1, 15, 16, 17, 63, 65, 130]),
+    padding=st.lists(st.integers(0, 40), min_size=2, max_size=2),
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int], scale: float, seed: int) -> None:
+    start = torch.tensor([min(each, keys - 1) for each in padding])
+    k, q = normal(2, KV_HEADS, keys, SIZE, seed=seed).double() * scale, normal(2, HEADS, 1, SIZE, seed=seed + 1).double()
+    router = QuestPages(8, LAYERS, KV_HEADS)
+    bounds = router.head_scores(router.summarize(k, start), q)
+    pages = page_of_keys(0, keys, start, k.device)
+    assert bounds.shape == (2, HEADS, num_pages(keys))
+    for b in range(2):
+        own = k[b, :, int(start[b]) :]
+        assert (pages[b, 0, : int(start[b])] == -1).all()
+        for page, members in enumerate(own.split(PAGE_SIZE, dim=1)):
+            assert (pages[b, 0, int(start[b]) :] == page).sum() == members.shape[1]
+            for head in range(HEADS):
+                of_page, query = members[head // 2], q[b, head, 0]
+                expected = torch.maximum(query * of_page.amax(0), query * of_page.amin(0)).sum()
+                torch.testing.assert_close(bounds[b, head, page], expected)
+                assert ((of_page @ query) <= bounds[b, head, page] + 1e-9 * scale).all()
+
+
+def test_queries_of_one_sequence_share_its_summaries() -> None:
+    k, q = normal(1, KV_HEADS, 70, SIZE), normal(5, HEADS, 1, SIZE, seed=1)
+    for router in (QuestPages(8, LAYERS, KV_HEADS), WindowPages(8, LAYERS, KV_HEADS)):
+        summaries = router.summarize(k, None)
+        together = router.scores(summaries, q)
+        for row in range(5):
+            torch.testing.assert_close(together[row : row + 1], router.scores(summaries, q[row : row + 1]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    before=st.lists(st.integers(-5, 200), min_size=1, max_size=3),
+    buckets=st.integers(1, 40),
+    data=st.data(),
+    seed=st.integers(0, 2**16),
+)
+def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st.DataObject, seed: int) -> None:
+    probes = data.draw(st.integers(0, buckets))
+    router = QuestPages(buckets, LAYERS, KV_HEADS)
+    scores = normal(len(before), KV_HEADS, num_pages(200), seed=seed)
+    scores[..., num_pages(max(1, *before)) :] = torch.nan  # memory beyond the summaries may hold anything
+    chosen = router.choose(only_far(scores, torch.tensor(before)), probes)
+    assert chosen.dtype == torch.int32
+    for row, keys in enumerate(before):
+        far = num_pages(max(keys, 0))
+        count = min(far, max(min(probes, 1), int(probes * far / buckets + 0.5)))
+        for head in range(KV_HEADS):
+            expected = scores[row, head, :far].argsort(descending=True)[:count].tolist()
+            found = chosen[row, head].tolist()
+            assert found == expected + [-1] * (len(found) - count)

@@ -1,0 +1,151 @@
+"""Decoding with routers without training: the keys that are read, against a direct computation in fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from msattn.trainer.attach import attach
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.saap.lsh import sign_buckets
+from msattn.trainer.saap.quest_pages import QuestPages
+from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.saap.window_pages import WindowPages
+from msattn.trainer.serving.cache import install_layers
+from msattn.trainer.serving.routed import RoutedDecoding
+from msattn.trainer.serving.statistics import Statistics
+from tests.factory import left_padded, random_tokens, tiny_model
+from tests.serving.decoding import close, generate
+
+BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
+ROUTERS: dict[str, Any] = {
+    "window": lambda layers: WindowPages(BUCKETS, layers, KV_HEADS),
+    "random": lambda layers: RandomBuckets(BUCKETS, layers, KV_HEADS),
+    "lsh": lambda layers: sign_buckets(BUCKETS, layers, KV_HEADS, SIZE),
+    "quest": lambda layers: QuestPages(BUCKETS, layers, KV_HEADS),
+}
+
+
+def decode(router: Any, k: Tensor, q: Tensor, padding: Tensor | None, probes: int) -> tuple[Tensor, Tensor, int]:
+    """Decodes the last of the keys after a prompt of the others; returns the output, keys read ``[B, Hkv]``, and window."""
+    cache, statistics = DynamicCache(), Statistics()
+    install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
+    layer: Any = cache.layers[0]
+    routed = RoutedDecoding(
+        router, probes=probes, recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0, measure_recall=False,
+        statistics=statistics,
+    )  # fmt: skip
+    out = q
+    for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
+        keys, values = layer.update(new, new.flip(-1))
+        x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, padding, layer)
+        layer.assign(router, x)
+        if new.shape[2] == 1:
+            out = routed.attend(x, layer)
+    return out, statistics.key_counts(layer.keys), layer.window(RECENT)
+
+
+def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, probes: int) -> list[Tensor]:
+    """Returns bool ``[M]`` for each key/value head of one sequence: ``k [1, Hkv, M, D]``, ``q [1, Hq, 1, D]``."""
+    num_keys, read = k.shape[2], []
+    position = torch.arange(num_keys)
+    for head in range(KV_HEADS):
+        own, queries = k[0, head], q[0, 2 * head : 2 * head + 2, 0]
+        if name in ("window", "quest"):
+            far = [page for page in range(-(-num_keys // PAGE)) if PAGE * page < num_keys - window]
+            parts = {page: own[PAGE * page : min(PAGE * page + PAGE, num_keys - 1)] for page in far}  # without the newest key
+            bounds = {page: torch.maximum(queries * part.amax(0), queries * part.amin(0)).sum() for page, part in parts.items()}
+            best = sorted(far, key=lambda page: -page if name == "window" else -float(bounds[page]))
+            count = min(len(far), max(min(probes, 1), int(probes * len(far) / BUCKETS + 0.5)))
+            chosen = torch.isin(position // PAGE, torch.tensor(best[:count]))
+        else:
+            buckets = torch.cat([router.assign(0, k[:, :, i : i + 1], k[:, :, i : i + 1])[0, head] for i in range(num_keys)])
+            best = router.scores(0, q, q)[0, head].argsort(descending=True)[:probes]
+            chosen = torch.isin(buckets, best.int())
+        read.append(chosen | (position < SINK) | (position >= num_keys - window))
+    return read
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("lengths", [(1,), (63,), (65,), (200,), (1, 65), (63, 200), (180, 200)])
+@pytest.mark.parametrize("probes", [0, 1, 3, BUCKETS])
+def test_the_keys_that_are_read(name: str, lengths: tuple[int, ...], probes: int) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    longest = max(lengths)
+    k = torch.randn(len(lengths), KV_HEADS, longest, SIZE, generator=generator, dtype=torch.float64)
+    q = torch.randn(len(lengths), HEADS, 1, SIZE, generator=generator, dtype=torch.float64)
+    padding = torch.tensor([longest - each for each in lengths], dtype=torch.int32)
+    router = ROUTERS[name]([0])
+    router = router.double() if name == "lsh" else router
+    out, counts, window = decode(router, k, q, padding if len(lengths) > 1 else None, probes)
+    for row, length in enumerate(lengths):
+        own = k[row : row + 1, :, longest - length :]
+        for head, read in enumerate(keys_to_read(name, router, own, q[row : row + 1], window, probes)):
+            assert counts[row, head] == read.sum()
+            if probes == BUCKETS:
+                assert read.all()
+            keys = own[0, head]
+            weights = (q[row, 2 * head : 2 * head + 2, 0] @ keys.mT * 0.25).masked_fill(~read, -torch.inf).softmax(-1)
+            torch.testing.assert_close(out[row, 2 * head : 2 * head + 2, 0], weights @ keys.flip(-1))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_an_attached_model(name: str, where: str) -> None:
+    """All probes are dense attention; in a batch with padding each row is as alone; fewer probes read less.
+
+    Random buckets are those of a key's bits, which rounding in another batch changes.
+    """
+    model = tiny_model().to(where)
+    rows = [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
+    ids, mask = left_padded(rows)
+    router = ROUTERS[name]([0, 1])
+    options: dict[str, Any] = {"qmodel": router, "recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
+    dense = generate(model, ids, mask)
+    shares = []
+    for probes in (0, 2, BUCKETS):
+        with attach(model, probes=probes, **options) as sparse:
+            found = generate(model, ids, mask)
+            shares.append(sparse.stats()["selectivity"])
+    close(found, dense)
+    assert shares[0] < shares[1] < shares[2] == 1
+    with attach(model, probes=0 if name == "random" else 2, **options):
+        together = generate(model, ids[1:], mask[1:], max_new_tokens=12)
+        for row in (1, 2):
+            close(generate(model, rows[row][None], max_new_tokens=12)[:, 0], together[:, row - 1])
+
+
+def test_drafts_of_several_tokens_read_as_single_tokens(where: str) -> None:
+    """Tokens of one pass choose pages each by itself, as if they were decoded one by one."""
+    model, ids = tiny_model().to(where), random_tokens(1, 150).to(where)
+    for name in ("window", "quest"):
+        with attach(model, qmodel=ROUTERS[name]([0, 1]), probes=2, recent=40, sink=1, dense_layers=(), dense_below=0):
+            cache = DynamicCache()
+            model(ids[:, :146], past_key_values=cache)
+            together = model(ids[:, 146:], past_key_values=cache).logits
+            cache.crop(-4)
+            singly = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(146, 150)], 1)
+        close(together, singly)
+
+
+def test_a_cache_keeps_its_partition(where: str) -> None:
+    model, ids = tiny_model().to(where), random_tokens(1, 40).to(where)
+    options: dict[str, Any] = {"probes": 1, "recent": 5, "sink": 1, "dense_layers": (), "dense_below": 0}
+    cache = DynamicCache()
+    with attach(model, qmodel=ROUTERS["quest"]([0, 1]), **options):
+        model(ids, past_key_values=cache)
+    for other in ("lsh", "window", "quest"):
+        with attach(model, qmodel=ROUTERS[other]([0, 1]), **options), pytest.raises(UserError, match="its buckets were made"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+def test_routers_of_another_model_are_refused() -> None:
+    model = tiny_model()
+    for router, message in (
+        (QuestPages(BUCKETS, [0], 3), "kv_heads is 3, this model's is 2"),
+        (RandomBuckets(BUCKETS, [0, 2], KV_HEADS), r"qmodel.layers=\[0, 2\]: accepted are layers from 0 to 1"),
+    ):
+        with pytest.raises(UserError, match=message), attach(model, qmodel=router, probes=1):
+            pass

@@ -1,0 +1,143 @@
+"""Records of offline runs, read back from the files that ``wandb sync`` would upload."""
+
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn import cli
+from msattn.trainer.config import JobConfig, TrackerConfig
+from msattn.trainer.training.tracker import Tracker
+
+BLOCK = 32768  # bytes
+LAST_PARTS = (1, 4)  # types of the parts that end a record
+SECRET = "0123456789abcdef" * 2 + "01234567"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+
+
+def records(folder: Path) -> list[Any]:
+    """Returns the records of the only run in ``folder``, whose file wandb's service may complete after the end of the run."""
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    for _ in range(100):
+        found = list(read_log(path.read_bytes()))
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end")
+
+
+def read_log(data: bytes) -> Iterator[Any]:
+    """Yields the records of LevelDB's log format: parts with checksum, length and type, in blocks."""
+    from wandb.proto import wandb_internal_pb2
+
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if (left := BLOCK - at % BLOCK) < 7:  # no part begins here
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in LAST_PARTS:
+            record = wandb_internal_pb2.Record()  # pyrefly: ignore[missing-attribute]
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def of_kind(folder: Path, kind: str) -> list[Any]:
+    return [getattr(record, kind) for record in records(folder) if record.WhichOneof("record_type") == kind]
+
+
+def history(folder: Path) -> dict[str, Any]:
+    """Returns the last logged value of each key."""
+    items = [item for record in of_kind(folder, "history") for item in record.item]
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
+def table(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Returns the rows of the table that was logged as ``name``."""
+    (path,) = folder.glob(f"wandb/offline-run-*/files/{history(folder)[f'{name}/path']}")
+    content = json.loads(path.read_text("utf-8"))
+    return [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
+
+
+def holds_secret(folder: Path) -> list[Path]:
+    files = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    assert files
+    return [path for path in files if SECRET.encode() in path.read_bytes()]
+
+
+class Job(JobConfig):
+    """A command whose results are in ``outputs/tiny/base``."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.outputs) / "tiny" / "base"
+
+
+def test_tables_reports_and_uploaded_artifacts_are_in_the_files_of_a_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    (gate / "manifest.json").write_text(json.dumps({"kind": "gate", "content_hash": "ab" * 32, "metrics": {"recall": 0.5}}))
+    (gate / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "report.html").write_text("<p>report</p>")
+    job = Job(tracker=TrackerConfig("wandb", "tests", "study", upload=True), outputs=str(tmp_path))
+    rows = [{"task": "needle", "score": 0.5}, {"task": "latency", "score": None, "length": 8}, {"task": "x", "length": "long"}]
+    with Tracker.of_job(job, "eval", folder=tmp_path / "run", run_name="name") as tracker:
+        tracker.html("report", tmp_path / "report.html")
+        tracker.table("results", rows)
+        tracker.log_artifact(gate)
+    assert capfd.readouterr().out.startswith("wandb sync ")
+
+    (run,) = of_kind(tmp_path / "run", "run")
+    assert (run.project, run.display_name, run.run_group, run.job_type) == ("tests", "name", "study", "eval")
+    assert list(run.tags) == ["tiny", "base"]
+    columns = ("task", "score", "length")
+    assert table(tmp_path / "run", "results") == [{column: row.get(column) for column in columns} for row in rows]
+    (html,) = (tmp_path / "run").glob(f"wandb/offline-run-*/files/{history(tmp_path / 'run')['report/path']}")
+    assert "<p>report</p>" in html.read_text("utf-8")
+    (artifact,) = [each for each in of_kind(tmp_path / "run", "artifact") if each.type == "gate"]
+    assert artifact.name == "tiny-base-gate"
+    assert set(artifact.aliases) == {"latest", "ab" * 8}
+    assert [file.path for file in artifact.manifest.contents] == ["manifest.json", "model.safetensors"]
+    assert json.loads(artifact.metadata)["metrics"] == {"recall": 0.5}
+    assert holds_secret(tmp_path) == []
+
+
+def test_a_sweep_of_bench_is_a_group_of_runs_with_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], round_figures: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    operations = ["pool_blocks", "merge_states"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "-m", f"op={','.join(operations)}", "device=cpu", "bench.lengths=[128]", "bench.peers=[]"])
+    assert not ended.value.code, capfd.readouterr().err
+    groups = set()
+    for operation in operations:
+        folder = tmp_path / "outputs" / "bench" / operation / "runs" / "forward-cpu"
+        (run,) = of_kind(folder, "run")
+        assert (run.job_type, list(run.tags)) == ("bench", ["bench", operation])
+        groups.add(run.run_group)
+        rows = table(folder, "results")
+        assert {(row["op"], row["length"]) for row in rows} == {(operation, 128)}
+        assert all(row["ms"] > 0 for row in rows)
+        assert "times/path" in history(folder)
+    (group,) = groups
+    assert group.startswith("bench-20")
+    assert holds_secret(tmp_path) == []

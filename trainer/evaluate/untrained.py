@@ -1,0 +1,49 @@
+"""Routers without training, which are compared with classifiers and k-means: ``eval.routers``."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from msattn.trainer import models
+from msattn.trainer.attach import AnyRouter
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.saap.lsh import sign_buckets
+from msattn.trainer.saap.quest_pages import QuestPages
+from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.saap.window_pages import WindowPages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NAMES = {"window": "sink and window", "random": "random buckets", "lsh": "LSH", "quest": "Quest pages"}  # by ``eval.routers``
+
+
+def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrainedModel") -> ComparedMethods:
+    """Returns ``methods`` with the routers of ``cfg.eval.routers`` after the others.
+
+    They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
+    number of buckets of ``model.presets`` and route all layers.
+    """
+    like = methods.bucket_routings[0] if methods.bucket_routings else None
+    buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets
+    layers = like.router.layers if like else list(range(models.num_layers(model.config)))
+    added = []
+    for name in cfg.eval.routers:
+        router = _router(name, buckets, layers, model.config, cfg.seed).to(model.device)
+        method = replace(like, router=router) if like else BucketRoutingMethod.configured("", router, cfg)
+        added.append(replace(method, name=NAMES[name], probes=min(method.probes, router.num_buckets)))
+    return replace(methods, bucket_routings=[*methods.bucket_routings, *added])
+
+
+def without_routers(methods: ComparedMethods) -> ComparedMethods:
+    """Returns ``methods`` without those of :func:`add_routers`, with the same notes."""
+    return replace(methods, bucket_routings=[each for each in methods.bucket_routings if each.name not in NAMES.values()])
+
+
+def _router(name: str, buckets: int, layers: list[int], config: "PreTrainedConfig", seed: int) -> AnyRouter:
+    kv_heads = models.num_kv_heads(config)
+    if name == "lsh":
+        return sign_buckets(buckets, layers, kv_heads, models.head_dim(config), seed)
+    if name == "random":
+        return RandomBuckets(buckets, layers, kv_heads, seed)
+    return {"quest": QuestPages, "window": WindowPages}[name](buckets, layers, kv_heads)

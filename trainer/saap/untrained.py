@@ -1,0 +1,20 @@
+"""Base of the routers that have no weights, which an evaluation compares with trained ones."""
+
+from torch import nn
+
+
+class UntrainedRouter(nn.Module):
+    """A router that is created for a model instead of loaded.
+
+    Parameters
+    ----------
+    num_buckets : buckets of each key/value head. A query that visits ``p`` of them reads about ``p / num_buckets`` of the keys.
+    layers : indices of the model's routed layers.
+    kv_heads : key/value heads of the model.
+    """
+
+    artifact = None
+
+    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int) -> None:
+        super().__init__()
+        self.num_buckets, self.layers, self.kv_heads = num_buckets, list(layers), kv_heads

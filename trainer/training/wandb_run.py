@@ -1,0 +1,173 @@
+"""A Weights & Biases run whose failures never end the work that it records: results are on disk before they are sent."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer.config import TrackerConfig
+from msattn.trainer.errors import UserError, first_line, print_once
+
+TOKEN = re.compile(r"[\w-]{32,}")  # API keys in messages; also hides hashes
+NOT_NAMED = re.compile(r"[^\w.-]+", re.ASCII)  # what the name of a wandb artifact cannot hold
+ALIAS_LENGTH = 16  # characters of a content hash
+LONG_KEYS = ("tensors", "details")  # of a manifest; they are in the uploaded file
+
+
+class WandbRun:
+    """The wandb run of a tracker.
+
+    Each method sends one thing. If wandb refuses it or cannot be reached, one line on stderr says so and the work goes on.
+    """
+
+    def __init__(self, run: Any, cfg: TrackerConfig, name: str) -> None:
+        self._run = run
+        self._upload = cfg.upload
+        self._name = name
+        self._failed: set[str] = set()
+
+    @classmethod
+    def start(
+        cls, cfg: TrackerConfig, folder: Path, run_name: str, config: dict[str, Any], job: str, tags: Sequence[str]
+    ) -> "WandbRun":
+        """Starts a run, offline without an API key.
+
+        Parameters
+        ----------
+        job : the command, wandb's ``job_type``.
+        tags : what the command worked on, e.g. model and name; they also name its artifacts.
+
+        Raises
+        ------
+        UserError : wandb is not installed, or its server cannot be reached.
+        """
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise UserError("tracker=wandb: wandb is not installed; run pip install wandb, or use tracker=none") from error
+        try:
+            # Online mode without a key would prompt or fail, so the mode is chosen first.
+            mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+            run = wandb.init(
+                project=cfg.project,
+                name=run_name,
+                group=cfg.group,
+                job_type=job or None,
+                tags=[tag[:64] for tag in tags],  # wandb refuses longer ones
+                dir=str(folder.absolute()),  # its service may have another working directory
+                config=config,
+                mode=mode,  # pyrefly: ignore[bad-argument-type]
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"tracker=wandb: {_reason(error)}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
+            ) from error
+        return cls(run, cfg, "-".join(tags))
+
+    def log(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Logs numbers at ``step``, by default the latest."""
+        self._send("metrics", lambda: self._run.log(dict(values), step=step))
+
+    def image(self, name: str, path: Path | str, step: int | None) -> None:
+        """Logs a picture file."""
+        import wandb
+
+        self._send(name, lambda: self._run.log({name: wandb.Image(str(path))}, step=step))
+
+    def html(self, name: str, path: Path) -> None:
+        """Logs an HTML file."""
+        import wandb
+
+        self._send(name, lambda: self._run.log({name: wandb.Html(path)}))
+
+    def table(self, name: str, rows: Sequence[Mapping[Any, Any]]) -> None:
+        """Logs a table whose columns are all keys of ``rows``."""
+        import wandb
+
+        columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
+        cells: list[Iterable[Any]] = [[row.get(column) for column in columns] for row in rows]
+        # Columns hold numbers in the rows of one task and text in those of another.
+        self._send(name, lambda: self._run.log({name: wandb.Table(columns, cells, allow_mixed_types=True)}))
+
+    def summary(self, figures: Mapping[str, Any]) -> None:
+        """Adds ``figures`` to the summary of the run."""
+        self._send("the summary", lambda: self._run.summary.update(dict(figures)))
+
+    def log_artifact(self, folder: Path, record: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> None:
+        """Records a folder that the run wrote: as a reference, or with its files if ``tracker.upload`` is set.
+
+        Parameters
+        ----------
+        record : kind, folder and content hash.
+        manifest : that of an artifact. Models have none and are not uploaded.
+        """
+        import wandb
+
+        def log_artifact() -> None:
+            metadata = {key: value for key, value in (manifest or {}).items() if key not in LONG_KEYS} | dict(record)
+            logged = wandb.Artifact(_artifact_name(self._name, folder.name), type=folder.name, metadata=metadata)
+            if manifest is None or not self._upload:
+                logged.add_reference(folder.absolute().as_uri(), checksum=False)
+                self._run.log_artifact(logged)
+                return
+            for path in sorted(folder.iterdir()):  # add_dir prints lines of its own
+                logged.add_file(str(path))
+            sent = self._run.log_artifact(logged, aliases=["latest", record["content_hash"][:ALIAS_LENGTH]])
+            if not self._run.offline:
+                sent.wait()  # otherwise a failed upload would go unnoticed
+
+        self.summary({f"artifact/{key}": value for key, value in record.items()})
+        self._send(f"artifact {folder}", log_artifact)
+
+    def use_artifact(self, record: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Records an artifact that the run read, as an input of the run if it was uploaded and the run is online.
+
+        Parameters
+        ----------
+        record : kind, folder and content hash.
+        config : the configuration of the command that wrote it.
+        """
+        kind, content_hash = record["kind"], record["content_hash"]
+        self.summary({f"read/{kind}": content_hash})
+        uploaded = uploaded_as(kind, config)
+        if uploaded is not None and not self._run.offline:
+            name = f"{uploaded}:{content_hash[:ALIAS_LENGTH]}"
+            self._send(f"the use of {name}", lambda: self._run.use_artifact(name, type=kind))
+
+    def finish(self) -> None:
+        """Ends the run; prints the upload command of an offline run."""
+        offline, folder = self._run.offline, Path(self._run.dir).parent
+        self._send("the end of the run", self._run.finish)
+        if offline:
+            print(f"wandb sync {folder}")
+
+    def _send(self, what: str, call: Callable[[], Any]) -> None:
+        """Calls ``call``; prints one line for the first failure of each ``what``."""
+        try:
+            call()
+        except Exception as error:  # wandb and its transports raise exceptions of many unrelated classes
+            if what not in self._failed:
+                print_once(f"warning: tracker=wandb: sending {what} failed ({_reason(error)}); the files here are complete")
+            self._failed.add(what)
+
+
+def uploaded_as(kind: str, config: Mapping[str, Any]) -> str | None:
+    """Returns ``project/name`` of the wandb artifact that a command with this ``config`` uploaded; None if it uploaded none."""
+    tracker, model = config.get("tracker"), config.get("model")
+    if not isinstance(tracker, Mapping) or not isinstance(model, Mapping):
+        return None
+    if tracker.get("kind") != "wandb" or tracker.get("upload") is not True:
+        return None
+    name = f"{model.get('name')}-{config.get('name')}"
+    return f"{tracker.get('project')}/{_artifact_name(name, kind)}"
+
+
+def _artifact_name(name: str, kind: str) -> str:
+    return f"{NOT_NAMED.sub('-', name)[:100]}-{kind}"
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the first line of an exception's message, without anything that could be a key."""
+    return TOKEN.sub("***", first_line(error))
