@@ -202,6 +202,19 @@ def demo(overrides: Overrides = None) -> None:
         run(overrides or [])
 
 
+@app.command("push")
+def push(
+    folder: Annotated[str, typer.Argument(help="An artifact, or the folder of a run with several, as outputs/llama3/base.")],
+    repository: Annotated[str, typer.Argument(help="The repository on the Hub, as owner/name.")],
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+) -> None:
+    """Upload artifacts to the Hugging Face Hub. In one commit, with model cards; the token is that of hf auth login."""
+    from msattn.trainer.commands.push import push as run
+
+    with _stopped_by_signals():
+        run(folder, repository, private=private)
+
+
 @app.command("doctor")
 def doctor() -> None:
     """Check what this machine can run. Prints how to install what is missing."""

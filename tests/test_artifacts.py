@@ -67,6 +67,7 @@ def test_model_card_has_front_matter_and_metrics(folder: Path) -> None:
         "library_name": "msattn",
         "tags": ["sparse-attention", "long-context", "gate"],
         "base_model": "someone/some-model",
+        "base_model_relation": "adapter",
     }
     assert "| recall | 0.5 |" in text
 

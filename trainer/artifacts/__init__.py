@@ -5,8 +5,10 @@ An artifact is a folder of four files: ``model.safetensors``, ``config.yaml`` (t
 never used.
 """
 
-from msattn.trainer.artifacts.folders import SHIPPED, artifact_folder, default_artifact, find
+from msattn.trainer.artifacts.folders import SHIPPED, artifact_folder, artifacts_of_run, default_artifact, find
+from msattn.trainer.artifacts.hub import push
 from msattn.trainer.artifacts.manifest import IDENTITY_FIELDS, KINDS, check_model, content_hash
+from msattn.trainer.artifacts.module import ArtifactModule
 from msattn.trainer.artifacts.reading import Artifact, check_tensors, read, read_kind
 from msattn.trainer.artifacts.writing import check_writable, print_summary, versions, write
 
@@ -15,7 +17,9 @@ __all__ = [
     "KINDS",
     "SHIPPED",
     "Artifact",
+    "ArtifactModule",
     "artifact_folder",
+    "artifacts_of_run",
     "check_model",
     "check_tensors",
     "check_writable",
@@ -23,6 +27,7 @@ __all__ = [
     "default_artifact",
     "find",
     "print_summary",
+    "push",
     "read",
     "read_kind",
     "versions",

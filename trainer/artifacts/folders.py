@@ -4,10 +4,11 @@ import os
 import re
 from pathlib import Path
 
-from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
+from msattn.trainer.artifacts.hub import download
+from msattn.trainer.artifacts.manifest import KINDS, MANIFEST
 from msattn.trainer.config import RunConfig
 from msattn.trainer.config.values import UNPRINTABLE, require, shown
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError
 from msattn.trainer.storage.replace import current_folder
 
 SHIPPED = Path(__file__).parents[1] / "embedded" / "artifacts"  # the artifacts of the embedded model, a folder of each kind
@@ -45,13 +46,18 @@ def find(path: str | Path, *kinds: str) -> Path:
     folder = _local_folder(path)
     if os.path.isfile(folder / MANIFEST):
         return folder
-    of_kind = {kind: current_folder(folder / kind) for kind in KINDS}
-    held = [kind for kind in KINDS if os.path.isfile(of_kind[kind] / MANIFEST)]
+    held = artifacts_of_run(folder)
     accepted = [kind for kind in kinds if kind in held]
     if held and not accepted:
-        choice = f"accepted is {' or '.join(kinds)}" if kinds else f"name one, e.g. {folder / held[0]}"
+        choice = f"accepted is {' or '.join(kinds)}" if kinds else f"name one, e.g. {folder / next(iter(held))}"
         raise UserError(f"artifact {path}: the folder holds {', '.join(held)}; {choice}")
-    return of_kind[accepted[0]] if accepted else folder
+    return held[accepted[0]] if accepted else folder
+
+
+def artifacts_of_run(folder: Path) -> dict[str, Path]:
+    """Returns the folders of the artifacts of a run, by kind."""
+    of_kind = {kind: current_folder(folder / kind) for kind in KINDS}
+    return {kind: path for kind, path in of_kind.items() if os.path.isfile(path / MANIFEST)}
 
 
 def _local_folder(path: str | Path) -> Path:
@@ -62,16 +68,15 @@ def _local_folder(path: str | Path) -> Path:
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # unlike Path.is_dir, also False for a name that is too long
         return folder
-    if isinstance(path, Path) or os.path.exists(folder) or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    if not is_hub_id(path):
         if os.path.isdir(current_folder(folder)):
             return current_folder(folder)
         raise UserError(f"artifact {shown(path)}: no such folder")
-    from huggingface_hub import snapshot_download
+    return download(str(path))
 
-    try:
-        files = (WEIGHTS, CONFIG, MANIFEST, CARD)
-        return Path(snapshot_download(path, allow_patterns=[*files, *(f"{kind}/{name}" for kind in KINDS for name in files)]))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"artifact {path}: not a local folder, and loading it from the Hugging Face Hub failed ({first_line(error)})"
-        ) from error
+
+def is_hub_id(path: str | Path) -> bool:
+    """Returns True for the id of a Hub repository, False for what exists on this machine or is named like a path."""
+    if isinstance(path, Path) or os.path.exists(os.path.expanduser(path)):
+        return False
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn import __version__
+from msattn.trainer.artifacts.card import artifact_card
 from msattn.trainer.artifacts.manifest import (
     CARD,
     CONFIG,
@@ -28,12 +28,6 @@ from msattn.trainer.artifacts.manifest import (
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import check_no_link, current_folder, replace_folder
-
-CARD_TITLES = {
-    "gate": "SeerAttention gates: scores of key blocks for each query block",
-    "kmeans": "Spherical k-means of keys: the buckets that sparse decoding selects from",
-    "qmodel": "SAAP query classifiers: scores of key buckets for each query",
-}
 
 
 def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
@@ -128,7 +122,7 @@ def write(
         WEIGHTS: save(stored, metadata={"kind": kind, "format_version": str(FORMAT_VERSION)}),
         CONFIG: config_text.encode(),
         MANIFEST: (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode(),
-        CARD: _card(manifest).encode(),
+        CARD: artifact_card(manifest).encode(),
     }
     with locked(folder):
         check_writable(folder, overwrite)
@@ -163,32 +157,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _card(manifest: Mapping[str, Any]) -> str:
-    """Returns the model card: YAML front matter for the Hub, a description, a usage example and the metrics."""
-    kind, model = manifest["kind"], manifest["model"]
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model["id"]) and not os.path.exists(model["id"])
-    base = f"base_model: {model['id']}\n" if on_hub else ""
-    argument = "gate" if kind == "gate" else "qmodel"
-    figures = [(name, value) for name, value in manifest["metrics"].items() if isinstance(value, int | float | str)]
-    rows = "\n".join(f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |" for name, value in figures)
-    results = f"\n## Measured\n\n| figure | value |\n| --- | --- |\n{rows}\n" if figures else ""
-    return f"""---
-library_name: msattn
-tags: [sparse-attention, long-context, {kind}]
-{base}---
-
-# {CARD_TITLES[kind]}
-
-Made for `{model["id"]}` ({model["num_layers"]} layers, {model["num_heads"]} query heads, {model["num_kv_heads"]} key/value \
-heads, head size {model["head_dim"]}) with msattn {manifest["versions"]["msattn"]}. `manifest.json` records the \
-training data, the seed, the versions and the base model; `config.yaml` holds the resolved configuration of the run.
-
-```python
-import msattn
-
-with msattn.attach(model, {argument}="path/or/hub-id"):
-    model.generate(...)
-```
-{results}"""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
@@ -12,7 +12,7 @@ from msattn.trainer.saap.routing import RouterDetails, layer_index, top_buckets
 from msattn.trainer.storage.documents import checked
 
 
-class KMeans(nn.Module):
+class KMeans(artifacts.ArtifactModule):
     """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.saap.routing.Router`.
 
     Parameters
@@ -38,7 +38,6 @@ class KMeans(nn.Module):
         self.layers = list(layers)
         self.rope = rope
         self.num_buckets = centroids.shape[2]
-        self.artifact: artifacts.Artifact | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> "KMeans":

@@ -32,7 +32,7 @@ class QModelDetails:
     thresholds: Thresholds | None = None
 
 
-class QModel(nn.Module):
+class QModel(artifacts.ArtifactModule):
     """Query classifiers and the partition that they are trained for; a :class:`~msattn.trainer.saap.routing.Router`.
 
     Parameters
@@ -81,7 +81,6 @@ class QModel(nn.Module):
             for weight in (self.weight_in, self.weight_out):
                 bound = weight.shape[-2] ** -0.5  # as in nn.Linear
                 nn.init.uniform_(weight[index], -bound, bound, generator)
-        self.artifact: artifacts.Artifact | None = None
         self.thresholds: dict[str, Any] | None = None
         self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 

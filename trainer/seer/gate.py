@@ -147,7 +147,7 @@ class GateDetails:
     thresholds: Thresholds | None
 
 
-class Gate(nn.Module):
+class Gate(artifacts.ArtifactModule):
     """Gates of all layers of a model, trained by ``msattn train-gate`` and used by ``msattn.attach``.
 
     Attributes
@@ -165,7 +165,6 @@ class Gate(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg = cfg
-        self.artifact: artifacts.Artifact | None = None
         self.thresholds: dict[str, Any] | None = None
         self.layers = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, cfg) for _ in range(num_layers))
         self.register_buffer("inv_freq", inv_freq.float())

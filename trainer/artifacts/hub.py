@@ -1,0 +1,180 @@
+"""Artifacts on the Hugging Face Hub: download of a revision, and upload in one commit."""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msattn import __version__
+from msattn.trainer.artifacts.card import PLACEHOLDER, artifact_card, evaluation_section, run_card
+from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
+from msattn.trainer.config.values import shown
+from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.progress import activity
+from msattn.trainer.storage.documents import check_contained, read_text, root_of_links
+from msattn.trainer.storage.model_files import no_retry_warnings
+
+if TYPE_CHECKING:
+    from msattn.trainer.artifacts.reading import Artifact
+
+FILES = (WEIGHTS, CONFIG, MANIFEST, CARD)
+PATHS = (*FILES, *(f"{kind}/{name}" for kind in KINDS for name in FILES))  # in a repository: an artifact, or one of each kind
+MAX_CARD_BYTES = 1_000_000
+REFUSALS = {
+    401: "the Hub does not accept the token; `hf auth login` or HF_TOKEN gives another one",
+    403: "the token has no permission to write there",
+    404: "there is no such repository, or the token may not see it",
+}
+
+
+def download(repository: str, revision: str | None = None) -> Path:
+    """Returns the local folder with the artifacts of a Hub repository, which are downloaded if they are not in the cache.
+
+    Parameters
+    ----------
+    revision : branch, tag or commit; None is the default branch.
+
+    Raises
+    ------
+    UserError : there is no such repository or revision, or no connection and nothing in the cache.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(PATHS)))
+    except (OSError, ValueError) as error:
+        at = "" if revision is None else f" at revision={shown(revision)}"
+        raise UserError(
+            f"artifact {repository}: not a local folder, and loading it{at} from the Hugging Face Hub failed "
+            f"({first_line(error)})"
+        ) from error
+
+
+def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = False, token: str | None = None) -> str:
+    """Makes ``held`` the artifacts of a Hub repository, in one commit.
+
+    The repository is created if there is none. Files of other artifacts are removed from it, and stay in its history; files
+    that belong to no artifact are kept, but for ``README.md``, the model card. If the upload is interrupted, nothing changes.
+
+    Parameters
+    ----------
+    repository : ``owner/name``.
+    held : artifacts by their folder in the repository: one, in ``""``, or one of each kind, in a folder of its name.
+    private : create a private repository.
+    token : None is the token of ``hf auth login`` or ``HF_TOKEN``. No message contains it.
+
+    Returns
+    -------
+    The URL of the commit.
+
+    Raises
+    ------
+    UserError : an invalid name, no token, no permission, no connection, or ``private`` and a public repository.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    _check_name(repository)
+    api = HfApi(token=_checked_token(token), library_name="msattn", library_version=__version__)
+    files = _files(repository, held)
+    added = [CommitOperationAdd(path, content) for path, content in files.items()]
+    with activity(f"pushing to {repository}"), _refusals(repository, str(api.token)), _quiet():
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        found = api.model_info(repository)
+        if private and not found.private:
+            raise UserError(f"push {repository}: the repository exists and is public; push without --private, or elsewhere")
+        stale = {sibling.rfilename for sibling in found.siblings or []} & {*PATHS} - {*files}
+        removed = [CommitOperationDelete(path, is_folder=False) for path in sorted(stale)]
+        message = f"msattn {__version__}: {', '.join(artifact.kind for artifact in held.values())}"
+        return api.create_commit(repository, [*added, *removed], commit_message=message).commit_url
+
+
+def _files(repository: str, held: "Mapping[str, Artifact]") -> dict[str, Path | bytes]:
+    """Returns the files of a repository by path: weights, configurations and manifests as they are, and model cards."""
+    files: dict[str, Path | bytes] = {}
+    cards = {folder: _card(artifact).replace(PLACEHOLDER, repository) for folder, artifact in held.items()}
+    for folder, artifact in held.items():
+        at = f"{folder}/" if folder else ""
+        files |= {f"{at}{name}": artifact.path / name for name in FILES if name != CARD}
+        files[f"{at}{CARD}"] = (cards[folder] + _evaluation([artifact])).encode()
+    if "" not in held:
+        files[CARD] = (run_card(cards, repository) + _evaluation([*held.values()])).encode()
+    return files
+
+
+def _card(artifact: "Artifact") -> str:
+    """Returns the card of an artifact, which the user may have edited."""
+    path, where = artifact.path / CARD, f"artifact {artifact.path}: {CARD}"
+    if not os.path.lexists(path):
+        return artifact_card(artifact.manifest)
+    check_contained(path, root_of_links(artifact.path), where)
+    return read_text(path, where, MAX_CARD_BYTES)
+
+
+def _evaluation(artifacts: "list[Artifact]") -> str:
+    """Returns the section of the evaluation of these artifacts, which is in the folder of their run."""
+    hashes = {artifact.kind: artifact.manifest["content_hash"] for artifact in artifacts}
+    runs = {artifact.path.parent for artifact in artifacts}
+    return evaluation_section(runs.pop(), hashes) if len(runs) == 1 else ""
+
+
+def _check_name(repository: Any) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    accepted = "accepted is owner/name, of letters, digits, -, _ and ."
+    if not isinstance(repository, str) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
+        raise UserError(f"push {shown(str(repository))}: {accepted}")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise UserError(f"push {repository}: {accepted} ({first_line(error)})") from error
+
+
+def _checked_token(token: str | None) -> str:
+    """Returns the token to use; a malformed one is refused here, because libraries would show it in their messages."""
+    from huggingface_hub import get_token
+
+    found = get_token() if token is None else token
+    if not found:
+        raise UserError("push: there is no token for the Hugging Face Hub; log in with `hf auth login`, or set HF_TOKEN")
+    if not isinstance(found, str) or not re.fullmatch(r"[!-~]+", found):
+        raise UserError("push: the token for the Hugging Face Hub has characters that no token has")
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences warnings of retries and, where stderr is no terminal, bars: there :func:`activity` reports in lines."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    change = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if change:
+        disable_progress_bars()
+    try:
+        with no_retry_warnings():
+            yield
+    finally:
+        if change:
+            enable_progress_bars()
+
+
+@contextmanager
+def _refusals(repository: str, token: str) -> Iterator[None]:
+    """Raises UserError for what the Hub refuses and for failed connections, without the token."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http_error, os_error = HfHubHTTPError.__bases__  # that of httpx or httpx2, by version; it includes failed connections
+    try:
+        yield
+    except UserError:
+        raise
+    except (http_error, os_error, ValueError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error  # of one of several uploads
+        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        reason = REFUSALS.get(status, first_line(cause)) if status else first_line(cause)
+        if isinstance(cause, http_error) and status is None:
+            reason = f"the Hugging Face Hub cannot be reached ({reason})"
+        raise UserError(f"push {repository}: {reason}; nothing was committed".replace(token, "<token>")) from error

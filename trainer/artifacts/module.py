@@ -1,0 +1,68 @@
+"""The base class of modules that are kept as artifacts."""
+
+from pathlib import Path
+from typing import Self
+
+from torch import nn
+
+from msattn.trainer.artifacts.folders import is_hub_id
+from msattn.trainer.artifacts.hub import download, push
+from msattn.trainer.artifacts.manifest import content_hash
+from msattn.trainer.artifacts.reading import Artifact
+from msattn.trainer.config.values import shown
+from msattn.trainer.errors import UserError
+
+
+class ArtifactModule(nn.Module):
+    """A module that is kept as an artifact, in a folder or on the Hub.
+
+    Attributes
+    ----------
+    artifact : the artifact that it was loaded from; None for a module that was built.
+    """
+
+    artifact: Artifact | None = None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Loads an artifact from a folder or a Hub id, see :func:`msattn.trainer.artifacts.find`."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, revision: str | None = None) -> Self:
+        """Loads an artifact as :meth:`load`.
+
+        Parameters
+        ----------
+        path : folder of an artifact or of a run, id of a Hub repository, or ``embedded``.
+        revision : branch, tag or commit of a Hub repository; None is the default branch.
+
+        Raises
+        ------
+        UserError : as :meth:`load`; there is no such revision, or ``path`` is no Hub id.
+        """
+        if revision is None:
+            return cls.load(path)
+        if not isinstance(revision, str) or not is_hub_id(path):
+            raise UserError(
+                f"revision={shown(str(revision))}: only Hub ids have revisions; artifact {shown(str(path))} is none"
+            )
+        return cls.load(download(str(path), revision))
+
+    def push_to_hub(self, repository: str, *, private: bool = False, token: str | None = None) -> str:
+        """Uploads the artifact that this was loaded from, in one commit, and returns the commit's URL.
+
+        Parameters
+        ----------
+        repository, private, token : see :func:`msattn.trainer.artifacts.push`.
+
+        Raises
+        ------
+        UserError : as :func:`msattn.trainer.artifacts.push`; or this was not loaded from an artifact, or was changed since.
+        """
+        name = type(self).__name__
+        if self.artifact is None:
+            raise UserError(f"push_to_hub: this {name} is no artifact yet; load it from the folder that it was written to")
+        if content_hash(dict(self.state_dict())) != self.artifact.manifest["content_hash"]:
+            raise UserError(f"push_to_hub: the weights of this {name} differ from those of artifact {self.artifact.path}")
+        return push(repository, {"": self.artifact}, private=private, token=token)
