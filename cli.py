@@ -215,6 +215,19 @@ def push(
         run(folder, repository, private=private)
 
 
+@app.command("import-gate")
+def import_gate(
+    source: Annotated[str, typer.Argument(help="A folder or Hub id, as SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates.")],
+    out: Annotated[Path, typer.Option(help="The folder of the new artifact.", show_default=False)],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in that folder.")] = False,
+) -> None:
+    """Turn the released gates of SeerAttention's authors into an artifact. Those for prefill; their code does not run."""
+    from msattn.trainer.commands.import_gate import import_gate as run
+
+    with _stopped_by_signals():
+        run(source, out, overwrite=overwrite)
+
+
 @app.command("doctor")
 def doctor() -> None:
     """Check what this machine can run. Prints how to install what is missing."""

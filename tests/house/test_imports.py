@@ -18,6 +18,7 @@ LIGHT = [
     "msattn.trainer.commands.help",
     "msattn.trainer.commands.doctor",
     "msattn.trainer.commands.demo",
+    "msattn.trainer.commands.import_gate",
     "msattn.trainer.commands.push",
 ]
 

@@ -133,12 +133,14 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"
-    unknown = fingerprint.get("weights_hash") is None
+    unknown = None in (fingerprint.get("weights_hash"), made_for.get("weights_hash"))
     fields = IDENTITY_FIELDS[:-1] if unknown else IDENTITY_FIELDS
     differing = [field for field in fields if made_for.get(field) != fingerprint.get(field)]
     if differing:
         field = differing[0]
         warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
+    elif made_for.get("weights_hash") is None:
+        warning = f"{origin}: its manifest does not identify the weights of that model, so they were not compared"
     elif unknown:
         warning = f"{origin}: this model's weights are quantized or offloaded, so they were not compared"
     else:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from msattn.trainer.models.families import decoder, head_dim, num_heads, num_kv_heads, num_layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HASHED_KEYS = (  # the keys that q, k and v depend on and that every version of transformers writes
     "model_type",
@@ -41,7 +41,13 @@ def fingerprint(
     ``weights_hash`` (of sampled values, independent of the dtype in which the checkpoint is loaded; None for quantized or
     offloaded weights) and ``tokenizer_hash`` (None without a tokenizer).
     """
-    config = model.config
+    fields = config_fingerprint(model.config, id=id, revision=revision)
+    tokens = None if tokenizer is None else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    return fields | {"weights_hash": _weights_hash(model), "tokenizer_hash": tokens}
+
+
+def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: str | None = None) -> dict[str, Any]:
+    """Returns the :func:`fingerprint` of a model whose weights and tokenizer are not known: their hashes are None."""
     shape = {key: getattr(config, key, None) for key in HASHED_KEYS}
     return {
         "id": id,
@@ -52,8 +58,8 @@ def fingerprint(
         "head_dim": head_dim(config),
         "rope": {key: value for key, value in sorted(config.rope_parameters.items()) if value is not None},
         "config_hash": _hash(json.dumps(shape, sort_keys=True).encode()),
-        "weights_hash": _weights_hash(model),
-        "tokenizer_hash": None if tokenizer is None else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()),
+        "weights_hash": None,
+        "tokenizer_hash": None,
     }
 
 
