@@ -229,11 +229,23 @@ def import_gate(
 
 
 @app.command("doctor")
-def doctor() -> None:
-    """Check what this machine can run. Prints how to install what is missing."""
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model: a folder, a Hub id, or as in model=.", autocompletion=_complete_model, show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Check what this machine can run, or what of MODEL would be sparse. Prints how to install what is missing."""
     from msattn.trainer.commands.doctor import doctor as run
+    from msattn.trainer.commands.doctor_model import doctor_model
 
-    run()
+    with _stopped_by_signals():
+        if model is None:
+            run()
+        else:
+            doctor_model(model)
 
 
 @app.command("help")

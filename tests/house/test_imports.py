@@ -17,6 +17,7 @@ LIGHT = [
     "msattn.trainer.commands.completion",
     "msattn.trainer.commands.help",
     "msattn.trainer.commands.doctor",
+    "msattn.trainer.commands.doctor_model",
     "msattn.trainer.commands.demo",
     "msattn.trainer.commands.import_gate",
     "msattn.trainer.commands.push",

@@ -84,6 +84,19 @@ def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTraine
     return _config_and_tokenizer(cfg, _files(cfg))
 
 
+def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
+    """Returns the configuration of a model without reading weights or code; :func:`check_supported` is not called.
+
+    That of a packaged model is in its YAML, so nothing is downloaded.
+
+    Raises
+    ------
+    UserError : there is no such model, or it is of no supported family.
+    """
+    in_yaml = cfg.architecture is not None and cfg.path != "embedded"
+    return random_config(cfg) if in_yaml else pretrained_config(_files(cfg))
+
+
 def _config_and_tokenizer(cfg: ModelConfig, files: ModelFiles) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
     config = random_config(cfg) if cfg.init == "random" else _config(files, cfg.trust_remote_code)
     if cfg.rope_scaling is not None:

@@ -1,0 +1,137 @@
+"""``msattn doctor MODEL``: what of a model would be sparse, from its configuration alone, and the commands that come next."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from msattn.trainer.config import GenerateConfig
+
+SPARSITY = 0.9  # of prompts, for the break-even length
+CACHE_BYTES = 2  # of a number in the KV cache, fp16 or bf16
+Row = tuple[str, str]
+
+
+def doctor_model(model: str, outputs: str = "outputs") -> list[Row]:
+    """Prints a table about a model, reading neither weights nor code, and returns its rows.
+
+    Parameters
+    ----------
+    model : an option of the group ``model``, a folder, or a Hub id.
+    outputs : folder whose artifacts are listed.
+
+    Raises
+    ------
+    UserError : there is no such model, or it is of no supported family.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from msattn.trainer.commands.compose import compose
+    from msattn.trainer.commands.own import own_overrides
+    from msattn.trainer.models.loading import read_config
+    from msattn.trainer.progress import activity
+
+    with activity(f"doctor {model}"):
+        cfg: Any = compose("generate", own_overrides(model, None))
+        config = read_config(cfg.model)
+        rows = list(_rows(cfg, config, Path(outputs)))
+    table = Table(title=f"msattn doctor: {cfg.model.name}", title_justify="left", show_header=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    Console(highlight=False, markup=False).print(table)
+    return rows
+
+
+def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> Iterator[Row]:
+    from msattn.trainer import models
+
+    layers, heads, kv_heads, size = (
+        shape(config) for shape in (models.num_layers, models.num_heads, models.num_kv_heads, models.head_dim)
+    )
+    yield "model", f"{config.model_type}, {layers} layers, {heads} query heads, {kv_heads} key/value heads, head size {size}"
+    length = models.max_length(config)
+    key_bytes = 2 * kv_heads * size * CACHE_BYTES
+    yield "context", f"{length:,} tokens"
+    yield (
+        "KV cache",
+        f"{layers * key_bytes / 2**10:,.4g} KiB a token, {layers * key_bytes * length / 2**20:,.5g} MiB in full (16 bits)",
+    )
+    reason = _refusal(config)
+    if reason is not None:
+        yield "sparse", "nothing"
+        yield "dense", reason
+        return
+    yield "sparse", f"all {layers} layers: prompts with gates or a baseline, new tokens with buckets"
+    kept = [layer for layer in range(layers) if layer in (cfg.dense_layers or (0,))]
+    yield "dense", f"new tokens in layer {', '.join(map(str, kept))}, by default (dense_layers); whatever is below break-even"
+    yield from _break_even(cfg, key_bytes, length)
+    found = list(_artifacts(cfg, config, outputs))
+    yield "artifacts", "\n".join(found) or f"none in {outputs}"
+    yield "next", "\n".join(_next(cfg.model.argument, bool(found)))
+
+
+def _refusal(config: "PreTrainedConfig") -> str | None:
+    """Returns the reason why no layer can be sparse, or None."""
+    from msattn.trainer import models
+
+    try:
+        models.check_supported(config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _break_even(cfg: "GenerateConfig", key_bytes: int, longest: int) -> Iterator[Row]:
+    """Yields the lengths from which sparse attention is faster on this machine."""
+    from msattn.trainer import models
+    from msattn.trainer.models.break_even import break_even, decoding_break_even
+
+    device, presets = models.resolve_device("auto"), cfg.model.presets
+    share = presets.probes / presets.num_buckets
+    lengths = {
+        f"prompts at sparsity {SPARSITY}": break_even(SPARSITY, device),
+        f"new tokens with {presets.probes} of {presets.num_buckets} buckets": decoding_break_even(
+            device, key_bytes, presets.recent + 1, share, 1
+        ),
+    }
+    texts = [f"{what}: {_tokens(tokens, longest)}" for what, tokens in lengths.items()]
+    yield "faster from", f"{texts[0]}\n{texts[1]} (measured on {'a GPU' if device.type == 'cuda' else 'a CPU'})"
+
+
+def _tokens(tokens: int, longest: int) -> str:
+    return f"{tokens:,} tokens" if tokens <= longest else "beyond the context"
+
+
+def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> Iterator[str]:
+    """Yields the artifacts for models of this configuration in ``outputs``, and the shipped ones of the embedded model."""
+    from msattn.trainer import artifacts
+    from msattn.trainer.artifacts.manifest import SHAPE_FIELDS, read_manifest
+    from msattn.trainer.models.identity import config_fingerprint
+
+    own = config_fingerprint(config)
+    for run in sorted(outputs.glob("*/*")):
+        for kind, folder in artifacts.artifacts_of_run(run).items():
+            try:
+                made_for = read_manifest(folder, folder)["model"]
+            except UserError as error:
+                yield str(error)
+                continue
+            if all(made_for[key] == own[key] for key in (*SHAPE_FIELDS, "config_hash")):
+                other = "" if run.parent.name == cfg.model.name else f", made for {made_for['id']}"
+                yield f"{kind}: {folder}{other}"
+    if cfg.model.is_embedded:
+        yield from (f"{kind}: shipped with msattn" for kind in artifacts.artifacts_of_run(artifacts.SHIPPED))
+
+
+def _next(argument: str, trained: bool) -> list[str]:
+    """Returns the commands that come next."""
+    trials = [f"msattn generate {argument} select=quest --prompt-file FILE"]
+    training = [f"msattn {command} {argument}" for command in ("train-gate", "fit-kmeans", "train-qmodel")]
+    return [*([] if trained else trials + training), f"msattn eval {argument}"]
