@@ -308,6 +308,13 @@ NO_COMMANDS = [
     "--halp",
     "help eval.",
     "help \0",
+    *(f"doctor {model}" for model in ("", "\0", "\udce9", "nowhere", "../..", "a/b/c", "x" * 5000, "tiny tiny", "--private")),
+    *(
+        f"push {words}"
+        for words in ("", "a", "\0 a/b", "\udce9 a/b", "nowhere a/b", ". a/b", "embedded a/\0", f"{'x' * 5000} a/b")
+    ),
+    *(f"import-gate {words}" for words in ("", "x", "x --out", "\0 --out g", "\udce9 --out g", "nowhere --out g", ". --out g")),
+    *(f"import-gate . --out {out}" for out in ("\0", "\udce9", "file/g", "x" * 5000)),
 ]
 
 

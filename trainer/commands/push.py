@@ -1,5 +1,6 @@
 """``msattn push``: uploads an artifact, or those of a run, to the Hugging Face Hub."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,9 @@ def push(folder: str, repository: str, *, private: bool = False) -> str:
 def _held(folder: Path) -> "dict[str, Artifact]":
     """Returns the artifacts of a folder, checked, by their folders in the repository."""
     from msattn.trainer import artifacts
+    from msattn.trainer.artifacts.manifest import MANIFEST
 
     found = artifacts.artifacts_of_run(folder)
-    if (folder / "manifest.json").is_file() or not found:
+    if os.path.isfile(folder / MANIFEST) or not found:
         return {"": artifacts.read(folder)}
     return {kind: artifacts.read(path, kind) for kind, path in found.items()}
