@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,11 +22,12 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.saap.calibrate import most_probes, threshold_at
+from msattn.trainer.routing.calibrate import most_probes, threshold_at
+from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.pages import PageRouter
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
 from msattn.trainer.serving.arguments import check_model, check_numbers, check_router, check_selection, check_types
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
 __all__ = ["Sparse", "attach", "disable", "enable", "load"]
 
 AnyRouter = QModel | KMeans | RandomBuckets | PageRouter
-LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load}
+LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}
 # How routers are served whose manifest records nothing.
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
 _enabled: "dict[PreTrainedModel, AbstractContextManager[Sparse]]" = {}
 
 
-def load(path: str | Path) -> Gate | KMeans | QModel:
+def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
     """Loads an artifact of any kind, on the CPU.
 
     Parameters
@@ -71,6 +72,7 @@ def attach(
     qmodel: AnyRouter | str | Path | None = None,
     probes: int | None = None,
     keys: float | None = None,
+    threshold: float | None = None,
     recent: int | None = None,
     sink: int | None = None,
     dense_layers: Sequence[int] | None = None,
@@ -95,11 +97,13 @@ def attach(
         gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.
     sparsity : share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``,
         0.9 by default.
-    qmodel : a query classifier or a k-means, given in the same ways, or a router without training, such as ``QuestPages``. New
-        tokens read the dense window and ``probes`` buckets.
+    qmodel : the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without
+        training, such as ``QuestPages``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks.
     probes : number of buckets that a new token visits, for each key/value head.
     keys : instead of ``probes``, the mean share of the keys outside the dense window that new tokens read. How many buckets one
-        reads depends on what its classifier predicts and on their sizes; classifiers have calibrated thresholds for it.
+        reads depends on what its classifier or decode gate predicts and on their sizes; these have calibrated thresholds for
+        it. With a decode gate also an integer: a number of keys, read in as many whole blocks as it holds.
+    threshold : instead of ``probes``, the probability from which a decode gate reads a block, among those before the window.
     recent, sink : numbers of last and first keys that a new token always reads.
     dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
         artifact's manifest records, or for 32, 2047, 1 and (0,).
@@ -135,8 +139,8 @@ def attach(
     pass over several tokens.
     """
     check_types(
-        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, recent=recent,
-        sink=sink, dense_layers=dense_layers, dense_below=dense_below, strict=strict, cuda_graphs=cuda_graphs,
+        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, threshold=threshold,
+        recent=recent, sink=sink, dense_layers=dense_layers, dense_below=dense_below, strict=strict, cuda_graphs=cuda_graphs,
         measure_recall=measure_recall, measure_time=measure_time,
     )  # fmt: skip
     require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
@@ -152,10 +156,8 @@ def attach(
         _warn_once(warning)
     if selection is not None:
         check_selection(selection, model.config)
-    threshold = _threshold(router, keys, probes)
-    if router is not None and keys is not None:
-        probes = most_probes(keys, router.num_buckets)
-    numbers = _numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
+    reads = _reads(router, probes=probes, keys=keys, threshold=threshold)
+    numbers = _numbers(model, router, probes=reads.probes, recent=recent, sink=sink, dense_layers=dense_layers)
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
     device = _move_to_model(model, gate, router)
@@ -164,7 +166,7 @@ def attach(
         selection,
         None
         if router is None
-        else _routed_decoding(model, router, numbers, keys, threshold, dense_below, device, measure_recall, statistics),
+        else _routed_decoding(model, router, numbers, reads, dense_below, device, measure_recall, statistics),
         statistics,
         dense_below=_dense_below(given, device) if dense_below is None else dense_below,
         rotation=Rotation.of(model.config, device),
@@ -213,16 +215,16 @@ def disable(model: "PreTrainedModel") -> None:
     _enabled.pop(model).__exit__(None, None, None)
 
 
-def load_router(path: str | Path) -> QModel | KMeans:
-    """Loads a query classifier or, in a folder without one, a k-means, which routes by itself.
+def load_router(path: str | Path) -> QModel | KMeans | DecodeGate:
+    """Loads a query classifier or, in a folder without one, decode gates, or else a k-means, which routes by itself.
 
     Raises
     ------
-    UserError : as :func:`load`, or the artifact is a gate.
+    UserError : as :func:`load`, or the artifact is a gate for prefill.
     """
-    artifact = load(artifacts.find(path, "qmodel", "kmeans"))
+    artifact = load(artifacts.find(path, "qmodel", "decode_gate", "kmeans"))
     if isinstance(artifact, Gate):
-        raise UserError(f"qmodel={path}: this is a gate; accepted is a qmodel or a kmeans artifact")
+        raise UserError(f"qmodel={path}: this is a gate for prefill; accepted is a qmodel, a decode_gate or a kmeans artifact")
     return artifact
 
 
@@ -244,24 +246,56 @@ def _numbers(model: "PreTrainedModel", router: AnyRouter | None, **given: Any) -
     return numbers
 
 
-def _threshold(router: AnyRouter | None, keys: float | None, probes: int | None) -> float | None:
-    """Returns the density from which buckets are read for the share ``keys``; None without it.
+class _Reads(NamedTuple):
+    """The number of buckets that a new token visits at most (None: not given), and what limits them to fewer.
+
+    ``share`` is the share of the keys that is asked for; ``density`` and ``threshold`` are those of :class:`RoutedDecoding`.
+    """
+
+    probes: int | None
+    share: float | None = None
+    density: float | None = None
+    threshold: float | None = None
+
+
+def _reads(router: AnyRouter | None, *, probes: int | None, keys: float | None, threshold: float | None) -> _Reads:
+    """Returns what a new token reads by ``probes``, ``keys`` or ``threshold``.
 
     Raises
     ------
-    UserError : ``probes`` are given too, or there are no thresholds for this share.
+    UserError : two of the three are given, the router cannot serve them, or there are no thresholds for this share.
     """
-    if keys is None:
-        return None
-    if probes is not None:
-        raise UserError(f"keys={keys}: probes={probes} are given too; give one of the two")
+    given = [f"{name}={value}" for name, value in (("keys", keys), ("threshold", threshold)) if value is not None]
+    if not given:
+        return _Reads(probes)
+    (asked, *others) = given
+    if probes is not None or others:
+        raise UserError(f"{asked}: {others[0] if others else f'probes={probes}'} is given too; give one of the two")
     if router is None:
-        raise UserError(f"keys={keys}: only decoding with a router uses it; give qmodel=")
-    if not isinstance(router, QModel):
-        raise UserError(f"keys={keys}: needs a query classifier, which predicts attention; a k-means reads probes")
+        raise UserError(f"{asked}: only decoding with a router uses it; give qmodel=")
+    if threshold is not None:
+        require(0 < threshold < 1, "threshold", threshold, "accepted is a number in (0, 1)")
+        if not isinstance(router, DecodeGate):
+            raise UserError(f"{asked}: needs a decode gate; other routers read probes")
+        return _Reads(int(min(1 / threshold, router.num_buckets)), threshold=threshold)  # probabilities sum to 1
+    assert keys is not None
+    if keys >= 1:
+        return _Reads(_whole_blocks(router, keys))
+    if not isinstance(router, QModel | DecodeGate):
+        raise UserError(f"{asked}: needs a query classifier or a decode gate, which predict attention; a k-means reads probes")
     if router.thresholds is None:
-        raise UserError(f"keys={keys}: this query classifier has no calibrated thresholds; train it again, or give probes")
-    return threshold_at(router.thresholds, keys)
+        raise UserError(f"{asked}: this router has no calibrated thresholds; train it again, or give probes")
+    return _Reads(most_probes(keys, router.num_buckets), keys, density=threshold_at(router.thresholds, keys))
+
+
+def _whole_blocks(router: AnyRouter, keys: float) -> int:
+    """Returns the number of whole blocks of a decode gate in a number of keys."""
+    if not isinstance(router, DecodeGate):
+        raise UserError(f"keys={keys}: a number of keys needs a decode gate, whose blocks are equally large")
+    size, most = router.page_size, router.page_size * router.num_buckets
+    ok = size <= keys <= most and keys == int(keys)
+    require(ok, "keys", keys, f"accepted are {size} (a block) to {most:,} keys, or a share of them")
+    return int(keys) // size
 
 
 def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
@@ -353,8 +387,7 @@ def _routed_decoding(
     model: "PreTrainedModel",
     router: AnyRouter,
     numbers: Mapping[str, Any],
-    keys: float | None,
-    threshold: float | None,
+    reads: _Reads,
     dense_below: int | None,
     device: torch.device,
     measure_recall: bool,
@@ -363,10 +396,18 @@ def _routed_decoding(
     if dense_below is None:
         config = model.config
         key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
-        window, share = numbers["recent"] + numbers["sink"], keys or numbers["probes"] / router.num_buckets
+        window, share = numbers["recent"] + numbers["sink"], reads.share or numbers["probes"] / router.num_buckets
+        if isinstance(router, DecodeGate) and not reads.share:  # as many keys at every length
+            window, share = window + numbers["probes"] * router.page_size, 0.0
         routed_from = partial(decoding_break_even, device, key_bytes, window, share)
     else:
         routed_from = lambda batch: dense_below  # noqa: E731
     return RoutedDecoding(
-        router, **numbers, threshold=threshold, routed_from=routed_from, measure_recall=measure_recall, statistics=statistics
+        router,
+        **numbers,
+        density=reads.density,
+        threshold=reads.threshold,
+        routed_from=routed_from,
+        measure_recall=measure_recall,
+        statistics=statistics,
     )

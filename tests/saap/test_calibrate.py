@@ -12,10 +12,10 @@ from torch.nn.functional import normalize
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.saap.calibrate import SHARES, bucket_sizes, calibrate, most_probes, threshold_at, thresholds
+from msattn.trainer.routing.buckets import bucket_densities, dense_buckets
+from msattn.trainer.routing.calibrate import SHARES, bucket_sizes, calibrate, most_probes, threshold_at, thresholds
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.routing import bucket_densities, dense_buckets
 from tests.factory import random_tokens, tiny_model
 
 BUCKETS, RECENT, SINK = 12, 16, 1

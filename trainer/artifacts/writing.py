@@ -33,6 +33,7 @@ CARD_TITLES = {
     "gate": "SeerAttention gates: scores of key blocks for each query block",
     "kmeans": "Spherical k-means of keys: the buckets that sparse decoding selects from",
     "qmodel": "SAAP query classifiers: scores of key buckets for each query",
+    "decode_gate": "SeerAttention decode gates: scores of key blocks for each query",
 }
 
 
@@ -84,7 +85,7 @@ def write(
     Parameters
     ----------
     folder : destination, see :func:`artifact_folder`
-    kind : ``gate``, ``kmeans`` or ``qmodel``
+    kind : one of ``KINDS``
     tensors : weights, on any device
     config : the resolved run configuration as plain dictionaries
     model : the base model's fingerprint (:func:`msattn.trainer.models.identity.fingerprint`)

@@ -1,5 +1,6 @@
 """Pooled keys of a cache, which gates need to score the blocks of cached keys (SeerAttention pools keys before RoPE)."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ class PooledKeys:
     blocks : fp32 ``[B, Hkv, complete, len(pools) * D]``, or None before the first update.
     """
 
-    def __init__(self, pools: list[str], block_size: int) -> None:
+    def __init__(self, pools: Sequence[str], block_size: int) -> None:
         self.pools, self.block_size = list(pools), block_size
         self.blocks: Tensor | None = None
         self._padding = 0  # most padded positions of a row

@@ -8,8 +8,8 @@ from torch import Tensor
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.saap.pages import PageRouter
-from msattn.trainer.saap.routing import Router, route, route_by_density
+from msattn.trainer.routing.buckets import Router, bucket_densities, dense_buckets, route, route_by_density
+from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.serving.cache import REBUILD_EVERY, BucketLayer, decode_attention, queries_as_batch
 from msattn.trainer.serving.statistics import Statistics
 
@@ -23,7 +23,8 @@ class RoutedDecoding:
     ----------
     router : chooses the buckets.
     probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
-    threshold : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
+    density : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
+    threshold : of a decode gate, probability from which a block is read, instead of its density.
     routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     statistics : counts the keys that are read and that are visible.
@@ -37,12 +38,14 @@ class RoutedDecoding:
         recent: int,
         sink: int,
         dense_layers: tuple[int, ...],
+        density: float | None = None,
         threshold: float | None = None,
         routed_from: Callable[[int], int],
         measure_recall: bool,
         statistics: Statistics,
     ) -> None:
-        self.router, self.probes, self.recent, self.sink, self.threshold = router, probes, recent, sink, threshold
+        self.router, self.probes, self.recent, self.sink = router, probes, recent, sink
+        self.density, self.threshold = density, threshold
         self.layers = frozenset(router.layers) - frozenset(dense_layers)
         self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
         self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
@@ -84,13 +87,22 @@ class RoutedDecoding:
 
     def _visited(self, x: LayerInputs, window: int | Tensor) -> Tensor:
         """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``."""
-        if not isinstance(self.router, PageRouter):
-            if self.threshold is None:
-                return route(self.router, x, self.probes)
-            return route_by_density(self.router, x, x.cache.index.offsets, self.threshold, self.probes)
+        if isinstance(self.router, PageRouter):
+            return self._visited_pages(self.router, x, window)
+        if self.density is None:
+            return route(self.router, x, self.probes)
+        return route_by_density(self.router, x, x.cache.index.offsets, self.density, self.probes)
+
+    def _visited_pages(self, router: PageRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key
             return x.q.new_empty(len(x.q), x.k.shape[1], 0, dtype=torch.int32)
-        return self.router.probe_pages(x, x.cache.summaries, window, self.probes)
+        scores = router.far_scores(x, x.cache.summaries, window)
+        if self.threshold is not None:
+            return dense_buckets(far_probabilities(scores), self.threshold, self.probes)
+        if self.density is not None:
+            densities = bucket_densities(far_probabilities(scores), x.cache.index.offsets.diff(dim=-1))
+            return dense_buckets(densities, self.density, self.probes)
+        return router.choose(scores, self.probes)
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:
