@@ -23,8 +23,8 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.routing.calibrate import most_probes, threshold_at
-from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.pages import UntrainedPages
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.seer.decode_gate import DecodeGate
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sparse", "attach", "disable", "enable", "load"]
 
-AnyRouter = QModel | KMeans | RandomBuckets | PageRouter
+AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedPages
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}
 # How routers are served whose manifest records nothing.
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}

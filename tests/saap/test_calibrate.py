@@ -70,7 +70,7 @@ def test_thresholds_are_interpolated_and_decrease() -> None:
     table = {"shares": [0.01, 0.04], "densities": [8.0, 2.0]}
     assert threshold_at(table, 0.02) == pytest.approx(4)
     for share in (0.005, 0.05):
-        with pytest.raises(UserError, match=f"^keys={share}: the query classifier is calibrated from 0.01 to 0.04$"):
+        with pytest.raises(UserError, match=f"^keys={share}: the router is calibrated from 0.01 to 0.04$"):
             threshold_at(table, share)
 
 
@@ -130,9 +130,9 @@ def test_decoding_reads_the_dense_buckets_of_each_layer() -> None:
 def test_a_share_needs_thresholds_of_a_classifier() -> None:
     model, router = tiny_model(), classifiers()
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"qmodel": router, "keys": 0.05}, "^keys=0.05: this query classifier has no calibrated thresholds"),
+        ({"qmodel": router, "keys": 0.05}, "^keys=0.05: this router has no calibrated thresholds"),
         ({"qmodel": router.partition, "keys": 0.05}, "^keys=0.05: needs a query classifier"),
-        ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 are given too"),
+        ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 is given too"),
         ({"select": "quest", "keys": 0.05}, "^keys=0.05: only decoding with a router uses it"),
         ({"qmodel": router, "keys": "0.05"}, "^keys='0.05': accepted is a number"),
     ]

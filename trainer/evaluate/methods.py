@@ -141,15 +141,14 @@ class BucketRoutingMethod:
 
         ``sizes [n, H, C]`` are the numbers of keys, which a share of the keys needs.
         """
-        pages = isinstance(self.router, PageRouter)
         if not isinstance(setting, float):
-            return self.router.choose(scores, setting) if pages else top_buckets(scores, setting)
+            return self.router.choose(scores, setting) if isinstance(self.router, PageRouter) else top_buckets(scores, setting)
         assert isinstance(self.router, CALIBRATED)
         assert self.router.thresholds is not None
         assert sizes is not None
         threshold, most = threshold_at(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
-        densities = bucket_densities(far_probabilities(scores) if pages else scores, sizes)
-        return dense_buckets(densities, threshold, most)
+        scores = far_probabilities(scores) if isinstance(self.router, PageRouter) else scores
+        return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 
     def attach(
         self, model: "PreTrainedModel", setting: int | float, *, dense_below: int = 0

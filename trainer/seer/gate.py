@@ -126,9 +126,9 @@ class AttnGate(nn.Module):
             return self.project_queries(pooled_q, rows, inv_freq) @ self.project_keys(pooled_k, inv_freq).transpose(-1, -2)
 
     def project_queries(self, pooled_q: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-        """Projects query inputs ``[B, Hg, T, P]``, rotates them at ``positions [B | 1, T]``, and scales: ``[B, Hg, T, hidden]``.
+        """Projects query inputs ``[B, Hg, T, P]`` and rotates them at ``positions [B | 1, T]``: ``[B, Hg, T, hidden]``.
 
-        Their products with :meth:`project_keys` are the scores.
+        They are scaled, so that their products with :meth:`project_keys` are the scores.
         """
         gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
         rotated = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions)) if self.cfg.rope else gate_q

@@ -376,8 +376,8 @@ def install_layers(
 ) -> None:
     """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
-    Those of a :class:`~msattn.trainer.routing.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept. Layers
-    in ``dense_layers`` count as not routed.
+    Those of a :class:`~msattn.trainer.routing.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept.
+    Layers in ``dense_layers`` count as not routed.
 
     Raises
     ------

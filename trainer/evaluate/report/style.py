@@ -58,9 +58,8 @@ def method_title(method: str) -> str:
 
 def is_trained(method: str) -> bool:
     """Returns True for the gates and classifiers that were trained, in the policy that they are served with."""
-    return method.startswith(("gate", "classifier", "decode gate")) and not method.endswith(
-        (", untrained", ", top-k", ", independent")
-    )
+    trained = method.startswith(("gate", "classifier", "decode gate"))
+    return trained and not method.endswith((", untrained", ", top-k", ", independent"))
 
 
 def is_of_one_prompt(row: EvalRow) -> bool:
