@@ -158,7 +158,7 @@ def attach(
         check_selection(selection, model.config)
     reads = _reads(router, probes=probes, keys=keys, threshold=threshold)
     numbers = _numbers(model, router, probes=reads.probes, recent=recent, sink=sink, dense_layers=dense_layers)
-    if router is not None and probes is None and numbers["probes"] == router.num_buckets:
+    if router is not None and reads.probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
     device = _move_to_model(model, gate, router)
     statistics = Statistics(PhaseTimer(device) if measure_time else None)

@@ -124,7 +124,7 @@ class DecodeGate(PageRouter):
     def model_shape(self) -> dict[str, int]:
         """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
-        return {"num_layers": len(self.layers), **heads, "head_dim": self.head_dim}
+        return {"num_layers": len(self.gates), **heads, "head_dim": self.head_dim}
 
     def logits(self, x: "LayerInputs", positions: Tensor) -> Tensor:
         """Computes the scores of a layer's blocks before softmax, for the queries at ``positions [n]`` of a whole prompt.

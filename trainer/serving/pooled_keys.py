@@ -54,10 +54,12 @@ class PooledKeys:
         known, size = self.complete, self.block_size
         starts = None if x.kv_start is None else x.kv_start.long()
         first = known * size + (0 if starts is None else int(starts.min()))
-        tail = keys_before_rope(x, first, rotation)
-        offset = None if starts is None else starts + known * size - first
-        pooled = pool_blocks(tail, self.pools, block_size=size, start=offset)
-        pooled = pooled if self.blocks is None else torch.cat([self.blocks, pooled], dim=2)
+        parts = [] if self.blocks is None else [self.blocks]
+        if first < x.num_keys:  # else another gate with the same poolings has added them
+            tail = keys_before_rope(x, first, rotation)
+            offset = None if starts is None else starts + known * size - first
+            parts.append(pool_blocks(tail, self.pools, block_size=size, start=offset))
+        pooled = torch.cat(parts, dim=2)
         self._padding = 0 if starts is None else int(starts.max())
         self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]
         return F.pad(pooled, (0, 0, 0, -(-x.num_keys // size) - pooled.shape[2]))
