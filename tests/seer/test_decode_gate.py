@@ -130,7 +130,9 @@ def test_targets_are_the_largest_of_the_full_softmax(
     largest = largest_in_blocks(x, positions, BLOCK, sink=sink, recent=recent)
     mass, visible = mass_of_blocks(x, positions, BLOCK), far_blocks(positions, 75, BLOCK, recent)
     assert largest.shape == (2, kv_heads, 7, 5)
-    scores = (q @ k.repeat_interleave(heads // kv_heads, 1).mT * 0.25).masked_fill(torch.ones(75, 75).triu(1).bool(), -torch.inf)
+    scores = (q @ k.repeat_interleave(heads // kv_heads, 1).mT * 0.25).masked_fill(
+        torch.ones(75, 75).triu(1).bool(), -torch.inf
+    )
     everything = scores.softmax(-1)
     for row, position in enumerate(positions.tolist()):
         for block in range(5):
