@@ -277,7 +277,8 @@ def _reads(router: AnyRouter | None, *, probes: int | None, keys: float | None, 
         require(0 < threshold < 1, "threshold", threshold, "accepted is a number in (0, 1)")
         if not isinstance(router, DecodeGate):
             raise UserError(f"{asked}: needs a decode gate; other routers read probes")
-        return _Reads(int(min(1 / threshold, router.num_buckets)), threshold=threshold)  # probabilities sum to 1
+        most = int(min(1 / float(threshold), router.num_buckets))  # probabilities sum to 1
+        return _Reads(most, threshold=float(threshold))
     assert keys is not None
     if keys >= 1:
         return _Reads(_whole_blocks(router, keys))
@@ -285,7 +286,8 @@ def _reads(router: AnyRouter | None, *, probes: int | None, keys: float | None, 
         raise UserError(f"{asked}: needs a query classifier or a decode gate, which predict attention; a k-means reads probes")
     if router.thresholds is None:
         raise UserError(f"{asked}: this router has no calibrated thresholds; train it again, or give probes")
-    return _Reads(most_probes(keys, router.num_buckets), keys, density=threshold_at(router.thresholds, keys))
+    density = threshold_at(router.thresholds, keys)
+    return _Reads(most_probes(keys, router.num_buckets), float(keys), density=density)
 
 
 def _whole_blocks(router: AnyRouter, keys: float) -> int:

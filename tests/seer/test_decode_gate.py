@@ -1,5 +1,6 @@
 """Decode gates: scores and targets against plain fp64 computations, training, calibrated thresholds, artifact."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import msattn
 from msattn.trainer import artifacts
-from msattn.trainer.attach import load_router
+from msattn.trainer.attach import load_router, serving_numbers
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.identity import fingerprint
@@ -237,16 +238,17 @@ def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
     assert len(counts) > 10
 
 
-def save(folder: Path, gate: DecodeGate, kind: str = "decode_gate") -> Path:
-    model, details = fingerprint(tiny_model(), id="tiny"), gate.details() | {"serving": {"probes": 3, "recent": 9}}
-    facts: dict[str, Any] = {"config": {}, "model": model, "data": "", "seed": 0, "metrics": {}}
-    return artifacts.write(folder / kind, kind=kind, tensors=gate.tensors(), details=details, **facts)
+def save(folder: Path, gate: DecodeGate, **details: Any) -> Path:
+    """Writes gates as an artifact for :func:`tiny_model`; ``details`` are further entries of its manifest."""
+    facts: dict[str, Any] = {"model": fingerprint(tiny_model(), id="tiny"), "details": gate.details() | details}
+    facts |= {"kind": "decode_gate", "config": {}, "data": "", "seed": 0, "metrics": {}}
+    return artifacts.write(folder / "decode_gate", tensors=gate.tensors(), **facts)
 
 
 def test_an_artifact_is_loaded(tmp_path: Path) -> None:
     gate = random_decode_gate(config(hidden=8, k_pool=["max", "min", "avg"]))
     gate.thresholds = {"shares": [0.1, 0.5], "densities": [2.0, 1.0]}
-    folder = save(tmp_path, gate)
+    folder = save(tmp_path, gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
     for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path)):
         assert isinstance(loaded, DecodeGate)
         assert loaded.artifact is not None
@@ -255,8 +257,35 @@ def test_an_artifact_is_loaded(tmp_path: Path) -> None:
         assert not any(weight.requires_grad for weight in loaded.parameters())
         for name, tensor in gate.state_dict().items():
             assert torch.equal(tensor, loaded.state_dict()[name])
+    assert serving_numbers(DecodeGate.load(folder), {}) == {"probes": 3, "recent": 9, "sink": 2, "dense_layers": (1,)}
     assert "SeerAttention decode gates" in (folder / "README.md").read_text()
     assert 'qmodel="path/or/hub-id"' in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"num_blocks": 0}, "details: num_blocks=0"),
+        ({"num_blocks": "16"}, "details: num_blocks='16'"),
+        ({"gate": None}, "details: gate=None"),
+        ({"thresholds": {"shares": [0.1], "densities": []}}, "densities must be 1 numbers"),
+        ({"serving": {"probes": -1}}, "details: serving.probes=-1"),
+        ({"serving": {"recent": 1.5}}, "details: serving.recent=1.5"),
+    ],
+    ids=str,
+)
+def test_damaged_details_are_refused(tmp_path: Path, damage: dict[str, Any], says: str) -> None:
+    gate, plain = random_decode_gate(), random_decode_gate().details()
+    gate.details = lambda: plain | damage  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=re.escape(says)) as refused:
+        DecodeGate.load(save(tmp_path, gate, serving=damage.get("serving", {})))
+    assert "\n" not in str(refused.value)
+
+
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for number, other in enumerate((random_decode_gate(num_hidden_layers=1), random_decode_gate(head_dim=32))):
+        with pytest.raises(UserError, match=r"3 tensors, accepted are 5|its manifest asks for float32 \[2, 16, 32\]"):
+            DecodeGate.load(save(tmp_path / str(number), other))
 
 
 def test_gates_of_the_other_phase_are_refused_in_one_line(tmp_path: Path) -> None:

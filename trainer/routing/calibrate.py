@@ -133,7 +133,7 @@ def threshold_at(table: dict[str, Any], share: float) -> float:
     shares, densities = table["shares"], table["densities"]
     if not shares[0] <= share <= shares[-1]:
         raise UserError(f"keys={share}: the router is calibrated from {shares[0]} to {shares[-1]}")
-    return float(np.exp(np.interp(np.log(share), np.log(shares), np.log(densities))))
+    return float(np.exp(np.interp(np.log(float(share)), np.log(shares), np.log(densities))))
 
 
 def most_probes(share: float, num_buckets: int) -> int:
