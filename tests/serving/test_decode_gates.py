@@ -55,7 +55,7 @@ def test_a_token_reads_the_best_blocks_and_no_more(
     position = torch.arange(230)
     read = far | (position < SINK) | (position > 229 - RECENT)
     with attach(model, qmodel=gate, measure_recall=True, **OPTIONS | {"dense_layers": (1,)} | reads) as sparse:
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         model(ids[:, :-1], past_key_values=cache)
         model(ids[:, -1:], past_key_values=cache)
         stats = sparse.stats()
@@ -102,12 +102,12 @@ def test_chunks_drafts_and_crops_read_as_one_prompt(where: str) -> None:
     with attach(model, qmodel=gate, probes=2, **OPTIONS):
         expected = decoded(model, ids, [179, 180], DynamicCache())
         close(decoded(model, ids, [50, 131, 179, 180], DynamicCache()), expected)  # chunks
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         together = decoded(model, ids, [179, 183], cache)  # drafts
         close(together[:, :1], expected)
         cache.crop(-4)
         close(decoded(model, ids, [180], cache), expected)
-        longer = DynamicCache()
+        longer: Any = DynamicCache()
         decoded(model, ids, [200], longer)  # all of them are in the index
         for layer in longer.layers:
             assert layer.indexed == 200
@@ -126,10 +126,10 @@ def test_rebuilt_summaries_hold_the_new_keys(where: str) -> None:
     model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
     ids = random_tokens(2, 168).to(where)
     with attach(model, qmodel=gate, probes=BLOCKS, **OPTIONS):
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         decoded(model, ids, [40, *range(41, 169)], cache)
         assert all(layer.indexed == 168 for layer in cache.layers)  # 64 tokens after the prompt, and again
-        fresh = DynamicCache()
+        fresh: Any = DynamicCache()
         decoded(model, ids, [168], fresh)
         for mine, other in zip(cache.layers, fresh.layers, strict=True):
             close(mine.summaries[:, :, :11], other.summaries[:, :, :11], 1e-3)
@@ -187,7 +187,7 @@ def test_both_phases_are_served_together(where: str) -> None:
         gate = random_decode_gate(config(k_pool=["max", "min"]), std=1.0)
         both: dict[str, Any] = {"gate": prefill, "select": "topk", "qmodel": gate, "probes": 2, **OPTIONS}
         with attach(model, **both) as sparse:
-            cache = DynamicCache()
+            cache: Any = DynamicCache()
             decoded(model, ids, [48, 119, 120], cache)
             stats = sparse.stats()
         assert 0 < stats["sparsity"] < 1
