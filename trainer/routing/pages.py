@@ -71,7 +71,7 @@ class PageRouter(nn.Module):
         counts = self.visited(num_far(scores), torch.full((1,), probes, device=best.device))
         return best.masked_fill(torch.arange(most, device=best.device) >= counts, -1).to(torch.int32)
 
-    def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor) -> Tensor:
+    def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
         """Returns the scores of the newest token of each sequence: ``[B, Hkv, P]``, ``NOT_FAR`` for other pages.
 
         Parameters
@@ -79,10 +79,12 @@ class PageRouter(nn.Module):
         x : one query of each sequence.
         summaries : ``[B or 1, Hkv, P, S]``; pages that are not far may hold anything.
         window : number of last keys that are read anyway, one for all sequences or ``[B]``.
+        by_head : returns the scores of each query head: ``[B, Hq, P]``.
         """
         keys = torch.full_like(x.q[:, 0, 0, 0], x.num_keys, dtype=torch.long) if x.kv_len is None else x.kv_len
         keys = keys - (0 if x.kv_start is None else x.kv_start)
-        return only_far(self.scores(x.layer, summaries, x.q_nope, x.q, keys - 1), keys - window, self.page_size)
+        score = self.head_scores if by_head else self.scores
+        return only_far(score(x.layer, summaries, x.q_nope, x.q, keys - 1), keys - window, self.page_size)
 
 
 def num_pages(keys: int, size: int) -> int:

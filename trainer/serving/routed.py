@@ -10,7 +10,13 @@ from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.routing.buckets import Router, bucket_densities, dense_buckets, route, route_by_density
 from msattn.trainer.routing.pages import PageRouter, far_probabilities
-from msattn.trainer.serving.cache import REBUILD_EVERY, BucketLayer, decode_attention, queries_as_batch
+from msattn.trainer.serving.cache import (
+    REBUILD_EVERY,
+    BucketLayer,
+    decode_attention,
+    decode_query_heads,
+    queries_as_batch,
+)
 from msattn.trainer.serving.statistics import Statistics
 
 MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
@@ -23,8 +29,9 @@ class RoutedDecoding:
     ----------
     router : chooses the buckets.
     probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
-    density : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
-    threshold : of a decode gate, probability from which a block is read, instead of its density.
+    threshold : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
+    probability : of a decode gate, probability from which a block is read, instead of its density.
+    independent : each query head visits buckets of its own; otherwise a query group shares them.
     routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     statistics : counts the keys that are read and that are visible.
@@ -38,14 +45,15 @@ class RoutedDecoding:
         recent: int,
         sink: int,
         dense_layers: tuple[int, ...],
-        density: float | None = None,
         threshold: float | None = None,
+        probability: float | None = None,
+        independent: bool = False,
         routed_from: Callable[[int], int],
         measure_recall: bool,
         statistics: Statistics,
     ) -> None:
         self.router, self.probes, self.recent, self.sink = router, probes, recent, sink
-        self.density, self.threshold = density, threshold
+        self.threshold, self.probability, self.independent = threshold, probability, independent
         self.layers = frozenset(router.layers) - frozenset(dense_layers)
         self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
         self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
@@ -69,7 +77,7 @@ class RoutedDecoding:
         visited, state = self._read(x, window)
         self.statistics.add_visible(visible_keys(x))
         if self.measure_recall:
-            dense = decode_attention(x, visited[:, :, :0], window=x.num_keys, sink=0)
+            dense = decode_attention(x, visited[:, : x.k.shape[1], :0], window=x.num_keys, sink=0)
             self.statistics.add("decode_recall", attention_recall(state.lse, dense.lse))
         return state.out
 
@@ -83,26 +91,28 @@ class RoutedDecoding:
             visited = self._visited(x, window)
         counts = self.statistics.key_counts(x.k)
         with self.statistics.timed("attention"):
-            return visited, decode_attention(x, visited, window=window, sink=self.sink, counts=counts)
+            decode = decode_query_heads if self.independent else decode_attention
+            return visited, decode(x, visited, window=window, sink=self.sink, counts=counts)
 
     def _visited(self, x: LayerInputs, window: int | Tensor) -> Tensor:
-        """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``."""
+        """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``, with ``independent`` ``[B, Hq, L]``."""
         if isinstance(self.router, PageRouter):
             return self._visited_pages(self.router, x, window)
-        if self.density is None:
-            return route(self.router, x, self.probes)
-        return route_by_density(self.router, x, x.cache.index.offsets, self.density, self.probes)
+        if self.threshold is None:
+            return route(self.router, x, self.probes, by_head=self.independent)
+        offsets = x.cache.index.offsets
+        return route_by_density(self.router, x, offsets, self.threshold, self.probes, by_head=self.independent)
 
     def _visited_pages(self, router: PageRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key
-            return x.q.new_empty(len(x.q), x.k.shape[1], 0, dtype=torch.int32)
-        scores = router.far_scores(x, x.cache.summaries, window)
-        if self.threshold is not None:
-            return dense_buckets(far_probabilities(scores), self.threshold, self.probes)
-        if self.density is not None:
-            densities = bucket_densities(far_probabilities(scores), x.cache.index.offsets.diff(dim=-1))
-            return dense_buckets(densities, self.density, self.probes)
-        return router.choose(scores, self.probes)
+            return x.q.new_empty(len(x.q), (x.q if self.independent else x.k).shape[1], 0, dtype=torch.int32)
+        scores = router.far_scores(x, x.cache.summaries, window, by_head=self.independent)
+        if self.probability is not None:
+            return dense_buckets(far_probabilities(scores), self.probability, self.probes)
+        if self.threshold is None:
+            return router.choose(scores, self.probes)
+        sizes = x.cache.index.offsets.diff(dim=-1).repeat_interleave(scores.shape[1] // x.k.shape[1], 1)
+        return dense_buckets(bucket_densities(far_probabilities(scores), sizes), self.threshold, self.probes)
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:
