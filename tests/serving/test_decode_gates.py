@@ -206,7 +206,7 @@ def test_a_cache_keeps_its_gates() -> None:
         model(ids[:, :1], past_key_values=cache)
     with (
         attach(model, qmodel=random_decode_gate(std=0.1), probes=1, **OPTIONS),
-        pytest.raises(UserError, match="another router"),
+        pytest.raises(UserError, match="another k-means or router"),
     ):
         model(ids[:, :1], past_key_values=cache)
 
