@@ -262,7 +262,7 @@ def test_a_cache_of_another_partition_is_rejected(model: Any) -> None:
         model(ids[:, 30:31], past_key_values=cache)
     with (
         attach(model, qmodel=random_partition(1), probes=1, dense_layers=()),
-        pytest.raises(UserError, match="another router"),
+        pytest.raises(UserError, match="another k-means or router"),
     ):
         model(ids[:, 31:32], past_key_values=cache)
 

@@ -87,14 +87,14 @@ def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
     every = by_name["recall", "decode gate", f"{BLOCKS} probes"]
     assert every.score == pytest.approx(1, abs=1e-5)
     assert every.selectivity == pytest.approx(1)
-    shares = [by_name["recall", "decode gate, calibrated", f"{share} % of the keys"] for share in (10, 40)]
+    shares = [by_name["recall", "decode gate, calibrated", f"{share} % of far keys"] for share in (10, 40)]
     window, one = by_name["recall", WINDOW, "0 probes"], by_name["recall", "decode gate", "1 probe"]
     reads = [row.selectivity or 1 for row in (window, *shares)]
     assert reads[0] < reads[1] < reads[2] < 1
     assert window.score < one.score <= by_name["recall", "oracle routing", "1 probe"].score + 1e-6
     for row in (
         by_name["needle", "decode gate", "1 probe"],
-        by_name["needle", "decode gate, calibrated", "30 % of the keys"],
+        by_name["needle", "decode gate, calibrated", "30 % of far keys"],
         by_name["decoding", "decode gate", "2 probes"],
     ):
         assert row.selectivity is not None
