@@ -262,7 +262,7 @@ def test_a_cache_of_another_partition_is_rejected(model: Any) -> None:
         model(ids[:, 30:31], past_key_values=cache)
     with (
         attach(model, qmodel=random_partition(1), probes=1, dense_layers=()),
-        pytest.raises(UserError, match="another k-means"),
+        pytest.raises(UserError, match="another k-means or router"),
     ):
         model(ids[:, 31:32], past_key_values=cache)
 
@@ -312,7 +312,7 @@ def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
     rejects("gate artifact made for tiny: its rope is", tiny_model("llama", "linear"), gate=gate)
     rejects("kmeans artifact made for tiny: its num_layers is 2", tiny_model("llama", num_hidden_layers=3), qmodel=kmeans)
     rejects("kind=kmeans: accepted is gate", gate=kmeans)
-    rejects("this is a gate; accepted is a qmodel or a kmeans", qmodel=gate)
+    rejects("this is a gate for prefill; accepted is a qmodel, a decode_gate or a kmeans", qmodel=gate)
     rejects("no such folder", gate=tmp_path / "nothing")
     rejects("needs a gate artifact", select=SelectConfig())
     rejects("give one of gate and select", gate=gate, select=Selection(TopK(0.5), MeanPool(BLOCK)))

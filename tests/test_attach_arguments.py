@@ -103,7 +103,7 @@ def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) 
     run = tmp_path / "base"
     shutil.copytree(SHIPPED / "gate", run / "gate")
     assert find(run, "gate") == find(run / "gate", "gate") == run / "gate"
-    message = "the folder holds gate; accepted is qmodel or kmeans"
+    message = "the folder holds gate; accepted is qmodel or decode_gate or kmeans"
     with pytest.raises(msattn.UserError, match=message), msattn.attach(embedded, qmodel=run):
         pass
     shutil.copytree(SHIPPED / "kmeans", run / "kmeans")
@@ -159,7 +159,7 @@ def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
         ({"qmodel": "embedded", "probes": 1.5}, "probes=1.5: accepted is an integer"),
         ({"qmodel": "embedded", "sink": True}, "sink=True: accepted is an integer"),
         ({"qmodel": "embedded", "dense_layers": 3}, "dense_layers=3: accepted is a sequence of integers"),
-        ({"qmodel": "embedded", "keys": 0.6}, "keys=0.6: the query classifier is calibrated from 0.001 to 0.5"),
+        ({"qmodel": "embedded", "keys": 0.6}, "keys=0.6: the router is calibrated from 0.001 to 0.5"),
         ({"gate": "embedded", "probes": 2}, "probes=2: only decoding with a router uses it"),
         ({"gate": "embedded", "select": "quest"}, "gate: select.scores=quest are used instead"),
     ],

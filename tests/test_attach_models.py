@@ -209,8 +209,8 @@ def test_training_with_a_cache_keeps_no_graph_in_it() -> None:
     with msattn.attach(model, gate=gate_for(model), select=SPARSE["select"]):
         output = model(random_tokens(1, 64), use_cache=True)
         output.logits.square().mean().backward()
-    pooled = output.past_key_values.layers[0].pooled.blocks
-    assert not pooled.requires_grad
+    (pooled,) = output.past_key_values.layers[0].pooled.values()
+    assert not pooled.blocks.requires_grad
 
 
 def test_a_model_without_weights_is_refused() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,11 +22,12 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.saap.calibrate import most_probes, threshold_at
+from msattn.trainer.routing.calibrate import most_probes, threshold_at
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.pages import PageRouter
+from msattn.trainer.saap.pages import UntrainedPages
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
 from msattn.trainer.serving.arguments import check_model, check_numbers, check_router, check_selection, check_types
@@ -40,14 +41,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Sparse", "attach", "disable", "enable", "load"]
 
-AnyRouter = QModel | KMeans | RandomBuckets | PageRouter
-LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load}
+AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedPages
+LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}
 # How routers are served whose manifest records nothing.
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
 _enabled: "dict[PreTrainedModel, AbstractContextManager[Sparse]]" = {}
 
 
-def load(path: str | Path) -> Gate | KMeans | QModel:
+def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
     """Loads an artifact of any kind, on the CPU.
 
     Parameters
@@ -71,6 +72,7 @@ def attach(
     qmodel: AnyRouter | str | Path | None = None,
     probes: int | None = None,
     keys: float | None = None,
+    threshold: float | None = None,
     recent: int | None = None,
     sink: int | None = None,
     dense_layers: Sequence[int] | None = None,
@@ -96,11 +98,13 @@ def attach(
         gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.
     sparsity : share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``,
         0.9 by default.
-    qmodel : a query classifier or a k-means, given in the same ways, or a router without training, such as ``QuestPages``. New
-        tokens read the dense window and ``probes`` buckets.
+    qmodel : the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without
+        training, such as ``QuestPages``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks.
     probes : number of buckets that a new token visits, for each key/value head.
     keys : instead of ``probes``, the mean share of the keys outside the dense window that new tokens read. How many buckets one
-        reads depends on what its classifier predicts and on their sizes; classifiers have calibrated thresholds for it.
+        reads depends on what its classifier or decode gate predicts and on their sizes; these have calibrated thresholds for
+        it. With a decode gate also an integer: a number of keys, read in as many whole blocks as it holds.
+    threshold : instead of ``probes``, the probability from which a decode gate reads a block, among those before the window.
     recent, sink : numbers of last and first keys that a new token always reads.
     dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
         artifact's manifest records, or for 32, 2047, 1 and (0,).
@@ -138,8 +142,8 @@ def attach(
     pass over several tokens.
     """
     check_types(
-        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, recent=recent,
-        sink=sink, dense_layers=dense_layers, dense_below=dense_below, independent=independent, strict=strict,
+        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, threshold=threshold,
+        recent=recent, sink=sink, dense_layers=dense_layers, dense_below=dense_below, independent=independent, strict=strict,
         cuda_graphs=cuda_graphs, measure_recall=measure_recall, measure_time=measure_time,
     )  # fmt: skip
     require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
@@ -155,21 +159,19 @@ def attach(
         _warn_once(warning)
     if selection is not None:
         check_selection(selection, model.config)
-    threshold = _threshold(router, keys, probes)
-    if router is not None and keys is not None:
-        probes = most_probes(keys, router.num_buckets)
-    numbers = _numbers(model, router, probes=probes, recent=recent, sink=sink, dense_layers=dense_layers)
-    if router is not None and probes is None and numbers["probes"] == router.num_buckets:
+    reads = _reads(router, probes=probes, keys=keys, threshold=threshold)
+    numbers = _numbers(model, router, probes=reads.probes, recent=recent, sink=sink, dense_layers=dense_layers)
+    if router is not None and reads.probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
     device = _move_to_model(model, gate, router)
     group = num_heads(model.config) // num_kv_heads(model.config)
     statistics = Statistics(PhaseTimer(device) if measure_time else None, reads=group if independent else 1)
     routed = None
     if router is not None:
-        share = keys or numbers["probes"] / router.num_buckets
         routed = RoutedDecoding(
-            router, **numbers, threshold=threshold, independent=independent, measure_recall=measure_recall,
-            routed_from=_routed_from(model, numbers, share, dense_below, device), statistics=statistics,
+            router, **numbers, threshold=reads.density, probability=reads.probability, independent=independent,
+            routed_from=_routed_from(model, router, numbers, reads.share, dense_below, device),
+            measure_recall=measure_recall, statistics=statistics,
         )  # fmt: skip
     sparse = Sparse(
         selection,
@@ -222,16 +224,16 @@ def disable(model: "PreTrainedModel") -> None:
     _enabled.pop(model).__exit__(None, None, None)
 
 
-def load_router(path: str | Path) -> QModel | KMeans:
-    """Loads a query classifier or, in a folder without one, a k-means, which routes by itself.
+def load_router(path: str | Path) -> QModel | KMeans | DecodeGate:
+    """Loads a query classifier or, in a folder without one, decode gates, or else a k-means, which routes by itself.
 
     Raises
     ------
-    UserError : as :func:`load`, or the artifact is a gate.
+    UserError : as :func:`load`, or the artifact is a gate for prefill.
     """
-    artifact = load(artifacts.find(path, "qmodel", "kmeans"))
+    artifact = load(artifacts.find(path, "qmodel", "decode_gate", "kmeans"))
     if isinstance(artifact, Gate):
-        raise UserError(f"qmodel={path}: this is a gate; accepted is a qmodel or a kmeans artifact")
+        raise UserError(f"qmodel={path}: this is a gate for prefill; accepted is a qmodel, a decode_gate or a kmeans artifact")
     return artifact
 
 
@@ -255,24 +257,61 @@ def _numbers(model: "PreTrainedModel", router: AnyRouter | None, **given: Any) -
     return numbers
 
 
-def _threshold(router: AnyRouter | None, keys: float | None, probes: int | None) -> float | None:
-    """Returns the density from which buckets are read for the share ``keys``; None without it.
+class _Reads(NamedTuple):
+    """The number of buckets that a new token visits at most (None: not given), and what limits them to fewer.
+
+    ``share`` is the share of the keys that is asked for. Buckets are read from the ``density`` on, or blocks from the
+    ``probability`` on.
+    """
+
+    probes: int | None
+    share: float | None = None
+    density: float | None = None
+    probability: float | None = None
+
+
+def _reads(router: AnyRouter | None, *, probes: int | None, keys: float | None, threshold: float | None) -> _Reads:
+    """Returns what a new token reads by ``probes``, ``keys`` or ``threshold``.
 
     Raises
     ------
-    UserError : ``probes`` are given too, or there are no thresholds for this share.
+    UserError : two of the three are given, the router cannot serve them, or there are no thresholds for this share.
     """
-    if keys is None:
-        return None
-    if probes is not None:
-        raise UserError(f"keys={keys}: probes={probes} are given too; give one of the two")
+    given = [f"{name}={value}" for name, value in (("keys", keys), ("threshold", threshold)) if value is not None]
+    if not given:
+        return _Reads(probes)
+    (asked, *others) = given
+    if probes is not None or others:
+        raise UserError(f"{asked}: {others[0] if others else f'probes={probes}'} is given too; give one of the two")
     if router is None:
-        raise UserError(f"keys={keys}: only decoding with a router uses it; give qmodel=")
-    if not isinstance(router, QModel):
-        raise UserError(f"keys={keys}: needs a query classifier, which predicts attention; other routers take probes")
+        raise UserError(f"{asked}: only decoding with a router uses it; give qmodel=")
+    if threshold is not None:
+        require(0 < threshold < 1, "threshold", threshold, "accepted is a number in (0, 1)")
+        if not isinstance(router, DecodeGate):
+            raise UserError(f"{asked}: needs a decode gate; other routers read probes")
+        most = int(min(1 / float(threshold), router.num_buckets))  # probabilities sum to 1
+        return _Reads(most, probability=float(threshold))
+    assert keys is not None
+    if keys >= 1:
+        return _Reads(_whole_blocks(router, keys))
+    if not isinstance(router, QModel | DecodeGate):
+        raise UserError(
+            f"{asked}: needs a query classifier or a decode gate, which predict attention; other routers take probes"
+        )
     if router.thresholds is None:
-        raise UserError(f"keys={keys}: this query classifier has no calibrated thresholds; train it again, or give probes")
-    return threshold_at(router.thresholds, keys)
+        raise UserError(f"{asked}: this router has no calibrated thresholds; train it again, or give probes")
+    density = threshold_at(router.thresholds, keys)
+    return _Reads(most_probes(keys, router.num_buckets), float(keys), density=density)
+
+
+def _whole_blocks(router: AnyRouter, keys: float) -> int:
+    """Returns the number of whole blocks of a decode gate in a number of keys."""
+    if not isinstance(router, DecodeGate):
+        raise UserError(f"keys={keys}: a number of keys needs a decode gate, whose blocks are equally large")
+    size, most = router.page_size, router.page_size * router.num_buckets
+    ok = size <= keys <= most and keys == int(keys)
+    require(ok, "keys", keys, f"accepted are {size} (a block) to {most:,} keys, or a share of them")
+    return int(keys) // size
 
 
 def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
@@ -361,11 +400,20 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
 
 
 def _routed_from(
-    model: "PreTrainedModel", numbers: Mapping[str, Any], share: float, dense_below: int | None, device: torch.device
+    model: "PreTrainedModel",
+    router: AnyRouter,
+    numbers: Mapping[str, Any],
+    share: float | None,
+    dense_below: int | None,
+    device: torch.device,
 ) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
     if dense_below is not None:
         return lambda batch: dense_below
-    config = model.config
+    config, window = model.config, numbers["recent"] + numbers["sink"]
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
-    return partial(decoding_break_even, device, key_bytes, numbers["recent"] + numbers["sink"], share)
+    if share is None and isinstance(router, DecodeGate):  # as many keys at every length
+        window, share = window + numbers["probes"] * router.page_size, 0.0
+    elif share is None:
+        share = numbers["probes"] / router.num_buckets
+    return partial(decoding_break_even, device, key_bytes, window, share)

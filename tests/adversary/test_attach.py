@@ -50,6 +50,7 @@ from tests.adversary.attached import (
 )
 from tests.adversary.tries import Tries
 from tests.factory import random_tokens, tiny_config, tiny_model
+from tests.seer.test_decode_gate import random_decode_gate
 
 pytestmark = pytest.mark.area("attach from Python")
 
@@ -83,6 +84,9 @@ def filled_with(module: Module, value: float) -> Module:
     return module
 
 
+DECODE_GATE = random_decode_gate()
+DECODE_GATE.thresholds = {"shares": [0.1, 0.5], "densities": [2.0, 1.0]}
+GATED: dict[str, Any] = {"qmodel": DECODE_GATE, "recent": 5, "dense_below": 0}
 OBJECTS: dict[str, Any] = {
     "empty string": "",
     "word": "many",
@@ -121,6 +125,11 @@ OBJECTS: dict[str, Any] = {
     "classifier": QModel(ROUTER, 2, 8).eval(),
     "classifier of NaN": filled_with(QModel(partition(), 2, 8).eval(), math.nan),
     "classifier of more heads": QModel(partition(heads=4), 4, 8).eval(),
+    "decode gate": DECODE_GATE,
+    "decode gate of one layer": random_decode_gate(num_hidden_layers=1),
+    "decode gate of more heads": random_decode_gate(num_attention_heads=8, num_key_value_heads=4),
+    "decode gate of larger heads": random_decode_gate(head_dim=32),
+    "decode gate of NaN": filled_with(random_decode_gate(), math.nan),
     "class of gates": Gate,
     "class of k-means": KMeans,
     "selection": Selection(TopK(0.5), Quest(BLOCK)),
@@ -133,7 +142,7 @@ OBJECTS: dict[str, Any] = {
     "model": tiny_model(),
     "class of models": type(model()),
 }
-SWITCHES = ("strict", "independent", "cuda_graphs", "measure_recall", "measure_time")
+SWITCHES = ("strict", "cuda_graphs", "measure_recall", "measure_time")
 CONTEXTS: dict[str, dict[str, Any]] = {  # the options beside the argument that is tried
     "gate": {},
     "select": {},
@@ -143,7 +152,9 @@ CONTEXTS: dict[str, dict[str, Any]] = {  # the options beside the argument that 
     "recent": ROUTED,
     "sink": ROUTED,
     "dense_layers": ROUTED,
-    **{name: {**SELECTED, **ROUTED} for name in ("dense_below", *SWITCHES)},
+    "keys": GATED,
+    "threshold": GATED,
+    **{name: {**SELECTED, **ROUTED} for name in ("dense_below", "independent", *SWITCHES)},
 }
 
 
@@ -159,13 +170,15 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {  # what must be served; all else 
     "gate": lambda x: x is GATE,
     "select": lambda x: x is OBJECTS["selection"],
     "sparsity": lambda x: number(x) and 0 <= x < 1,
-    "qmodel": lambda x: any(x is OBJECTS[name] for name in ("kmeans", "classifier")),
+    "qmodel": lambda x: any(x is OBJECTS[name] for name in ("kmeans", "classifier", "decode gate")),
     "probes": lambda x: integer(x, 0, BUCKETS),
     "recent": lambda x: integer(x, 1, 10**9),
     "sink": lambda x: integer(x, 0, 10**9),
     "dense_layers": lambda x: isinstance(x, list | tuple | range) and all(integer(each, 0, LAYERS - 1) for each in x),
+    "keys": lambda x: number(x) and (0.1 <= x <= 0.5 or (BLOCK <= x <= BLOCK * DECODE_GATE.num_buckets and x == int(x))),
+    "threshold": lambda x: number(x) and 0 < x < 1,
     "dense_below": lambda x: integer(x, 0),
-    **dict.fromkeys(SWITCHES, lambda x: isinstance(x, bool | np.bool_)),
+    **dict.fromkeys(("independent", *SWITCHES), lambda x: isinstance(x, bool | np.bool_)),
 }
 
 

@@ -24,8 +24,8 @@ from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.reads import keys_read
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.routing.buckets import top_buckets
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.routing import top_buckets
 
 LENGTH, HEADS, GROUP, SIZE, BUCKETS = 96, 2, 3, 8, 8
 WINDOW_KEYS = Window(sink=1, recent=8)

@@ -17,11 +17,11 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
 from msattn.trainer.evaluate import decoding, methods, needle, perplexity, recall
 from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
-from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.report.style import METHOD_STYLES
 from msattn.trainer.evaluate.untrained import NAMES, add_routers
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from tests.evaluate.test_evaluate import config
@@ -134,9 +134,9 @@ def test_share_curves_are_the_shares_that_the_kernel_reads(tmp_path: Path, text:
         positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, 32).round().long()
         for routing in found:
             curve = share_curve(x, routing)
-            buckets, number = buckets_of_keys(x, routing)
+            buckets, number = buckets_of_keys(x, routing.router)
             for probes in (0, 1, 5, PRESET_BUCKETS):
-                chosen = routing.buckets(bucket_scores(x, routing, positions), probes)
+                chosen = routing.buckets(bucket_scores(x, routing.router, positions, routing.recent), probes)
                 read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
                 assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
             assert (curve.diff() >= 0).all()

@@ -30,6 +30,7 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "trainer.artifacts": 7,
     "trainer.data": 7,
     "trainer.models": 7,
+    "trainer.routing": 8,
     "trainer.training": 8,
     "trainer.embedded": 9,
     "trainer.mta": 9,

@@ -12,10 +12,10 @@ from torch.nn.functional import normalize
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.saap.calibrate import SHARES, bucket_sizes, calibrate, most_probes, threshold_at, thresholds
+from msattn.trainer.routing.buckets import bucket_densities, dense_buckets
+from msattn.trainer.routing.calibrate import SHARES, bucket_sizes, calibrate, most_probes, threshold_at, thresholds
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.routing import bucket_densities, dense_buckets
 from tests.factory import random_tokens, tiny_model
 
 BUCKETS, RECENT, SINK = 12, 16, 1
@@ -70,7 +70,7 @@ def test_thresholds_are_interpolated_and_decrease() -> None:
     table = {"shares": [0.01, 0.04], "densities": [8.0, 2.0]}
     assert threshold_at(table, 0.02) == pytest.approx(4)
     for share in (0.005, 0.05):
-        with pytest.raises(UserError, match=f"^keys={share}: the query classifier is calibrated from 0.01 to 0.04$"):
+        with pytest.raises(UserError, match=f"^keys={share}: the router is calibrated from 0.01 to 0.04$"):
             threshold_at(table, share)
 
 
@@ -136,9 +136,9 @@ def test_a_window_that_holds_every_key_leaves_nothing_to_calibrate() -> None:
 def test_a_share_needs_thresholds_of_a_classifier() -> None:
     model, router = tiny_model(), classifiers()
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"qmodel": router, "keys": 0.05}, "^keys=0.05: this query classifier has no calibrated thresholds"),
+        ({"qmodel": router, "keys": 0.05}, "^keys=0.05: this router has no calibrated thresholds"),
         ({"qmodel": router.partition, "keys": 0.05}, "^keys=0.05: needs a query classifier"),
-        ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 are given too"),
+        ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 is given too"),
         ({"select": "quest", "keys": 0.05}, "^keys=0.05: only decoding with a router uses it"),
         ({"qmodel": router, "keys": "0.05"}, "^keys='0.05': accepted is a number"),
     ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap.routing import layer_index, top_buckets
+from msattn.trainer.routing.buckets import layer_index, top_buckets
 
 
 def test_top_buckets_have_the_highest_scores() -> None:

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.routing.pages import num_pages, only_far, page_of_keys
 from msattn.trainer.saap.lsh import sign_buckets, sign_patterns
-from msattn.trainer.saap.pages import PAGE_SIZE, num_pages, only_far, page_of_keys
+from msattn.trainer.saap.pages import PAGE_SIZE
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.saap.window_pages import WindowPages
@@ -17,6 +19,10 @@ LAYERS, KV_HEADS, HEADS, SIZE = [1, 3], 2, 4, 16
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(k: Tensor, start: Tensor | None = None) -> LayerInputs:
+    return LayerInputs(1, k, k, k, k, k, k, k, 1.0, start, None)
 
 
 @pytest.mark.parametrize(("asked", "buckets"), [(1, 1), (2, 2), (7, 4), (64, 64), (1000, 512)])
@@ -82,9 +88,9 @@ def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int],
     start = torch.tensor([min(each, keys - 1) for each in padding])
     k, q = normal(2, KV_HEADS, keys, SIZE, seed=seed).double() * scale, normal(2, HEADS, 1, SIZE, seed=seed + 1).double()
     router = QuestPages(8, LAYERS, KV_HEADS)
-    bounds = router.head_scores(router.summarize(k, start), q)
-    pages = page_of_keys(0, keys, start, k.device)
-    assert bounds.shape == (2, HEADS, num_pages(keys))
+    bounds = router.head_scores(1, router.summarize(inputs(k, start)), q, q, start)
+    pages = page_of_keys(0, keys, start, PAGE_SIZE, k.device)
+    assert bounds.shape == (2, HEADS, num_pages(keys, PAGE_SIZE))
     for b in range(2):
         own = k[b, :, int(start[b]) :]
         assert (pages[b, 0, : int(start[b])] == -1).all()
@@ -100,10 +106,11 @@ def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int],
 def test_queries_of_one_sequence_share_its_summaries() -> None:
     k, q = normal(1, KV_HEADS, 70, SIZE), normal(5, HEADS, 1, SIZE, seed=1)
     for router in (QuestPages(8, LAYERS, KV_HEADS), WindowPages(8, LAYERS, KV_HEADS)):
-        summaries = router.summarize(k, None)
-        together = router.scores(summaries, q)
+        summaries, positions = router.summarize(inputs(k)), torch.full((5,), 69)
+        together = router.scores(1, summaries, q, q, positions)
         for row in range(5):
-            torch.testing.assert_close(together[row : row + 1], router.scores(summaries, q[row : row + 1]))
+            one = q[row : row + 1]
+            torch.testing.assert_close(together[row : row + 1], router.scores(1, summaries, one, one, positions[:1]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,12 +123,12 @@ def test_queries_of_one_sequence_share_its_summaries() -> None:
 def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st.DataObject, seed: int) -> None:
     probes = data.draw(st.integers(0, buckets))
     router = QuestPages(buckets, LAYERS, KV_HEADS)
-    scores = normal(len(before), KV_HEADS, num_pages(200), seed=seed)
-    scores[..., num_pages(max(1, *before)) :] = torch.nan  # memory beyond the summaries may hold anything
-    chosen = router.choose(only_far(scores, torch.tensor(before)), probes)
+    scores = normal(len(before), KV_HEADS, num_pages(200, PAGE_SIZE), seed=seed)
+    scores[..., num_pages(max(1, *before), PAGE_SIZE) :] = torch.nan  # memory beyond the summaries may hold anything
+    chosen = router.choose(only_far(scores, torch.tensor(before), PAGE_SIZE), probes)
     assert chosen.dtype == torch.int32
     for row, keys in enumerate(before):
-        far = num_pages(max(keys, 0))
+        far = num_pages(max(keys, 0), PAGE_SIZE)
         count = min(far, max(min(probes, 1), int(probes * far / buckets + 0.5)))
         for head in range(KV_HEADS):
             expected = scores[row, head, :far].argsort(descending=True)[:count].tolist()

@@ -3,16 +3,14 @@
 import pytest
 import torch
 
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.maps import MAX_SIDE, BlockMaps, evenly_spaced
 
 BLOCK = 16
 
 
-def layer_inputs(layer: int, tokens: int, heads: int = 4) -> LayerInputs:
-    q, k = torch.zeros(1, heads, tokens, 8), torch.zeros(1, 2, tokens, 8)
-    none = torch.empty(0)
-    return LayerInputs(layer=layer, q=q, k=k, v=k, q_nope=q, k_nope=k, cos=none, sin=none, scale=1.0, kv_start=None, cache=None)
+def visible(size: int) -> torch.Tensor:
+    return visible_blocks(size * BLOCK, size * BLOCK, BLOCK, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("count", "shown"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (32, [0, 16, 31])])
@@ -28,7 +26,7 @@ def test_stored_maps_are_those_of_the_head_without_invisible_blocks(tmp_path):
     gate = torch.rand(1, 2, size, size).tril()  # one per query group
     read = torch.eye(size, dtype=torch.bool).expand(1, 1, -1, -1)
     for layer in range(5):
-        maps.add(layer_inputs(layer, size * BLOCK), BLOCK, true + layer, gate, read)
+        maps.add(layer, visible(size), true + layer, gate, read)
     assert list(maps.maps) == [(layer, head) for layer in (0, 2, 4) for head in (0, 3)]
     kept = maps.maps[2, 3]
     unseen = torch.ones(size, size).triu(1).bool()
@@ -44,7 +42,7 @@ def test_large_maps_are_max_pooled():
     maps, size = BlockMaps(num_layers=1, num_heads=1), 2 * MAX_SIDE
     true = torch.zeros(1, 1, size, size)
     true[0, 0, size - 1, 7] = 0.5
-    maps.add(layer_inputs(0, size * BLOCK, heads=2), BLOCK, true, true, true > 0)
+    maps.add(0, visible(size), true, true, true > 0)
     shown, _, read = maps.maps[0, 0]
     assert shown.shape == (MAX_SIDE, MAX_SIDE)
     assert shown[-1, 3] == 0.5

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import msattn
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import DataConfig, GateConfig, ModelConfig, TrackerConfig, TrainConfig, TrainGateConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.train_gate import train_gate
 from msattn.trainer.training.loop import TrainingDiverged, newest_checkpoint
@@ -116,6 +118,29 @@ def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
     with pytest.raises(UserError, match="overwrite=true"):
         train_gate(cfg)
     again = train_gate(replace(cfg, overwrite=True))
+    assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
+
+
+def test_a_decode_gate_lies_beside_a_prefill_gate(root):
+    """Both are trained under one name, and a second run gives the same bits, as its queries depend on the chunks alone."""
+    cfg = run_config(root, "both")
+    train_gate(cfg)
+    decode = replace(cfg, gate=GateConfig(phase="decode", block_size=16, loss="kl", queries=32, recent=8))
+    folder = train_gate(decode)
+    assert folder == root / "outputs" / "small" / "both" / "decode_gate"
+    assert isinstance(msattn.load(folder.with_name("gate")), Gate)
+    gate, manifest = DecodeGate.load(folder), artifacts.read(folder).manifest
+    assert (manifest["kind"], manifest["details"]["gate"]["phase"]) == ("decode_gate", "decode")
+    assert gate.cfg == decode.gate
+    assert manifest["details"]["serving"] == {"probes": 16, "recent": 2047, "sink": 1, "dense_layers": [0]}
+    assert gate.thresholds is not None
+    assert gate.thresholds["densities"] == sorted(gate.thresholds["densities"], reverse=True)
+    for name, weight in DecodeGate.build(models.load(cfg.model, device="cpu").model.config, decode.gate).named_parameters():
+        assert not torch.equal(weight, gate.get_parameter(name))
+    for sparsity in (0.5, 0.8, 0.9):
+        assert 0 < manifest["metrics"][f"recall/gate@{sparsity}"] <= manifest["metrics"][f"recall/oracle@{sparsity}"] + 0.02
+    assert [path.name for path in (folder.parent / "runs" / "decode_gate" / "maps").iterdir()] == ["step-000004.png"]
+    again = train_gate(replace(decode, overwrite=True))
     assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
 
 
@@ -232,6 +257,13 @@ def test_chunks_longer_than_the_positions_are_refused(root):
     cfg = run_config(root, "long")
     with pytest.raises(UserError, match="seq_len"):
         train_gate(replace(cfg, data=replace(cfg.data, seq_len=257)))
+
+
+def test_a_window_as_long_as_the_chunks_is_refused(root):
+    decode = GateConfig(phase="decode", block_size=16, recent=95)
+    with pytest.raises(UserError, match=r"gate\.recent=95: gate\.sink \+ gate\.recent below data\.seq_len=96"):
+        run_config(root, gate=decode)
+    run_config(root, gate=replace(decode, recent=94))
 
 
 def test_skipping_all_rows_is_refused(root):

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from msattn.kernels.testing import dense_attention as masked_attention
 from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.routing.buckets import route
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.routing import route
 from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode_attention, install_layers
 from tests.factory import left_padded, random_tokens, tiny_model
 

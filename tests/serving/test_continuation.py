@@ -157,13 +157,13 @@ def test_pooled_keys_after_cache_operations() -> None:
         turn(cache, 41, 90)
     layer: Any = cache.layers[0]
     assert isinstance(layer, GrowingLayer)
-    assert layer.pooled is not None
-    pools, complete = layer.pooled.pools, layer.pooled.complete
+    (pooled,) = layer.pooled.values()
+    pools, complete = pooled.pools, pooled.complete
     assert complete == 77 // BLOCK
     order = {"avg": 0, "max": 1, "min": 2}
     parts = expected.unflatten(-1, (3, -1))[:, :, :complete]
     wanted = torch.cat([parts[..., order[pool], :] for pool in pools], dim=-1)
-    torch.testing.assert_close(layer.pooled.blocks, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pooled.blocks, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 48}], ids=str)

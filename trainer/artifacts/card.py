@@ -13,8 +13,14 @@ TITLES = {
     "gate": "SeerAttention gates: scores of key blocks for each query block",
     "kmeans": "Spherical k-means of keys: the buckets that sparse decoding selects from",
     "qmodel": "SAAP query classifiers: scores of key buckets for each query",
+    "decode_gate": "SeerAttention decode gates: scores of key blocks for each query",
 }
-METHODS = {"gate": "gate", "kmeans": "k-means", "qmodel": "classifier"}  # begin the rows of an evaluation, see EvalRow
+METHODS = {
+    "gate": "gate",
+    "kmeans": "k-means",
+    "qmodel": "classifier",
+    "decode_gate": "decode gate",
+}  # begin the rows of an evaluation, see EvalRow
 PLACEHOLDER = "path/or/hub-id"  # in the example of an artifact that is not on the Hub
 RESULTS = Path("eval", "results.json")  # beside the artifacts of a run
 MAX_RESULTS_BYTES = 500_000_000  # with the block maps of several methods
@@ -153,6 +159,6 @@ def _cells(row: Row) -> list[str]:
 
 def _example(kinds: set[str], path: str) -> str:
     """Returns a Python example that attaches artifacts of these kinds; a k-means routes only where there is no classifier."""
-    router = {"qmodel"} if kinds & {"kmeans", "qmodel"} else set()
+    router = {"qmodel"} if kinds & {"kmeans", "qmodel", "decode_gate"} else set()
     arguments = ", ".join(f'{name}="{path}"' for name in sorted(router | kinds & {"gate"}))
     return f"```python\nimport msattn\n\nwith msattn.attach(model, {arguments}):\n    model.generate(...)\n```"

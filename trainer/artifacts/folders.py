@@ -27,7 +27,8 @@ def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
     own = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
     if os.path.exists(current_folder(own)):
         return own
-    return SHIPPED / kind if cfg.model.is_embedded and cfg.name == RunConfig.name else None
+    shipped = cfg.model.is_embedded and cfg.name == RunConfig.name and os.path.isdir(SHIPPED / kind)
+    return SHIPPED / kind if shipped else None
 
 
 def find(path: str | Path, *kinds: str) -> Path:

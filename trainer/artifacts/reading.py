@@ -34,7 +34,7 @@ class Artifact:
 
     Attributes
     ----------
-    kind : ``gate``, ``kmeans`` or ``qmodel``.
+    kind : one of ``KINDS``.
     tensors : weights by name, on the CPU.
     config : resolved configuration of the run that wrote it.
     manifest : content of ``manifest.json``.

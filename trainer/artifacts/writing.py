@@ -78,7 +78,7 @@ def write(
     Parameters
     ----------
     folder : destination, see :func:`artifact_folder`
-    kind : ``gate``, ``kmeans`` or ``qmodel``
+    kind : one of ``KINDS``
     tensors : weights, on any device
     config : the resolved run configuration as plain dictionaries
     model : the base model's fingerprint (:func:`msattn.trainer.models.identity.fingerprint`)

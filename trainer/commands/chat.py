@@ -18,6 +18,7 @@ from transformers.generation.streamers import TextStreamer
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.attach import attach
 from msattn.trainer.commands.greedy import (
+    ROUTERS,
     Clock,
     Served,
     check_fits,
@@ -244,7 +245,7 @@ def _attached(cfg: GenerateConfig, served: Served) -> str:
         source = _artifact("gate", served) if served.chosen["gate"] else cfg.select.scores
         share = getattr(cfg.select, "sparsity", None)  # which not every policy has
         prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
-    kind = next((kind for kind in ("qmodel", "kmeans") if served.chosen[kind]), None)
+    kind = next((kind for kind in ROUTERS if served.chosen[kind]), None)
     if kind is not None:
         new_tokens = f"by {_artifact(kind, served)}"
     return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"

@@ -38,7 +38,7 @@ class Command:
 
     ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
     replaces, ``sizes`` what to reduce where the machine is too small, ``after_sweep`` a ``module:function`` that gets the
-    results of all jobs of a sweep.
+    results of all jobs of a sweep. In a name of ``writes``, ``{kind}`` is the kind of the gates that the job trains.
     """
 
     config: str
@@ -53,6 +53,11 @@ class Command:
     def trains(self) -> bool:
         """True if the job writes an artifact or a trained model; ``resume=true`` then continues an interrupted one."""
         return issubclass(self.schema, schemas.NamedConfig) and not issubclass(self.schema, schemas.ServingConfig)
+
+    def written(self, cfg: JobConfig) -> list[str]:
+        """Returns the names of the folders that the job ``cfg`` replaces."""
+        kind = cfg.gate.kind if isinstance(cfg, schemas.TrainGateConfig) else ""
+        return [name.format(kind=kind) for name in self.writes]
 
     def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
         """Imports the job and calls it."""
@@ -75,6 +80,7 @@ COMMANDS = {
             "data",
             "data.path",
             "data.seq_len",
+            "gate.phase",
             "gate.loss",
             "gate.heads",
             "train.steps",
@@ -82,7 +88,7 @@ COMMANDS = {
             "name",
             "overwrite",
         ),
-        writes=("gate",),
+        writes=("{kind}",),
     ),
     "fit-kmeans": Command(
         "fit_kmeans",
@@ -350,7 +356,7 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
     cfg = typed(config, COMMANDS[command].schema)
     try:
         with fail_together(), raised(), ExitStack() as stack:
-            for name in COMMANDS[command].writes:
+            for name in COMMANDS[command].written(cfg):
                 stack.enter_context(locked(cfg.folder / name))
             return COMMANDS[command].run(cfg, arguments)
     except (UserError, Fault) as error:

@@ -16,6 +16,8 @@ from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.seer.gate import Gate
 
+ROUTERS = ("qmodel", "decode_gate", "kmeans")  # kinds of artifacts that decode, in order of precedence
+
 
 @dataclass(frozen=True)
 class Served:
@@ -35,7 +37,7 @@ def load_served(cfg: GenerateConfig) -> Served:
     """
     chosen = _artifacts(cfg)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    gate, router = chosen["gate"], chosen["qmodel"] or chosen["kmeans"]
+    gate, router = chosen["gate"], next((chosen[kind] for kind in ROUTERS if chosen[kind]), None)
     options = {
         "gate": gate and Gate.load(gate),
         "select": cfg.select if gate or cfg.select.scores != "gate" else None,
@@ -58,7 +60,9 @@ def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
             f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, or add select=quest, "
             "which needs no training"
         )
-    return chosen
+    given = [kind for kind in ROUTERS if getattr(cfg.artifacts, kind)]
+    found = given or [kind for kind in ROUTERS if chosen[kind]]
+    return chosen | dict.fromkeys(set(ROUTERS) - {*found[:1]})  # one router decodes
 
 
 def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:

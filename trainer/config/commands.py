@@ -158,6 +158,9 @@ class TrainGateConfig(RunConfig):
         require(
             not self.train.compile, "train.compile", self.train.compile, "accepted is false: the gates' teacher runs eagerly"
         )
+        window = self.gate.sink + self.gate.recent
+        ok = self.gate.phase == "prefill" or window < self.data.seq_len
+        require(ok, "gate.recent", self.gate.recent, f"gate.sink + gate.recent below data.seq_len={self.data.seq_len}")
         rows = -(-self.data.seq_len // size)
         require(self.gate.skip_rows < rows, "gate.skip_rows", self.gate.skip_rows, f"fewer than the {rows} blocks of a chunk")
 
@@ -176,6 +179,7 @@ class ArtifactsConfig:
     gate: str | None = None
     kmeans: str | None = None
     qmodel: str | None = None
+    decode_gate: str | None = None
 
     def __post_init__(self) -> None:
         check(self, "artifacts.")
@@ -258,7 +262,7 @@ class ServingConfig(RunConfig):
     Attributes
     ----------
     select : scores and policy that select the blocks of prefill.
-    artifacts : gates and query classifiers, or a k-means, which routes without a classifier.
+    artifacts : gates for prefill; query classifiers, decode gates, or a k-means, which routes without a classifier.
     chat : make a prompt the message of a user in the model's chat template; None does so if the model has one.
     probes : buckets that each decoded query reads.
     keys : instead of ``probes``, mean share of the keys outside the dense window that decoded queries read.
@@ -311,6 +315,26 @@ class EvalRunConfig(ServingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(ServingConfig):
-    """``msattn generate``: ``max_new_tokens`` greedy tokens, with dense and with sparse attention."""
+    """``msattn generate``: ``max_new_tokens`` greedy tokens, with dense and with sparse attention.
 
+    Attributes
+    ----------
+    keys : as for :class:`ServingConfig` or, with decode gates, a whole number of keys from 1 on.
+    threshold : instead of ``probes`` or ``keys``, probability from which decode gates read a block.
+    """
+
+    keys: float | None = None
+    threshold: float | None = field(default=None, metadata=within("(0, 1)"))
     max_new_tokens: int = field(default=64, metadata=within("[1, 1e6]"))
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        return super().routing | {"threshold": self.threshold}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ok = self.keys is None or 0.001 <= self.keys <= 0.5 or (1 <= self.keys <= 1e9 and self.keys == int(self.keys))
+        require(ok, "keys", self.keys, "accepted is null, a share in [0.001, 0.5], or a whole number of keys")
+        for name in ("probes", "keys"):
+            ok, other = self.threshold is None or getattr(self, name) is None, f"{name}={getattr(self, name)}"
+            require(ok, "threshold", self.threshold, f"accepted is null with {other}: give one of the two")

@@ -6,6 +6,7 @@ from msattn.trainer.config.values import check, choices, power_of_two, require, 
 
 POOLINGS = ("avg", "max", "min")
 HEADS = ("query", "kv")
+PHASES = ("prefill", "decode")
 SOURCES = ("cache", "online")
 LOSSES = ("mse", "kl", "smooth_l1")
 ATTENTIONS = ("plain", "multi_token")
@@ -98,15 +99,19 @@ class GateConfig:
 
     Attributes
     ----------
+    phase : ``prefill`` (queries are pooled by block) or ``decode`` (single queries, one gate for each key/value head).
     block_size : tokens of a block (a power of two, 16 to 128).
-    q_pool, k_pool : poolings that are concatenated: avg, max, min.
+    q_pool, k_pool : poolings that are concatenated: avg, max, min. Decode gates have no ``q_pool``.
     hidden : width of the gate's projections; None takes the head size.
-    heads : ``query`` (one gate for each query head) or ``kv`` (one for each key/value head).
-    rope : apply RoPE to pooled queries and keys, at the first position of their block.
+    heads : ``query`` (one gate for each query head) or ``kv`` (one for each key/value head); ``prefill`` only.
+    rope : apply RoPE to pooled queries and keys, at the first position of their block, and to single queries at their own.
     loss : ``mse``, ``kl`` or ``smooth_l1``.
     skip_rows : number of first row blocks that the loss leaves out.
+    queries : query positions of a chunk that train decode gates, at random.
+    sink, recent : numbers of first and last keys of a query that targets of decode gates leave out, as they are read anyway.
     """
 
+    phase: str = field(default="prefill", metadata=choices(PHASES))
     block_size: int = field(default=64, metadata=within("[16, 128]"))
     q_pool: list[str] = field(default_factory=lambda: ["avg"], metadata=choices(POOLINGS))
     k_pool: list[str] = field(default_factory=lambda: ["max", "min"], metadata=choices(POOLINGS))
@@ -115,6 +120,14 @@ class GateConfig:
     rope: bool = True
     loss: str = field(default="mse", metadata=choices(LOSSES))
     skip_rows: int = field(default=0, metadata=within("[0, 1e9]"))
+    queries: int = field(default=1024, metadata=within("[1, 1e9]"))
+    sink: int = field(default=1, metadata=within("[0, 1e9]"))
+    recent: int = field(default=0, metadata=within("[0, 1e9]"))
+
+    @property
+    def kind(self) -> str:
+        """The kind of the artifact, which is the name of its folder."""
+        return {"prefill": "gate", "decode": "decode_gate"}[self.phase]
 
     def __post_init__(self) -> None:
         check(self, "gate.")

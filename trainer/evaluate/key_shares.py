@@ -8,9 +8,9 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, calibration_chunks
-from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.saap.pages import PageRouter
+from msattn.trainer.routing.pages import PageRouter, num_far
+from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
@@ -74,8 +74,8 @@ def measure_curves(loaded: "Loaded", routings: list[BucketRoutingMethod], chunks
 def share_curve(x: LayerInputs, routing: BucketRoutingMethod) -> Tensor:
     """Returns the share of the visible keys that 0, 1, ... and all probes read in a layer: fp64 ``[C + 1]``."""
     positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, QUERIES, device=x.q.device).round().long()
-    buckets, num_buckets = buckets_of_keys(x, routing)
-    scores = bucket_scores(x, routing, positions)  # [n, Hkv, C]
+    buckets, num_buckets = buckets_of_keys(x, routing.router)
+    scores = bucket_scores(x, routing.router, positions, routing.recent)  # [n, Hkv, C]
     keys, newest = torch.arange(x.num_keys, device=x.q.device), positions[:, None]
     far = (keys >= routing.sink) & (keys <= newest - routing.recent)  # [n, M]
     sizes = torch.zeros(*scores.shape[:2], num_buckets, dtype=torch.float64, device=x.q.device)
@@ -85,6 +85,6 @@ def share_curve(x: LayerInputs, routing: BucketRoutingMethod) -> Tensor:
     read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)  # keys outside the window, by number of visited buckets
     probes = torch.arange(routing.router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)
     if isinstance(routing.router, PageRouter):
-        probes = routing.router.visited(scores, probes)
+        probes = routing.router.visited(num_far(scores), probes)
     window = (newest + 1 - far.sum(-1, keepdim=True))[:, None]
     return ((read.gather(2, probes) + window) / (newest + 1)[:, None]).mean((0, 1))

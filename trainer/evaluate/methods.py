@@ -16,13 +16,14 @@ from msattn.trainer.config.select import own_keys
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_length
-from msattn.trainer.saap import calibrate as saap_calibrate
-from msattn.trainer.saap.calibrate import most_probes, threshold_at
-from msattn.trainer.saap.pages import PageRouter
+from msattn.trainer.routing import calibrate as key_calibrate
+from msattn.trainer.routing.buckets import bucket_densities, dense_buckets, serving, top_buckets
+from msattn.trainer.routing.calibrate import most_probes, threshold_at
+from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.routing import bucket_densities, dense_buckets, serving, top_buckets
 from msattn.trainer.seer.a_shape import measure_spans
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
+from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Multiscale, Scorer, Selection
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
     from msattn.trainer.seer.gate import Gate
 
-COMMANDS = {"gate": "train-gate", "kmeans": "fit-kmeans", "qmodel": "train-qmodel"}  # by kind of artifact that they create
+COMMANDS = {  # by kind of artifact that they create
+    "gate": "train-gate",
+    "kmeans": "fit-kmeans",
+    "qmodel": "train-qmodel",
+    "decode_gate": "train-gate gate.phase=decode",
+}
+CALIBRATED = QModel | DecodeGate  # routers that predict attention, so that they read shares of the keys
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class BucketRoutingMethod:
     def configured(cls, name: str, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
         """Returns the method with the configured numbers, else those that the router's artifact records."""
         defaults = serving(cfg.model.presets, router.num_buckets)
-        keys = cfg.keys if isinstance(router, QModel) else None
+        keys = cfg.keys if isinstance(router, CALIBRATED) else None
         return cls(name, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
 
     def name_at(self, setting: int | float) -> str:
@@ -121,7 +128,7 @@ class BucketRoutingMethod:
         return self.settings([self.probes]) if self.keys is None else self.settings([], [self.keys])
 
     def settings(self, probes: list[int], keys: Sequence[float] = ()) -> list[tuple[str, int | float]]:
-        """Returns ``(label, setting)`` for each number of probes and, for query classifiers, each share of the keys.
+        """Returns ``(label, setting)`` for each number of probes and, if the router predicts attention, each share of the keys.
 
         Raises
         ------
@@ -130,7 +137,7 @@ class BucketRoutingMethod:
         for count in probes:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets for each key/value head")
-        shares = keys if isinstance(self.router, QModel) else ()
+        shares = keys if isinstance(self.router, CALIBRATED) else ()
         counts = probes if not self.matched else [count for count in probes if count == 0]
         return [
             *((f"{count} probe" + "s" * (count != 1), count) for count in counts),
@@ -143,14 +150,13 @@ class BucketRoutingMethod:
 
         ``sizes [n, H, C]`` are the numbers of keys, which a share of the keys needs.
         """
-        if isinstance(self.router, PageRouter):
-            return self.router.choose(scores, int(setting))
         if not isinstance(setting, float):
-            return top_buckets(scores, setting)
-        assert isinstance(self.router, QModel)
+            return self.router.choose(scores, setting) if isinstance(self.router, PageRouter) else top_buckets(scores, setting)
+        assert isinstance(self.router, CALIBRATED)
         assert self.router.thresholds is not None
         assert sizes is not None
         threshold, most = threshold_at(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
+        scores = far_probabilities(scores) if isinstance(self.router, PageRouter) else scores
         return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 
     def attach(
@@ -236,7 +242,7 @@ def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "L
 
 
 def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> None:
-    """Calibrates query classifiers that are measured at shares of the keys, if their artifacts hold no thresholds.
+    """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds.
 
     They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text.
 
@@ -245,12 +251,12 @@ def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loa
     UserError : as :func:`calibrate_baselines`, or the thresholds of an artifact do not cover a share.
     """
     for each in methods.bucket_routings if cfg.all_keys else ():
-        if not isinstance(each.router, QModel):
+        if not isinstance(each.router, CALIBRATED):
             continue
         if each.router.thresholds is None:
             window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
             items = calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS)
-            each.router.thresholds = saap_calibrate.calibrate(each.router, loaded.model, items, **window)
+            each.router.thresholds = key_calibrate.calibrate(each.router, loaded.model, items, **window)
             methods.notes.append(
                 f"{each.name}: its artifact holds no thresholds for shares of the keys; they were measured anew."
             )
@@ -290,7 +296,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path
         elif default is not None and kind not in paths:
             paths[kind] = (kind, default)
             notes.append(f"There is no {kind} at {own}: the one that ships with msattn is measured.")
-        if kind not in paths:
+        if kind not in paths and kind != "decode_gate":  # another way to route, which few runs have
             notes.append(f"No {kind} at {own}: `msattn {command} {cfg.arguments(cfg.name)}` creates it.")
     return paths, notes
 
@@ -311,7 +317,7 @@ def _block_selections(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BlockSe
 
 def _bucket_routings(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:
     methods = []
-    for kind, name in {"qmodel": "classifier", "kmeans": "k-means"}.items():
+    for kind, name in {"qmodel": "classifier", "decode_gate": "decode gate", "kmeans": "k-means"}.items():
         for label, router in found.items():
             if label.startswith(kind):
                 rope = ", RoPE" if getattr(router, "rope", False) else ""

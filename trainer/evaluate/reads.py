@@ -11,9 +11,10 @@ from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
-from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
+from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.maps import BlockMaps
 from msattn.trainer.seer.select import Oracle
 
@@ -39,7 +40,8 @@ class PrefillReads:
         if self.maps.shows(x.layer):
             selection = self.method.selection(self.select)
             size, scores = selection.block_size, selection.scorer(x)
-            self.maps.add(x, size, Oracle(size)(x), scores, selection.choose(scores, x) > 0)
+            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+            self.maps.add(x.layer, visible, Oracle(size)(x), scores, selection.choose(scores, x) > 0)
 
     def data(self) -> dict[str, Any]:
         """Returns the maps as nested lists, with None for invisible blocks."""
@@ -138,8 +140,8 @@ def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: Bucket
 def _keys_of_newest(x: LayerInputs, method: BucketRoutingMethod, probes: int) -> Tensor:
     """Returns the keys that the newest token reads: bool ``[Hkv, M]``."""
     newest = torch.tensor([x.num_keys - 1], device=x.k.device)
-    visited = method.buckets(bucket_scores(x, method, newest), probes)
-    return keys_read(buckets_of_keys(x, method)[0], newest, visited, method)[0]
+    visited = method.buckets(bucket_scores(x, method.router, newest, method.recent), probes)
+    return keys_read(buckets_of_keys(x, method.router)[0], newest, visited, method)[0]
 
 
 def _summary(read: Tensor, mass: Tensor) -> dict[str, Any]:

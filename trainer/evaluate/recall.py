@@ -21,13 +21,13 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
-from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
-from msattn.trainer.saap.calibrate import bucket_sizes
-from msattn.trainer.saap.pages import PageRouter, only_far
+from msattn.trainer.routing.calibrate import bucket_sizes
+from msattn.trainer.routing.pages import PageRouter, only_far
+from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.seer.select import selected_attention, sparsity
 
 if TYPE_CHECKING:
@@ -161,19 +161,21 @@ def bucket_recalls(
     begin = method.recent + method.sink
     count = min(cfg.eval.recall.num_queries, x.num_keys - begin)
     positions = torch.linspace(begin, x.num_keys - 1, count, device=x.q.device).round().int()
-    buckets, num_buckets = buckets_of_keys(x, method)
-    views = {"": (x, buckets, bucket_scores(x, method, positions))}
+    buckets, num_buckets = buckets_of_keys(x, method.router)
+    scores_at = partial(bucket_scores, x, method.router, positions, method.recent)
+    views = {"": (x, buckets, scores_at())}
     if cfg.eval.recall.independent:
         group = x.q.shape[1] // x.k.shape[1]
         k, v, own_buckets = (each.repeat_interleave(group, 1) for each in (x.k, x.v, buckets))
-        views[", independent"] = (replace(x, k=k, v=v), own_buckets, bucket_scores(x, method, positions, by_head=True))
+        views[", independent"] = (replace(x, k=k, v=v), own_buckets, scores_at(by_head=True))
     recalls = {}
     for suffix, (inputs, assigned, router_scores) in views.items():
         scores, sizes = {method.name: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
         if first:
             mass = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
-            paged = isinstance(method.router, PageRouter)
-            scores["oracle routing"] = only_far(mass, positions + 1 - method.recent) if paged else mass
+            if isinstance(method.router, PageRouter):
+                mass = only_far(mass, positions + 1 - method.recent, method.router.page_size)
+            scores["oracle routing"] = mass
         for name, scores_of_buckets in scores.items():
             keys = cfg.eval.recall.keys if name == method.name and not suffix else []
             for label, setting in method.settings(cfg.eval.recall.probes, keys):

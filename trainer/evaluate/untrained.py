@@ -7,6 +7,7 @@ from msattn.trainer import models
 from msattn.trainer.attach import AnyRouter
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.saap.lsh import sign_buckets
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
@@ -36,8 +37,9 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
 
 
 def without_routers(methods: ComparedMethods) -> ComparedMethods:
-    """Returns ``methods`` without those of :func:`add_routers`, with the same notes."""
-    return replace(methods, bucket_routings=[each for each in methods.bucket_routings if each.name not in NAMES.values()])
+    """Returns ``methods`` without those of :func:`add_routers` and without routers of pages, with the same notes."""
+    learned = [each for each in methods.bucket_routings if each.name not in NAMES.values()]
+    return replace(methods, bucket_routings=[each for each in learned if not isinstance(each.router, PageRouter)])
 
 
 def _router(name: str, buckets: int, layers: list[int], config: "PreTrainedConfig", seed: int) -> AnyRouter:

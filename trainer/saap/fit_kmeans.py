@@ -18,8 +18,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import Progress
+from msattn.trainer.routing.buckets import serving
 from msattn.trainer.saap.clustering import fit_centroids, mean_stats, resolve_engine
-from msattn.trainer.saap.routing import serving
 from msattn.trainer.training import distributed
 from msattn.trainer.training.parts import FinishedParts, layer_part
 from msattn.trainer.training.tracker import Tracker

@@ -8,12 +8,12 @@ from torch import Tensor
 from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap.routing import RouterDetails, layer_index, top_buckets
+from msattn.trainer.routing.buckets import RouterDetails, layer_index, top_buckets
 from msattn.trainer.storage.documents import checked
 
 
 class KMeans(artifacts.ArtifactModule):
-    """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.saap.routing.Router`.
+    """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.routing.buckets.Router`.
 
     Parameters
     ----------

@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap.calibrate import Thresholds
+from msattn.trainer.routing.buckets import layer_index
+from msattn.trainer.routing.calibrate import Thresholds
 from msattn.trainer.saap.kmeans import KMeans, router_details
-from msattn.trainer.saap.routing import layer_index
 from msattn.trainer.storage.documents import checked
 
 BATCH_NORM_EPS = 1e-5
@@ -33,7 +33,7 @@ class QModelDetails:
 
 
 class QModel(artifacts.ArtifactModule):
-    """Query classifiers and the partition that they are trained for; a :class:`~msattn.trainer.saap.routing.Router`.
+    """Query classifiers and the partition that they are trained for; a :class:`~msattn.trainer.routing.buckets.Router`.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class QModel(artifacts.ArtifactModule):
     artifact : Artifact or None
         The artifact that it was loaded from.
     thresholds : dict or None
-        Calibrated thresholds (:func:`msattn.trainer.saap.calibrate.calibrate`); None before training.
+        Calibrated thresholds (:func:`msattn.trainer.routing.calibrate.calibrate`); None before training.
     """
 
     mean: Tensor

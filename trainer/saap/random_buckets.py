@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from msattn.trainer.routing.buckets import top_buckets
 from msattn.trainer.saap.distillation import hash32
-from msattn.trainer.saap.routing import top_buckets
 from msattn.trainer.saap.untrained import UntrainedRouter
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number

@@ -20,8 +20,8 @@ from msattn.trainer.config import QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import Progress
+from msattn.trainer.routing.buckets import layer_index
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.routing import layer_index
 from msattn.trainer.training.parts import FinishedParts
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
-from msattn.trainer.saap.calibrate import CALIBRATION_CHUNKS, calibrate
+from msattn.trainer.routing.buckets import layer_index, serving
+from msattn.trainer.routing.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.saap.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.online import BatchNumbers, OnlineBatches, OnlineTargets
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.routing import layer_index, serving
 from msattn.trainer.saap.targets import TargetCache
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings

@@ -8,7 +8,7 @@ hardly more memory than inference, and ``loss.backward()`` works as in any other
 from collections import defaultdict
 from collections.abc import Iterable
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,14 @@ class PrecomputedGradients(torch.autograd.Function):
         return None, None, *(grad_output * gradient for gradient in ctx.gradients)
 
 
+class LayerLoss(NamedTuple):
+    """Dense attention of a layer ``[B, Hq, N, D]``, the loss of its gates, and their parameters."""
+
+    out: Tensor
+    loss: Tensor
+    parameters: list[nn.Parameter]
+
+
 class GateDistiller(nn.Module):
     """Trains gates on the block maps of their teacher; a module for the training loop.
 
@@ -88,7 +96,9 @@ class GateDistiller(nn.Module):
     the gates.
     """
 
-    def __init__(self, gate: Gate, teacher: "PreTrainedModel") -> None:
+    gate: Any
+
+    def __init__(self, gate: nn.Module, teacher: "PreTrainedModel") -> None:
         super().__init__()
         self.gate = gate
         self._teacher = (teacher,)  # a tuple hides it from nn.Module's registration
@@ -107,23 +117,46 @@ class GateDistiller(nn.Module):
         gradients: list[Tensor] = []
 
         def dense_attention_with_gate_loss(x: LayerInputs) -> Tensor:
-            cfg = self.gate.cfg
-            size = cfg.block_size
-            dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
-            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-            gate_parameters = list(self.gate.layers[x.layer].parameters())
-            with torch.enable_grad():
-                loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
+            out, loss, gate_parameters = self.layer_loss(x)
             gradients.extend(torch.autograd.grad(loss, gate_parameters))
             parameters.extend(gate_parameters)
             parts[f"layer {x.layer}"] = loss.detach()
-            return dense.out
+            return out
 
         (teacher,) = self._teacher
         with torch.no_grad(), tap(teacher, dense_attention_with_gate_loss):
             run_backbone(teacher, input_ids)
         loss = torch.stack(list(parts.values())).sum()
         return {"loss": PrecomputedGradients.apply(loss, gradients, *parameters), "parts": parts}
+
+    def layer_loss(self, x: LayerInputs) -> LayerLoss:
+        """Returns dense attention and the loss of the layer's gates, with a graph to their parameters."""
+        cfg = self.gate.cfg
+        dense = maxpool_attention(x.q, x.k, x.v, block_size=cfg.block_size, scale=x.scale, kv_start=x.kv_start)
+        visible = visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device)
+        with torch.enable_grad():
+            loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
+        return LayerLoss(dense.out, loss, list(self.gate.layers[x.layer].parameters()))
+
+
+class Recalls:
+    """Recalls of layers in several chunks, by source of the scores and sparsity."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Tensor]] = defaultdict(list)
+
+    def add(self, name: str, sparsity: float, layer: int, recall: Tensor) -> None:
+        """Adds the recall of a layer in a chunk, a scalar."""
+        self._found[f"recall/{name}@{sparsity}"].append(recall)
+        self._found[f"recall/{name}@{sparsity}/layer {layer}"].append(recall)
+
+    def means(self) -> dict[str, float]:
+        """Returns the means over the chunks of all ranks; each rank must call it."""
+        merged: dict[str, list[float]] = defaultdict(list)
+        for rank_recalls in gather_object([{name: torch.stack(values).tolist() for name, values in self._found.items()}]):
+            for name, values in rank_recalls.items():
+                merged[name] += values
+        return {name: fmean(values) for name, values in merged.items()}
 
 
 @torch.no_grad()
@@ -143,7 +176,7 @@ def gate_recall(
         ``recall/gate@0.9``, ``recall/oracle@0.9`` and so on for each of ``RECALL_SPARSITIES``, the mean over layers;
         ``recall/gate@0.9/layer 3`` and so on for each layer.
     """
-    recalls: dict[str, list[Tensor]] = defaultdict(list)
+    recalls = Recalls()
 
     def dense_attention_with_recall(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
@@ -153,17 +186,13 @@ def gate_recall(
             for sparsity in RECALL_SPARSITIES:
                 mask = Selection(TopK(sparsity), Oracle(size)).choose(ranked, x)
                 recall = attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
-                recalls[f"recall/{name}@{sparsity}"].append(recall)
-                recalls[f"recall/{name}@{sparsity}/layer {x.layer}"].append(recall)
+                recalls.add(name, sparsity, x.layer, recall)
                 if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
-                    maps.add(x, size, true, scores, mask)
+                    visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+                    maps.add(x.layer, visible, true, scores, mask)
         return dense.out
 
     with tap(teacher, dense_attention_with_recall):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
-    merged: dict[str, list[float]] = defaultdict(list)
-    for rank_recalls in gather_object([{name: torch.stack(values).tolist() for name, values in recalls.items()}]):
-        for name, values in rank_recalls.items():
-            merged[name] += values
-    return {name: fmean(values) for name, values in merged.items()}
+    return recalls.means()

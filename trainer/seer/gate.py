@@ -121,22 +121,27 @@ class AttnGate(nn.Module):
         kv_start: Tensor | None = None,
     ) -> Tensor:
         """Computes the result of :meth:`forward` from its :meth:`pooled_inputs`."""
+        rows, _ = row_span(num_queries, num_keys, self.cfg.block_size, kv_start, pooled_q.device)
         with torch.autocast(pooled_q.device.type, enabled=False):
-            gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
-            key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
-            gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
-            if self.cfg.rope:
-                gate_q, gate_k = self._rotate(gate_q, gate_k, inv_freq, num_queries, num_keys, kv_start)
-            return (gate_q * self.hidden**-0.5) @ gate_k.transpose(-1, -2)
+            return self.project_queries(pooled_q, rows, inv_freq) @ self.project_keys(pooled_k, inv_freq).transpose(-1, -2)
 
-    def _rotate(
-        self, gate_q: Tensor, gate_k: Tensor, inv_freq: Tensor, num_queries: int, num_keys: int, kv_start: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        size = self.cfg.block_size
-        rows, _ = row_span(num_queries, num_keys, size, kv_start, gate_q.device)
-        cols = torch.arange(0, num_keys, size, device=gate_q.device)[None]
-        rotated_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, rows))
-        return rotated_q, rope.rotate(gate_k, *rope.cos_sin(inv_freq, cols))
+    def project_queries(self, pooled_q: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        """Projects query inputs ``[B, Hg, T, P]`` and rotates them at ``positions [B | 1, T]``: ``[B, Hg, T, hidden]``.
+
+        They are scaled, so that their products with :meth:`project_keys` are the scores.
+        """
+        gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
+        rotated = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions)) if self.cfg.rope else gate_q
+        return rotated * self.hidden**-0.5
+
+    def project_keys(self, pooled_k: Tensor, inv_freq: Tensor) -> Tensor:
+        """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them at the start of their block: ``[B, Hg, Tc, hidden]``."""
+        key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
+        gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
+        if not self.cfg.rope:
+            return gate_k
+        first_keys = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
+        return rope.rotate(gate_k, *rope.cos_sin(inv_freq, first_keys))
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,8 @@ class Gate(artifacts.ArtifactModule):
         base, details = artifact.manifest["model"], artifact.manifest["details"]
         checked_details = checked(details, GateDetails, f"artifact {path}: details")
         cfg, thresholds, num_layers = checked_details.gate, checked_details.thresholds, base["num_layers"]
+        if cfg.phase != "prefill":
+            raise UserError(f"artifact {path}: details.gate.phase={cfg.phase}: accepted is prefill")
         if thresholds is not None and len(thresholds.layers) != num_layers:
             raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
         if len(artifact.tensors) != 1 + 2 * num_layers:  # before modules are built

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.storage.replace import replace_file
 
 if TYPE_CHECKING:
@@ -50,21 +48,21 @@ class BlockMaps:
         """Returns True if ``layer`` is one of the three."""
         return layer in evenly_spaced(self.num_layers, 3)
 
-    def add(self, x: LayerInputs, block_size: int, true: Tensor, gate: Tensor, read: Tensor) -> None:
+    def add(self, layer: int, visible: Tensor, true: Tensor, gate: Tensor, read: Tensor) -> None:
         """Stores the maps of a layer if it is one of the three.
 
         Parameters
         ----------
+        visible : bool ``[B | 1, 1, Tr, Tc]``, the blocks that a row may read.
         true, gate, read : row-normalised block map, gate scores and block mask, ``[B, Hq | Hkv, Tr, Tc]``. The first sequence
             of the batch is stored.
         """
-        if not self.shows(x.layer):
+        if not self.shows(layer):
             return
-        visible = visible_blocks(x.num_queries, x.num_keys, block_size, x.kv_start, x.q.device)
         shown = _thumbnail(visible[0, 0].float(), self.side) > 0
         for head in evenly_spaced(self.num_heads, self.heads):
             head_maps = [each[0, head * each.shape[1] // self.num_heads].float() for each in (true, gate, read)]
-            self.maps[x.layer, head] = [_thumbnail(each, self.side).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
+            self.maps[layer, head] = [_thumbnail(each, self.side).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
 
     def save(self, path: Path, titles: tuple[str, str, str]) -> None:
         """Writes :func:`draw_maps` as a PNG file."""

@@ -105,7 +105,12 @@ def _read_keys(files: ModelFiles) -> tuple[Keys, GateConfig]:
         raise UserError(f"{where}: seerattn_gate_type={keys.seerattn_gate_type:.60}: accepted are poolings, as Qavg_Kmaxminavg")
     q_pool, k_pool = (POOLING.findall(text) for text in pools.groups())
     try:
-        cfg = GateConfig(keys.seerattn_gate_block_size, q_pool, k_pool, keys.seerattn_gate_hidden_size)
+        cfg = GateConfig(
+            block_size=keys.seerattn_gate_block_size,
+            q_pool=q_pool,
+            k_pool=k_pool,
+            hidden=keys.seerattn_gate_hidden_size,
+        )
     except UserError as error:
         raise UserError(f"{where}: the gates differ from ours: {error}") from error
     return keys, cfg

@@ -10,7 +10,11 @@ from accelerate import PartialState
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
 from msattn.trainer.errors import print_once
+from msattn.trainer.routing import calibrate as key_calibrate
+from msattn.trainer.routing.buckets import serving
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
+from msattn.trainer.seer.decode_distillation import DecodeGateDistiller, decode_gate_recall
+from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.maps import BlockMaps
@@ -30,8 +34,8 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     Returns
     -------
     Path
-        ``outputs/<model.name>/<name>/gate``. Checkpoints, metrics and pictures of block maps are in the sibling folder
-        ``runs/gate``.
+        ``outputs/<model.name>/<name>/gate``, or ``decode_gate`` with ``gate.phase=decode``. Checkpoints, metrics and pictures
+        of block maps are in the folder of this name below the sibling ``runs``.
 
     Raises
     ------
@@ -40,19 +44,19 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     TrainingDiverged
         A loss is not finite. The message names the layer, and the last complete checkpoint is kept.
     """
-    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate")
+    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, cfg.gate.kind)
     artifacts.check_writable(folder, cfg.overwrite)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     models.check_length(loaded.model.config, cfg.data.seq_len)
     chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
-    gate = Gate.build(loaded.model.config, cfg.gate).to(loaded.model.device)
-    work = folder.parent / "runs" / "gate"
-    run_name = f"{cfg.model.name}-gate-{cfg.name}"
+    gate = {"prefill": Gate, "decode": DecodeGate}[cfg.gate.phase].build(loaded.model.config, cfg.gate).to(loaded.model.device)
+    work = folder.parent / "runs" / folder.name
+    run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         tracker.summary(metrics)
-        gate.thresholds = calibrate(GateScores(gate), loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
+        gate.thresholds = _calibrated(cfg, gate, loaded, chunks)
         if PartialState().is_main_process:  # all ranks hold the same gates
             write_gate(folder, gate, cfg, loaded, chunks, metrics)
             tracker.log_artifact(folder)
@@ -61,9 +65,19 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     return folder
 
 
+def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks) -> dict[str, Any]:
+    """Returns the thresholds of a gate: on shares of the blocks of prompts, or of the keys that decoding reads."""
+    items = rank_shard(chunks, CALIBRATION_CHUNKS)
+    if isinstance(gate, Gate):
+        return calibrate(GateScores(gate), loaded.model, items)
+    served = serving(cfg.model.presets, gate.num_buckets)
+    window = {name: served[name] for name in ("recent", "sink", "dense_layers")}
+    return key_calibrate.calibrate(gate, loaded.model, items, **window)
+
+
 def _train(
     cfg: TrainGateConfig,
-    gate: Gate,
+    gate: Gate | DecodeGate,
     loaded: models.Loaded,
     chunks: data.Chunks,
     heldout: data.Chunks,
@@ -74,8 +88,9 @@ def _train(
     evaluate = partial(_evaluate, gate, loaded, heldout, work / "maps", tracker)
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     settings = flatten_settings(gate=asdict(cfg.gate), model=identity) | {"dtype": cfg.dtype, "data": chunks.fingerprint}
+    distiller = GateDistiller if isinstance(gate, Gate) else DecodeGateDistiller
     result = fit(
-        GateDistiller(gate, loaded.model),
+        distiller(gate, loaded.model),
         chunks,
         train=cfg.train,
         folder=work,
@@ -94,10 +109,16 @@ def _train(
     return without_layers(result.losses | recalls) | {"steps": result.steps, "seconds": result.seconds}
 
 
-def _evaluate(gate: Gate, loaded: models.Loaded, heldout: data.Chunks, folder: Path, tracker: Tracker) -> dict[str, float]:
+def _evaluate(
+    gate: Gate | DecodeGate, loaded: models.Loaded, heldout: data.Chunks, folder: Path, tracker: Tracker
+) -> dict[str, float]:
     """Measures the recall of ``gate`` on held-out chunks and writes a picture of block maps into ``folder``."""
     maps = BlockMaps(len(gate.layers), models.num_heads(loaded.model.config))
-    recalls = gate_recall(gate, loaded.model, rank_shard(heldout, len(heldout)), maps)
+    items = rank_shard(heldout, len(heldout))
+    if isinstance(gate, Gate):
+        recalls = gate_recall(gate, loaded.model, items, maps)
+    else:
+        recalls = decode_gate_recall(gate, loaded.model, items, maps)
     if PartialState().is_main_process:
         picture = folder / f"step-{tracker.step:06d}.png"
         try:
@@ -115,20 +136,21 @@ def without_layers(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def write_gate(
     folder: Path,
-    gate: Gate,
+    gate: Gate | DecodeGate,
     cfg: TrainGateConfig | FinetuneConfig,
     loaded: models.Loaded,
     chunks: data.Chunks,
     metrics: dict[str, Any],
 ) -> None:
     """Writes the gates of the model ``loaded`` as an artifact; ``cfg`` is the job that trained them on ``chunks``."""
+    served = {"serving": serving(cfg.model.presets, gate.num_buckets)} if isinstance(gate, DecodeGate) else {}
     artifacts.write(
         folder,
-        kind="gate",
+        kind=gate.cfg.kind,
         tensors=gate.tensors(),
         config=asdict(cfg),
         model=loaded.fingerprint,
-        details=gate.details(),
+        details=gate.details() | served,
         data=chunks.fingerprint,
         seed=cfg.seed,
         metrics=metrics,

@@ -15,6 +15,7 @@ from msattn.trainer.models.families import check_supported, head_dim, num_heads,
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.untrained import UntrainedRouter
+from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
 
@@ -27,11 +28,12 @@ TYPES: dict[str, tuple[Any, str]] = {
     "select": (Selection | SelectConfig | Mapping | str | None, "a name, a dictionary, a SelectConfig or a Selection"),
     "sparsity": (float | None, "a number in [0, 1)"),
     "qmodel": (
-        QModel | KMeans | UntrainedRouter | str | Path | None,
-        "a query classifier or a k-means, or the folder or Hub id of one",
+        QModel | KMeans | DecodeGate | UntrainedRouter | str | Path | None,
+        "a query classifier, a decode gate or a k-means, or the folder or Hub id of one",
     ),
     "probes": (int | None, "an integer"),
-    "keys": (float | None, "a number in [0.001, 0.5]"),
+    "keys": (float | None, "a number in [0.001, 0.5], or with a decode gate a number of keys"),
+    "threshold": (float | None, "a number in (0, 1)"),
     "recent": (int | None, "an integer"),
     "sink": (int | None, "an integer"),
     "dense_layers": (list[int] | range | None, "a sequence of integers"),
@@ -45,7 +47,10 @@ TYPES: dict[str, tuple[Any, str]] = {
 
 
 def check_types(**options: object) -> None:
-    """Raises UserError for an option of another type than :data:`TYPES` accepts."""
+    """Raises UserError for an option of another type than :data:`TYPES` accepts, and for gates of the other phase."""
+    for name, gates, other, phase in (("gate", DecodeGate, "qmodel", "decode"), ("qmodel", Gate, "gate", "prefill")):
+        if isinstance(options.get(name), gates):
+            raise UserError(f"{name}: these are gates with gate.phase={phase}; give them as {other}=")
     for name, value in options.items():
         kind, accepted = TYPES[name]
         plain = value.tolist() if name == "dense_layers" and isinstance(value, np.ndarray) else value
@@ -77,8 +82,12 @@ def check_gate(gate: Gate, config: "PreTrainedConfig") -> None:
     _check_finite("gate", gate)
 
 
-def check_router(router: QModel | KMeans | UntrainedRouter, config: "PreTrainedConfig") -> None:
+def check_router(router: QModel | KMeans | DecodeGate | UntrainedRouter, config: "PreTrainedConfig") -> None:
     """Raises UserError for a router of a model of another shape, or with weights that are not finite."""
+    if isinstance(router, DecodeGate):
+        _check_shape("qmodel", router.model_shape(), config)
+        _check_finite("qmodel", router)
+        return
     if isinstance(router, UntrainedRouter):
         _check_shape("qmodel", {"num_kv_heads": router.kv_heads}, config)
         fits = set(router.layers) <= set(range(num_layers(config)))
@@ -101,7 +110,7 @@ def check_router(router: QModel | KMeans | UntrainedRouter, config: "PreTrainedC
 
 
 def check_numbers(
-    router: QModel | KMeans | UntrainedRouter,
+    router: QModel | KMeans | DecodeGate | UntrainedRouter,
     config: "PreTrainedConfig",
     *,
     probes: int,

@@ -13,6 +13,7 @@ newer keys belong to the dense window, so that no key is lost and none is counte
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +27,8 @@ from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
 from msattn.trainer.models.rope import Rotation, keys_before_rope
-from msattn.trainer.saap.pages import PageRouter, page_of_keys
-from msattn.trainer.saap.routing import Router
+from msattn.trainer.routing.buckets import Router
+from msattn.trainer.routing.pages import PageRouter, page_of_keys
 from msattn.trainer.serving.buffer import Buffer, grown_capacity
 from msattn.trainer.serving.pooled_keys import PooledKeys
 
@@ -48,13 +49,13 @@ class GrowingLayer(DynamicLayer):
     ----------
     key_buffer, value_buffer : Buffer
         Keys after RoPE, and values, ``[B, Hkv, M, D]``.
-    pooled : PooledKeys or None
-        Pooled keys for gates, after the first call of :meth:`pool_keys`.
+    pooled : dict
+        Pooled keys for gates, by poolings and block size, from the first call of :meth:`pool_keys` on.
     """
 
     def __init__(self) -> None:
         self.key_buffer, self.value_buffer = Buffer(), Buffer()
-        self.pooled: PooledKeys | None = None
+        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}
         super().__init__()
 
     @property
@@ -79,7 +80,8 @@ class GrowingLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Removes all tokens."""
-        self.keys = self.values = self.pooled = None
+        self.keys = self.values = None
+        self.pooled = {}
         self.is_initialized = False
 
     def take_over(self, layer: DynamicLayer | StaticLayer) -> None:
@@ -90,11 +92,12 @@ class GrowingLayer(DynamicLayer):
         length = int(layer.get_seq_length())
         self.key_buffer, self.value_buffer = Buffer(layer.keys, length), Buffer(layer.values, length)
 
-    def pool_keys(self, pools: list[str], block_size: int, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
-        """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`."""
-        if self.pooled is None or (self.pooled.pools, self.pooled.block_size) != (list(pools), block_size):
-            self.pooled = PooledKeys(pools, block_size)
-        return self.pooled.update(x, rotation)
+    def pool_keys(self, pools: Sequence[str], block_size: int, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
+        """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`. Gates with equal poolings share them."""
+        kind = (*pools, block_size)
+        if kind not in self.pooled:
+            self.pooled[kind] = PooledKeys(pools, block_size)
+        return self.pooled[kind].update(x, rotation)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had another meaning once."""
@@ -106,8 +109,8 @@ class GrowingLayer(DynamicLayer):
     def _set_length(self, length: int) -> None:
         """Keeps the first ``length`` tokens."""
         self.key_buffer.length = self.value_buffer.length = length
-        if self.pooled is not None:
-            self.pooled.crop(length)
+        for pooled in self.pooled.values():
+            pooled.crop(length)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replaces each row b by row ``beam_idx[b]``."""
@@ -125,8 +128,8 @@ class GrowingLayer(DynamicLayer):
     def _select_rows(self, rows: Tensor) -> None:
         self.key_buffer.select_rows(rows)
         self.value_buffer.select_rows(rows)
-        if self.pooled is not None:
-            self.pooled.select_rows(rows)
+        for pooled in self.pooled.values():
+            pooled.select_rows(rows)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE.
@@ -248,7 +251,11 @@ class BucketLayer(GrowingLayer):
             self.bucket_buffer.reserve(num_keys, new)
             self.bucket_buffer.append(new)
         if due:
-            self._store_index(self.bucket_buffer.filled)
+            self._rebuild_index(x, rotation)
+
+    def _rebuild_index(self, x: "LayerInputs", rotation: Rotation | None) -> None:
+        """Builds the index of all keys that have buckets."""
+        self._store_index(self.bucket_buffer.filled)
 
     def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
         """Returns the buckets of the keys at positions ``first`` to ``end - 1``, -1 for padding."""
@@ -282,7 +289,11 @@ class BucketLayer(GrowingLayer):
         super()._set_length(length)
         self.bucket_buffer.length = min(length, self.bucket_buffer.length)
         if self.indexed > length:
-            self._store_index(self.bucket_buffer.filled)
+            self._shorten_index(length)
+
+    def _shorten_index(self, length: int) -> None:
+        """Removes keys from position ``length`` on from the index."""
+        self._store_index(self.bucket_buffer.filled)
 
     def _select_rows(self, rows: Tensor) -> None:
         super()._select_rows(rows)
@@ -311,7 +322,7 @@ class PagedLayer(BucketLayer):
     Attributes
     ----------
     summaries : Tensor or None
-        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.saap.pages.PageRouter.summarize`; None without indexed keys.
+        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.routing.pages.PageRouter.summarize`; None without indexed keys.
     """
 
     def __init__(self, router: PageRouter, rebuild_every: int = REBUILD_EVERY) -> None:
@@ -322,34 +333,32 @@ class PagedLayer(BucketLayer):
         """Removes all tokens."""
         super().reset()
         self._summaries = Buffer()
-        self._start: Tensor | None = None
 
     @property
     def summaries(self) -> Tensor | None:
         return self._summaries.memory if self.indexed else None
 
-    def assign(self, router: Router | PageRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
-        """Assigns pages and rebuilds index and summaries, as :meth:`BucketLayer.assign`."""
-        self._start = x.kv_start
-        super().assign(router, x, rotation)
-
     def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
-        return page_of_keys(first, end, x.kv_start, x.k.device).expand(*x.k.shape[:2], -1)
+        return page_of_keys(first, end, x.kv_start, self.router.page_size, x.k.device).expand(*x.k.shape[:2], -1)
 
-    def _store_index(self, buckets: Tensor | None) -> None:
-        assert buckets is not None
-        assert self.keys is not None
+    def _rebuild_index(self, x: "LayerInputs", rotation: Rotation | None) -> None:
+        """Builds index and summaries of all keys."""
+        if self.router.pools:
+            x = replace(x, pooled_keys=self.pool_keys(self.router.pools, self.router.page_size, x, rotation))
         self._summaries.length = 0
-        if buckets.shape[2]:
-            self._summaries.append(self.router.summarize(self.keys[:, :, : buckets.shape[2]], self._start))
-        self.num_buckets = max(1, self._summaries.capacity)
-        super()._store_index(buckets)
+        self._summaries.append(self.router.summarize(x))
+        self.num_buckets = self._summaries.capacity
+        super()._rebuild_index(x, rotation)
+
+    def _shorten_index(self, length: int) -> None:
+        """Removes the pages that hold a key from position ``length`` on: summaries are those of whole pages."""
+        assert self.bucket_buffer.filled is not None
+        whole = max(0, length - self.router.page_size + 1)  # the page of an earlier key ends before position length
+        self._store_index(self.bucket_buffer.filled[:, :, :whole])
 
     def _select_rows(self, rows: Tensor) -> None:
         super()._select_rows(rows)
         self._summaries.select_rows(rows)
-        if self._start is not None:
-            self._start = self._start[rows.to(self._start.device)]
 
     def addresses(self) -> tuple[int, ...]:
         """Returns the addresses and sizes of the memory that a captured step reads and writes."""
@@ -367,8 +376,8 @@ def install_layers(
 ) -> None:
     """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
-    Those of a :class:`~msattn.trainer.saap.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept. Layers
-    in ``dense_layers`` count as not routed.
+    Those of a :class:`~msattn.trainer.routing.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept.
+    Layers in ``dense_layers`` count as not routed.
 
     Raises
     ------
@@ -454,7 +463,7 @@ def decode_attention(
         ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass. With :func:`queries_as_batch`, rows are
         queries of one of its sequences.
     probes : Tensor
-        int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.saap.routing.route`.
+        int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.routing.buckets.route`.
     window : int or Tensor int32 ``[B]``
         Number of last keys that are always read: :meth:`BucketLayer.window`.
     sink : int

@@ -1,5 +1,6 @@
 """Pooled keys of a cache, which gates need to score the blocks of cached keys (SeerAttention pools keys before RoPE)."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ class PooledKeys:
     blocks : fp32 ``[B, Hkv, complete, len(pools) * D]``, or None before the first update.
     """
 
-    def __init__(self, pools: list[str], block_size: int) -> None:
+    def __init__(self, pools: Sequence[str], block_size: int) -> None:
         self.pools, self.block_size = list(pools), block_size
         self.blocks: Tensor | None = None
         self._padding = 0  # most padded positions of a row
@@ -53,10 +54,12 @@ class PooledKeys:
         known, size = self.complete, self.block_size
         starts = None if x.kv_start is None else x.kv_start.long()
         first = known * size + (0 if starts is None else int(starts.min()))
-        tail = keys_before_rope(x, first, rotation)
-        offset = None if starts is None else starts + known * size - first
-        pooled = pool_blocks(tail, self.pools, block_size=size, start=offset)
-        pooled = pooled if self.blocks is None else torch.cat([self.blocks, pooled], dim=2)
+        parts = [] if self.blocks is None else [self.blocks]
+        if first < x.num_keys:  # else another gate with the same poolings has added them
+            tail = keys_before_rope(x, first, rotation)
+            offset = None if starts is None else starts + known * size - first
+            parts.append(pool_blocks(tail, self.pools, block_size=size, start=offset))
+        pooled = torch.cat(parts, dim=2)
         self._padding = 0 if starts is None else int(starts.max())
         self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]
         return F.pad(pooled, (0, 0, 0, -(-x.num_keys // size) - pooled.shape[2]))

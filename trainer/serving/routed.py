@@ -8,8 +8,8 @@ from torch import Tensor
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.saap.pages import PageRouter
-from msattn.trainer.saap.routing import Router, route, route_by_density
+from msattn.trainer.routing.buckets import Router, bucket_densities, dense_buckets, route, route_by_density
+from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.serving.cache import (
     REBUILD_EVERY,
     BucketLayer,
@@ -30,6 +30,7 @@ class RoutedDecoding:
     router : chooses the buckets.
     probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
     threshold : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
+    probability : of a decode gate, probability from which a block is read, instead of its density.
     independent : each query head visits buckets of its own; otherwise a query group shares them.
     routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
@@ -45,13 +46,14 @@ class RoutedDecoding:
         sink: int,
         dense_layers: tuple[int, ...],
         threshold: float | None = None,
+        probability: float | None = None,
         independent: bool = False,
         routed_from: Callable[[int], int],
         measure_recall: bool,
         statistics: Statistics,
     ) -> None:
-        self.router, self.probes, self.recent, self.sink, self.threshold = router, probes, recent, sink, threshold
-        self.independent = independent
+        self.router, self.probes, self.recent, self.sink = router, probes, recent, sink
+        self.threshold, self.probability, self.independent = threshold, probability, independent
         self.layers = frozenset(router.layers) - frozenset(dense_layers)
         self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
         self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
@@ -94,14 +96,23 @@ class RoutedDecoding:
 
     def _visited(self, x: LayerInputs, window: int | Tensor) -> Tensor:
         """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``, with ``independent`` ``[B, Hq, L]``."""
-        by_head = self.independent
-        if not isinstance(self.router, PageRouter):
-            if self.threshold is None:
-                return route(self.router, x, self.probes, by_head=by_head)
-            return route_by_density(self.router, x, x.cache.index.offsets, self.threshold, self.probes, by_head=by_head)
+        if isinstance(self.router, PageRouter):
+            return self._visited_pages(self.router, x, window)
+        if self.threshold is None:
+            return route(self.router, x, self.probes, by_head=self.independent)
+        offsets = x.cache.index.offsets
+        return route_by_density(self.router, x, offsets, self.threshold, self.probes, by_head=self.independent)
+
+    def _visited_pages(self, router: PageRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key
-            return x.q.new_empty(len(x.q), (x.q if by_head else x.k).shape[1], 0, dtype=torch.int32)
-        return self.router.probe_pages(x, x.cache.summaries, window, self.probes, by_head=by_head)
+            return x.q.new_empty(len(x.q), (x.q if self.independent else x.k).shape[1], 0, dtype=torch.int32)
+        scores = router.far_scores(x, x.cache.summaries, window, by_head=self.independent)
+        if self.probability is not None:
+            return dense_buckets(far_probabilities(scores), self.probability, self.probes)
+        if self.threshold is None:
+            return router.choose(scores, self.probes)
+        sizes = x.cache.index.offsets.diff(dim=-1).repeat_interleave(scores.shape[1] // x.k.shape[1], 1)
+        return dense_buckets(bucket_densities(far_probabilities(scores), sizes), self.threshold, self.probes)
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:

@@ -22,6 +22,7 @@ from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
 from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import FEW_TOKENS, BucketLayer, GrowingLayer, check_memory, install_layers
 from msattn.trainer.serving.inputs import check_held, check_inputs
@@ -283,7 +284,9 @@ class Sparse(NotCopied):
 
 
 def _same_partition(a: Any, b: Any) -> bool:
-    """Returns whether two partitions assign each key to the same bucket."""
-    if not (isinstance(a, KMeans) and isinstance(b, KMeans)):
-        return a is b
-    return a is b or (a.rope == b.rope and torch.equal(a.centroids, b.centroids))
+    """Returns whether two partitions assign each key to the same bucket, and summarize buckets alike."""
+    if isinstance(a, KMeans) and isinstance(b, KMeans):
+        return a is b or (a.rope == b.rope and torch.equal(a.centroids, b.centroids))
+    if isinstance(a, DecodeGate) and isinstance(b, DecodeGate):  # summaries are made with their weights
+        return a is b or (a.cfg == b.cfg and all(map(torch.equal, a.state_dict().values(), b.state_dict().values())))
+    return a is b

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from msattn.trainer.evaluate.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.methods import BucketRoutingMethod
-from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.recall import LayerRecall, MethodRecall
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 
 ORACLE, RANDOM = "exact top keys", "random keys"
 
@@ -125,7 +125,10 @@ class LayerReads:
         routed = {}
         for routing in routings:
             if x.layer in routing.router.layers:
-                buckets, scores = buckets_of_keys(x, routing)[0][0], bucket_scores(x, routing, positions.to(x.q.device))
+                buckets, scores = (
+                    buckets_of_keys(x, routing.router)[0][0],
+                    bucket_scores(x, routing.router, positions.to(x.q.device), routing.recent),
+                )
                 routed[routing.name] = RoutedKeys(probes_of(routing.router.num_buckets), buckets, scores)
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
 

@@ -21,9 +21,9 @@ from msattn.trainer.evaluate.analysis.queries import query_batches, query_positi
 from msattn.trainer.evaluate.analysis.selectivity import LayerReads, Selectivity
 from msattn.trainer.evaluate.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
-from msattn.trainer.evaluate.probing import buckets_of_keys
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.routing.probing import buckets_of_keys
 from msattn.trainer.saap.kmeans import KMeans
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         if x.layer not in planes.measured:
             planes.add(x)
         for routing in compared_sizes(routings, x.layer):
-            buckets = buckets_of_keys(x, routing)[0][0, heads, 1:]
+            buckets = buckets_of_keys(x, routing.router)[0][0, heads, 1:]
             sizes.heldout[routing.name, x.layer].append(buckets.cpu())
         reads = LayerReads.of(x, routings, positions, cfg.seed)
         for head in heads:

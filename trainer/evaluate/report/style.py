@@ -22,6 +22,8 @@ METHOD_STYLES: dict[str, dict[str, Any]] = {
     "classifier (embedded)": {"color": "#F0A07C", "marker": "h", "linewidth": 2.2, "zorder": 4},
     "classifier": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 4},
     "classifier, calibrated": {"color": "#D55E00", "marker": "^", "linestyle": "-.", "linewidth": 2.2, "zorder": 4},
+    "decode gate": {"color": BLUE, "marker": "o", "linewidth": 2.2, "zorder": 4},
+    "decode gate, calibrated": {"color": BLUE, "marker": "^", "linestyle": "-.", "linewidth": 2.2, "zorder": 4},
     "oracle": {"color": INK, "marker": "D", "linestyle": "--"},
     "oracle routing": {"color": "#808080", "marker": "D", "linestyle": "--"},
     "exact top keys": {"color": INK, "marker": "D", "linestyle": "--"},
@@ -56,7 +58,8 @@ def method_title(method: str) -> str:
 
 def is_trained(method: str) -> bool:
     """Returns True for the gates and classifiers that were trained, in the policy that they are served with."""
-    return method.startswith(("gate", "classifier")) and not method.endswith((", untrained", ", top-k", ", independent"))
+    trained = method.startswith(("gate", "classifier", "decode gate"))
+    return trained and not method.endswith((", untrained", ", top-k", ", independent"))
 
 
 def is_of_one_prompt(row: EvalRow) -> bool:

@@ -49,8 +49,14 @@ def verdict(rows: Sequence[EvalRow]) -> list[str]:
     """Returns the sentences that ``rows`` have numbers for, e.g. none for dense attention alone."""
     sparse = [row for row in rows if row.method.split(",")[0] != "dense"]
     prefill = _quality([row for row in sparse if row.sparsity is not None], "gate")
-    decoding = _quality([row for row in sparse if row.sparsity is None], "classifier")
+    decoding = _quality([row for row in sparse if row.sparsity is None], _trained_router(rows))
     return [sentence for sentence in (prefill, decoding, _speed(rows)) if sentence]
+
+
+def _trained_router(rows: Sequence[EvalRow]) -> str:
+    """Returns the beginning of the names of the trained routers: decode gates count if there are no classifiers."""
+    kinds = ("classifier", "decode gate")
+    return next((kind for kind in kinds if any(row.method.startswith(kind) for row in rows)), kinds[0])
 
 
 def _quality(rows: list[EvalRow], trained: str) -> str:
@@ -178,7 +184,7 @@ def _speed(rows: Sequence[EvalRow]) -> str:
     """Returns the sentence on the measured times of prefill and decoding, relative to dense attention."""
     rows = [row for row in rows if is_of_one_prompt(row)]
     prefill = _timed(rows, ("latency", "perplexity", "needle"), "gate")
-    decoding = _timed(rows, ("decoding",), "classifier")
+    decoding = _timed(rows, ("decoding",), _trained_router(rows))
     parts = []
     if prefill and (ratio := _time_ratio(rows, prefill)):
         length = f" of {prefill.extra['length']:,} tokens" if "length" in prefill.extra else ""
@@ -292,7 +298,7 @@ def _name(method: str) -> str:
         return f"the {'shipped' if origin == 'embedded' else origin} {base}{variant}"
     if method.endswith(", untrained"):
         return f"an untrained {method.removesuffix(', untrained')} of the same cost"
-    article = "the " if method.startswith(("gate", "classifier", "k-means")) else ""
+    article = "the " if method.startswith(("gate", "classifier", "decode gate", "k-means")) else ""
     return NAMES.get(method) or article + method_title(method)
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
+SMALLEST_SUM = 1e-30  # of the scores of a row
+
+
 class Router(Protocol):
     """Interface of :class:`~msattn.trainer.saap.kmeans.KMeans` and :class:`~msattn.trainer.saap.qmodel.QModel`.
 
@@ -103,10 +106,10 @@ def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:
     """Returns the predicted attention of a bucket's keys, as a multiple of that of the mean key: fp32 ``[..., C]``.
 
     ``scores`` fp32 ``[..., C]`` are probabilities up to a factor of each row, ``sizes [..., C]`` the numbers of keys. An empty
-    bucket has density 0.
+    bucket has density 0, as have all buckets of a row of zeros.
     """
     per_key = torch.where(sizes > 0, scores / sizes.clamp(min=1), 0)
-    return per_key * (sizes.sum(-1, keepdim=True) / scores.sum(-1, keepdim=True))
+    return per_key * (sizes.sum(-1, keepdim=True) / scores.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM))
 
 
 def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
@@ -114,7 +117,7 @@ def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
 
     Free places hold -1.
     """
-    densest = densities.topk(most, dim=-1, sorted=False)
+    densest = densities.topk(min(most, densities.shape[-1]), dim=-1, sorted=False)
     return densest.indices.masked_fill(densest.values < threshold, -1).to(torch.int32)
 
 

@@ -1,6 +1,6 @@
 """Calibrated thresholds, with which a decoded query reads a given share of the keys on average instead of a number of buckets.
 
-Buckets differ in size and queries in how sure their classifier is. A query reads the buckets whose keys it is predicted to
+Buckets differ in size and queries in how sure their router is. A query reads the buckets whose keys it is predicted to
 attend to most: those with the highest density, the predicted attention of a key as a multiple of the mean key's. One
 threshold for all layers and heads decides how dense a bucket must be, so a head reads many keys where that pays and few
 elsewhere. It is measured once on text, for a grid of shares. The dense window comes on top of the share.
@@ -20,7 +20,9 @@ from torch import Tensor
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import activity
-from msattn.trainer.saap.routing import Router, bucket_densities
+from msattn.trainer.routing.buckets import Router, bucket_densities
+from msattn.trainer.routing.pages import PageRouter, far_probabilities
+from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +51,7 @@ class Thresholds:
 
 @torch.no_grad()
 def calibrate(
-    router: Router,
+    router: Router | PageRouter,
     teacher: "PreTrainedModel",
     chunks: Iterable[dict[str, Tensor]],
     *,
@@ -61,7 +63,7 @@ def calibrate(
 
     Parameters
     ----------
-    router : query classifiers, whose scores are probabilities.
+    router : query classifiers, whose scores are probabilities, or decode gates, whose scores become probabilities.
     chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     recent, sink, dense_layers : as the router is served. The window of a chunk is at most half of it.
 
@@ -91,18 +93,18 @@ def calibrate(
     return {"shares": list(SHARES), "densities": thresholds(counts.cpu())}
 
 
-def histogram(router: Router, x: LayerInputs, recent: int, sink: int) -> Tensor:
+def histogram(router: Router | PageRouter, x: LayerInputs, recent: int, sink: int) -> Tensor:
     """Counts keys outside the dense window by log2 of their bucket's density, for queries of a prompt: float64 ``[BINS]``."""
     count = min(QUERIES, x.num_keys - recent)
     positions = torch.linspace(recent, x.num_keys - 1, count, device=x.q.device).round().long()
-    buckets = router.assign(x.layer, x.k_nope, x.k)[0]
+    (buckets,), num_buckets = buckets_of_keys(x, router)
     far = buckets.clone()
     far[:, :sink] = -1
-    q, q_nope = (queries[0, :, positions].transpose(0, 1)[:, :, None] for queries in (x.q, x.q_nope))  # [n, Hq, 1, D]
-    sizes = bucket_sizes(buckets, positions, router.num_buckets)
-    logs = bucket_densities(router.scores(x.layer, q_nope, q), sizes).log2()
-    bins = ((logs - LOWEST) * BINS_OF_OCTAVE).clamp(0, BINS - 1).long()
-    far_sizes = bucket_sizes(far, positions - recent, router.num_buckets)
+    scores = bucket_scores(x, router, positions, recent)
+    scores = far_probabilities(scores) if isinstance(router, PageRouter) else scores
+    sizes = bucket_sizes(buckets, positions, num_buckets)
+    bins = ((bucket_densities(scores, sizes).log2() - LOWEST) * BINS_OF_OCTAVE).clamp(0, BINS - 1).long()
+    far_sizes = bucket_sizes(far, positions - recent, num_buckets)
     return torch.bincount(bins.flatten(), far_sizes.flatten().double(), minlength=BINS)
 
 
@@ -136,8 +138,8 @@ def threshold_at(table: dict[str, Any], share: float) -> float:
     """
     shares, densities = table["shares"], table["densities"]
     if not shares[0] <= share <= shares[-1]:
-        raise UserError(f"keys={share}: the query classifier is calibrated from {shares[0]} to {shares[-1]}")
-    return float(np.exp(np.interp(np.log(share), np.log(shares), np.log(densities))))
+        raise UserError(f"keys={share}: the router is calibrated from {shares[0]} to {shares[-1]}")
+    return float(np.exp(np.interp(np.log(float(share)), np.log(shares), np.log(densities))))
 
 
 def most_probes(share: float, num_buckets: int) -> int:

@@ -1,0 +1,206 @@
+"""``eval`` and ``generate`` with decode gates: rows beside other routers, shares of the keys, and what decodes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+
+from msattn import cli
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer import artifacts, models
+from msattn.trainer.commands import greedy
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
+from msattn.trainer.config.evaluate import DecodingConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import decoding, methods, needle, recall
+from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
+from msattn.trainer.evaluate.report.style import METHOD_STYLES, is_trained
+from msattn.trainer.evaluate.report.verdict import verdict
+from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.untrained import add_routers, without_routers
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
+from msattn.trainer.seer.decode_gate import DecodeGate
+from tests.evaluate.test_evaluate import config
+from tests.evaluate.test_routers import measured_on_a_chunk
+from tests.test_bad_input import text as words
+
+BLOCK = 16
+BLOCKS = 16  # of the 256 positions of the model
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "essay.txt").write_text(words(6000))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+    """An output folder with untrained decode gates for the model of :func:`config`."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    loaded = models.load(config(outputs, text).model, device="cpu")
+    gate = DecodeGate.build(loaded.model.config, GateConfig(phase="decode", block_size=BLOCK))
+    folder = artifacts.artifact_folder(outputs, "rand", "base", "decode_gate")
+    details = gate.details() | {"serving": {"probes": 2, "recent": 9, "sink": 3, "dense_layers": [1]}}
+    facts: dict[str, Any] = {"config": {}, "model": loaded.fingerprint, "data": "none", "seed": 0, "metrics": {}}
+    artifacts.write(folder, kind="decode_gate", tensors=gate.tensors(), details=details, **facts)
+    return outputs
+
+
+def found_methods(cfg: EvalRunConfig) -> tuple[Loaded, methods.ComparedMethods]:
+    loaded = models.load(cfg.model, device="cpu")
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    return loaded, add_routers(found, cfg, loaded.model)
+
+
+def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
+    sizes = config(trained, text).eval
+    cfg = config(
+        trained,
+        text,
+        baselines=[],
+        routers=["quest"],
+        recall=replace(sizes.recall, probes=[0, 1, BLOCKS], keys=[0.1, 0.4], independent=True),
+        needle=replace(sizes.needle, probes=[1], keys=[0.3], depths=[0.5], samples=1, question="dense"),
+        decoding=DecodingConfig(lengths=[200], tokens=2, transformers_batch=0),
+    )
+    loaded, found = found_methods(cfg)
+    methods.calibrate_routers(found, cfg, loaded)
+    assert any(note.startswith("decode gate: its artifact holds no thresholds") for note in found.notes)
+    assert not any("No decode_gate" in note for note in found.notes)
+    assert [each.name for each in without_routers(found).bucket_routings] == [], "their blocks are no partition"
+    rows = [row for task in (recall, needle, decoding) for row in task.run(loaded, cfg, found, Progress(disable=True))]
+    by_name = {(row.task, row.method, row.setting): row for row in rows}
+    assert len(rows) == len(by_name)
+    for suffix in ("", ", independent"):  # one choice serves a query group anyway
+        for setting in ("1 probe", f"{BLOCKS} probes"):
+            one, other = by_name["recall", "decode gate", setting], by_name["recall", "decode gate" + suffix, setting]
+            assert other.score == pytest.approx(one.score)
+            assert other.selectivity == pytest.approx(one.selectivity)
+    every = by_name["recall", "decode gate", f"{BLOCKS} probes"]
+    assert every.score == pytest.approx(1, abs=1e-5)
+    assert every.selectivity == pytest.approx(1)
+    shares = [by_name["recall", "decode gate, calibrated", f"{share} % of far keys"] for share in (10, 40)]
+    window, one = by_name["recall", WINDOW, "0 probes"], by_name["recall", "decode gate", "1 probe"]
+    reads = [row.selectivity or 1 for row in (window, *shares)]
+    assert reads[0] < reads[1] < reads[2] < 1
+    assert window.score < one.score <= by_name["recall", "oracle routing", "1 probe"].score + 1e-6
+    for row in (
+        by_name["needle", "decode gate", "1 probe"],
+        by_name["needle", "decode gate, calibrated", "30 % of far keys"],
+        by_name["decoding", "decode gate", "2 probes"],
+    ):
+        assert row.selectivity is not None
+        assert 0.08 < row.selectivity < 0.8
+    assert {"decode gate", "decode gate, calibrated"} <= set(METHOD_STYLES)
+    assert is_trained("decode gate")
+    assert any("the decode gate" in sentence for sentence in verdict(rows))
+
+
+def test_share_curves_are_the_shares_that_the_kernel_reads(trained: Path, text: str) -> None:
+    cfg = config(trained, text, routers=[], key_shares=[0.3, 1.0])
+    cfg = replace(cfg, dense_layers=[])
+    loaded, found = found_methods(cfg)
+    (routing,) = found.bucket_routings
+
+    def measure(x: Any) -> None:
+        dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale)
+        positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, 32).round().long()
+        curve = share_curve(x, routing)
+        buckets, number = buckets_of_keys(x, routing.router)
+        for probes in (0, 1, 5, BLOCKS):
+            chosen = routing.buckets(bucket_scores(x, routing.router, positions, routing.recent), probes)
+            read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
+            assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
+
+    measured_on_a_chunk(cfg, loaded, measure)
+    (matched,) = match_key_shares(found, cfg, loaded).bucket_routings
+    (_, few), (_, many) = matched.settings([7])
+    assert 1 <= few < many <= BLOCKS
+
+
+def test_numbers_of_the_manifest_are_served(trained: Path, text: str) -> None:
+    cfg = replace(config(trained, text), recent=None, sink=None)
+    _, found = found_methods(cfg)
+    routing = found.bucket_routings[0]
+    assert (routing.probes, routing.recent, routing.sink, routing.dense_layers) == (2, 9, 3, (1,))
+    named = replace(cfg, name="other", artifacts=ArtifactsConfig(decode_gate=str(trained / "rand" / "base")))
+    _, found = found_methods(named)
+    assert found.bucket_routings[0].name == "decode gate"
+
+
+def test_one_router_decodes(tmp_path: Path) -> None:
+    """A given one, else the first kind that there is; the embedded model has a classifier."""
+
+    def chosen(*overrides: str) -> list[str]:
+        paths = greedy._artifacts(compose("generate", [f"outputs={tmp_path}", *overrides]))
+        return [kind for kind in greedy.ROUTERS if paths[kind]]
+
+    assert chosen() == ["qmodel"]
+    assert chosen("artifacts.decode_gate=some/folder") == ["decode_gate"]
+    assert chosen("artifacts.kmeans=embedded") == ["kmeans"]
+    assert chosen("artifacts.kmeans=embedded", "artifacts.decode_gate=some/folder") == ["decode_gate"]
+    (tmp_path / "tiny" / "base" / "decode_gate").mkdir(parents=True)
+    assert chosen() == ["qmodel"]
+    assert chosen("artifacts.qmodel=embedded") == ["qmodel"]
+
+
+@pytest.mark.slow
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """train-gate, eval and generate, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    for name, word in (("text.txt", "word"), ("heldout.txt", "term")):
+        Path(name).write_text(words(6000, word))
+    Path("prompt.txt").write_text(words(600))
+    common = ["tracker=none", "device=cpu"]
+    data = ["data=text", "data.path=text.txt", "data.heldout_path=heldout.txt", "data.seq_len=512"]
+    sizes = ["recent=64", "eval.recall.num_chunks=1", "eval.recall.num_queries=8", "eval.baselines=[]", "eval.routers=[]"]
+    prompt = ["--prompt-file", "prompt.txt", "max_new_tokens=4", "dense_below=0", "artifacts.decode_gate=outputs/tiny/base"]
+    for arguments in (
+        ["train-gate", "gate=decode", "train.steps=2", "train.batch_size=1", "gate.queries=64", *data],
+        ["eval", "eval=recall", *data, *sizes],
+        ["generate", "keys=128", *prompt],
+        ["generate", "threshold=0.05", *prompt],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*arguments, *common])
+        assert not ended.value.code, capsys.readouterr().err
+    results = json.loads(Path("outputs/tiny/base/eval/results.json").read_text())
+    assert "decode gate" in {row["method"] for row in results["rows"]}
+    assert results["artifacts"]["decode_gate"]["kind"] == "decode_gate"
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "says"),
+    [
+        ("train-gate", ["gate.phase=decoding"], "gate.phase=decoding: accepted are prefill, decode (did you mean decode?)"),
+        ("train-gate", ["gate.queries=0"], "gate.queries=0: in [1, 1e9]"),
+        ("train-gate", ["gate.phase=decode", "gate.recent=4096"], "gate.recent=4096: gate.sink + gate.recent below"),
+        ("generate", ["keys=0.7"], "keys=0.7: accepted is null, a share in [0.001, 0.5], or a whole number of keys"),
+        ("generate", ["keys=2.5"], "keys=2.5: accepted is null"),
+        ("generate", ["threshold=1"], "threshold=1.0: null, or in (0, 1)"),
+        ("generate", ["threshold=0.1", "probes=2"], "threshold=0.1: accepted is null with probes=2"),
+        ("generate", ["threshold=0.1", "keys=64"], "threshold=0.1: accepted is null with keys=64"),
+        ("eval", ["keys=2048"], "keys=2048.0: null, or in [0.001, 0.5]"),
+    ],
+)
+def test_settings_out_of_range_are_refused(command: str, overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose(command, overrides)
+    assert says in str(refused.value)
+
+
+def test_the_settings_of_the_paper_compose() -> None:
+    cfg = compose("train-gate", ["model=llama3", "gate=decode"])
+    assert (cfg.gate.phase, cfg.gate.loss, cfg.gate.k_pool, cfg.gate.block_size) == ("decode", "kl", ["max", "min", "avg"], 64)
+    assert cfg.gate.kind == "decode_gate"
+    assert compose("train-gate", ["gate.phase=decode", "gate.loss=mse"]).gate.loss == "mse"
+    assert compose("train-gate").gate.kind == "gate"
+    assert compose("generate", ["keys=2048"]).routing["keys"] == 2048

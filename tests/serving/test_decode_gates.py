@@ -1,0 +1,233 @@
+"""Decoding with decode gates: the keys that are read, against a direct computation in fp64, and attached models."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from msattn.trainer.attach import attach
+from msattn.trainer.config import GateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.seer.gate import Gate
+from msattn.trainer.serving.steps import DecodingSteps
+from tests.factory import left_padded, random_tokens, tiny_model
+from tests.seer.test_decode_gate import BLOCK, config, inputs_of_layers, random_decode_gate
+from tests.serving.decoding import check_steps, close, generate
+
+RECENT, SINK, BLOCKS = 20, 2, 16
+OPTIONS: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
+
+
+def models(group: int) -> tuple[Any, Any]:
+    """A model whose key/value heads serve ``group`` query heads, and random decode gates for it."""
+    heads = {1: (2, 2), 2: (4, 2), 4: (4, 1), 7: (7, 1)}[group]
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
+    return tiny_model(**sizes), random_decode_gate(std=1.0, **sizes)
+
+
+def blocks_to_read(gate: Any, x: Any, probes: int, threshold: float | None = None) -> Tensor:
+    """Returns bool ``[Hkv, M]``: what the last query of a prompt reads besides the dense window; scores are the gate's own."""
+    at = x.num_keys - 1
+    far = (at - RECENT) // BLOCK + 1
+    logits = gate.logits(x, torch.tensor([at]))[0, :, 0, :far]
+    if threshold is None:
+        chosen = [each.topk(min(probes, far)).indices for each in logits]
+    else:
+        chosen = [(each.softmax(-1) >= threshold).nonzero()[:, 0] for each in logits]
+    return torch.stack([torch.isin(torch.arange(x.num_keys) // BLOCK, each) for each in chosen])
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize(("reads", "probes", "threshold"), [
+    ({"probes": 0}, 0, None), ({"probes": 2}, 2, None), ({"keys": 3 * BLOCK + 5}, 3, None), ({"threshold": 0.2}, 0, 0.2),
+])  # fmt: skip
+@torch.no_grad()
+def test_a_token_reads_the_best_blocks_and_no_more(
+    group: int, reads: dict[str, Any], probes: int, threshold: float | None
+) -> None:
+    """The first layer's queries do not depend on what is read: there, as many keys are read as said."""
+    model, gate = models(group)
+    ids = random_tokens(1, 230)
+    x = inputs_of_layers(model, ids)[0]
+    far = blocks_to_read(gate, x, probes, threshold)
+    position = torch.arange(230)
+    read = far | (position < SINK) | (position > 229 - RECENT)
+    with attach(model, qmodel=gate, measure_recall=True, **OPTIONS | {"dense_layers": (1,)} | reads) as sparse:
+        cache: Any = DynamicCache()
+        model(ids[:, :-1], past_key_values=cache)
+        model(ids[:, -1:], past_key_values=cache)
+        stats = sparse.stats()
+    assert stats["selectivity"] == pytest.approx(read.float().mean().item())
+    weights = (x.q[0, :, -1:] @ x.k[0].repeat_interleave(group, 0).mT * x.scale).softmax(-1)[:, 0]
+    mass = (weights * read.repeat_interleave(group, 0)).sum(-1).mean()
+    assert stats["decode_recall"] == pytest.approx(mass.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_an_attached_model(group: int, where: str) -> None:
+    """All blocks are dense attention; in a batch with padding each row is as alone; fewer blocks read less."""
+    model, gate = models(group)
+    model = model.to(where)
+    rows = [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
+    ids, mask = left_padded(rows)
+    dense, shares = generate(model, ids, mask, max_new_tokens=6), []
+    for probes in (0, 1, BLOCKS):
+        with attach(model, qmodel=gate, probes=probes, **OPTIONS) as sparse:
+            found = generate(model, ids, mask, max_new_tokens=6)
+            shares.append(sparse.stats()["selectivity"])
+    close(found, dense)
+    assert shares[0] < shares[1] < shares[2] == 1
+    with attach(model, qmodel=gate, probes=1, **OPTIONS):
+        together = generate(model, ids[1:], mask[1:], max_new_tokens=6)
+        for row in (1, 2):
+            close(generate(model, rows[row][None], max_new_tokens=6)[:, 0], together[:, row - 1])
+
+
+def decoded(model: Any, ids: Tensor, passes: list[int], cache: Any) -> Tensor:
+    """Returns the logits of the last of ``passes``, which end at these positions."""
+    logits, first = torch.empty(0), cache.get_seq_length()
+    for end in passes:
+        logits = model(ids[:, first:end], past_key_values=cache).logits
+        first = end
+    return logits
+
+
+@torch.no_grad()
+def test_chunks_drafts_and_crops_read_as_one_prompt(where: str) -> None:
+    """However the cache came about, a token reads the same keys, also after an index that held removed ones."""
+    model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
+    ids = random_tokens(1, 200).to(where)
+    with attach(model, qmodel=gate, probes=2, **OPTIONS):
+        expected = decoded(model, ids, [179, 180], DynamicCache())
+        close(decoded(model, ids, [50, 131, 179, 180], DynamicCache()), expected)  # chunks
+        cache: Any = DynamicCache()
+        together = decoded(model, ids, [179, 183], cache)  # drafts
+        close(together[:, :1], expected)
+        cache.crop(-4)
+        close(decoded(model, ids, [180], cache), expected)
+        longer: Any = DynamicCache()
+        decoded(model, ids, [200], longer)  # all of them are in the index
+        for layer in longer.layers:
+            assert layer.indexed == 200
+        longer.crop(-21)
+        assert all(179 - BLOCK < layer.indexed <= 179 for layer in longer.layers)
+        close(decoded(model, ids, [180], longer), expected)
+        cached = DynamicCache()
+    decoded(model, ids, [170, 179], cached)  # filled outside of the context
+    with attach(model, qmodel=gate, probes=2, **OPTIONS):
+        close(decoded(model, ids, [180], cached), expected)
+
+
+@torch.no_grad()
+def test_rebuilt_summaries_hold_the_new_keys(where: str) -> None:
+    """After many single tokens that read every key, the summaries are those of a prompt."""
+    model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
+    ids = random_tokens(2, 168).to(where)
+    with attach(model, qmodel=gate, probes=BLOCKS, **OPTIONS):
+        cache: Any = DynamicCache()
+        decoded(model, ids, [40, *range(41, 169)], cache)
+        assert all(layer.indexed == 168 for layer in cache.layers)  # 64 tokens after the prompt, and again
+        fresh: Any = DynamicCache()
+        decoded(model, ids, [168], fresh)
+        for mine, other in zip(cache.layers, fresh.layers, strict=True):
+            close(mine.summaries[:, :, :11], other.summaries[:, :, :11], 1e-3)
+
+
+@torch.no_grad()
+def test_beams_read_as_their_sequences_alone(where: str) -> None:
+    """Reordered rows keep their index and summaries."""
+    model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
+    ids = random_tokens(3, 150).to(where)
+    order = torch.tensor([2, 0, 2], device=where)
+    with attach(model, qmodel=gate, probes=1, **OPTIONS):
+        cache, expected = DynamicCache(), DynamicCache()
+        decoded(model, ids, [149], cache)
+        cache.reorder_cache(order)
+        decoded(model, ids[order], [149], expected)
+        close(decoded(model, ids[order], [150], cache), decoded(model, ids[order], [150], expected))
+        beams = model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False)
+        for row in range(3):
+            alone = model.generate(ids[row : row + 1], max_new_tokens=8, num_beams=3, do_sample=False)
+            assert torch.equal(alone[0], beams[row])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "reads",
+    [{"probes": 1}, {"keys": 0.2}, {"threshold": 0.3}],
+    ids=str,
+)
+def test_steps_equal_ordinary_passes(
+    reads: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None
+) -> None:
+    model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
+    gate.thresholds = {"shares": [0.1, 0.5], "densities": [2.0, 1.0]}
+    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (70, 61)])
+    options = {"qmodel": gate, **OPTIONS, "dense_layers": (0,), **reads}
+    with attach(model, **options) as sparse:
+        steps, read = generate(model, ids, mask, max_new_tokens=70), sparse.stats()
+        check_steps(sparse, where, 69 - 1)  # the index was rebuilt once
+    monkeypatch.setattr(DecodingSteps, "device_type", "none")
+    with attach(model, **options) as sparse:
+        ordinary, expected = generate(model, ids, mask, max_new_tokens=70), sparse.stats()
+    close(steps, ordinary)
+    assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
+    assert 0.1 < read["selectivity"] < 0.9
+
+
+@torch.no_grad()
+def test_both_phases_are_served_together(where: str) -> None:
+    """Gates of both phases with equal poolings share the pooled keys; with others, each has its own."""
+    model = tiny_model().to(where)
+    ids = random_tokens(2, 120).to(where)
+    for pools in (["max", "min"], ["avg"]):
+        prefill = Gate.build(model.config, GateConfig(block_size=BLOCK, k_pool=pools)).requires_grad_(False)
+        gate = random_decode_gate(config(k_pool=["max", "min"]), std=1.0)
+        both: dict[str, Any] = {"gate": prefill, "select": "topk", "qmodel": gate, "probes": 2, **OPTIONS}
+        with attach(model, **both) as sparse:
+            cache: Any = DynamicCache()
+            decoded(model, ids, [48, 119, 120], cache)
+            stats = sparse.stats()
+        assert 0 < stats["sparsity"] < 1
+        assert 0 < stats["selectivity"] < 1
+        assert stats["dense_fallbacks"] == 0
+        assert all(len(layer.pooled) == (1 if pools == ["max", "min"] else 2) for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_a_cache_keeps_its_gates() -> None:
+    model, ids, gate = tiny_model(), random_tokens(1, 60), random_decode_gate()
+    cache = DynamicCache()
+    with attach(model, qmodel=gate, probes=1, **OPTIONS):
+        model(ids, past_key_values=cache)
+    with attach(model, qmodel=random_decode_gate(), probes=1, **OPTIONS):  # the same weights
+        model(ids[:, :1], past_key_values=cache)
+    with (
+        attach(model, qmodel=random_decode_gate(std=0.1), probes=1, **OPTIONS),
+        pytest.raises(UserError, match="another k-means or router"),
+    ):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_what_is_refused() -> None:
+    model, gate = tiny_model(), random_decode_gate()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"qmodel": gate, "probes": 17}, "probes=17: accepted are 0 to 16"),
+        ({"qmodel": gate, "keys": 15}, r"keys=15: accepted are 16 \(a block\) to 256 keys"),
+        ({"qmodel": gate, "keys": 257}, "keys=257: accepted are 16"),
+        ({"qmodel": gate, "keys": 20.5}, "keys=20.5: accepted are 16"),
+        ({"qmodel": gate, "keys": float("inf")}, "keys=inf: accepted are 16"),
+        ({"qmodel": gate, "keys": 0.1}, "keys=0.1: this router has no calibrated thresholds"),
+        ({"qmodel": gate, "threshold": 1.0}, r"threshold=1.0: accepted is a number in \(0, 1\)"),
+        ({"qmodel": gate, "threshold": float("nan")}, "threshold=nan: accepted is a number"),
+        ({"qmodel": gate, "threshold": 0.1, "keys": 32}, "keys=32: threshold=0.1 is given too"),
+        ({"qmodel": gate, "threshold": 0.1, "probes": 3}, "threshold=0.1: probes=3 is given too"),
+        ({"select": "quest", "threshold": 0.1}, "threshold=0.1: only decoding with a router uses it"),
+        ({"qmodel": random_decode_gate(num_hidden_layers=3)}, "its num_layers is 3, this model's is 2"),
+        ({"qmodel": random_decode_gate(num_attention_heads=2)}, "its num_heads is 2, this model's is 4"),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError, match=message), attach(model, **options):
+            pass

@@ -1,0 +1,177 @@
+"""DecodeGate: scores of key blocks for single queries, with which decoding chooses what to read (SeerAttention-R, section 3).
+
+A gate serves a query group. The group's queries before RoPE are concatenated and projected, keys before RoPE are pooled over
+blocks and projected, and both are rotated by the gate's own RoPE: queries at their position, keys at the first position of
+their block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the blocks before the dense window.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import torch
+from annotated_types import Interval
+from torch import Tensor, nn
+
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer import artifacts, models
+from msattn.trainer.config import GateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.models import rope
+from msattn.trainer.routing.buckets import ServingNumbers
+from msattn.trainer.routing.calibrate import Thresholds
+from msattn.trainer.routing.pages import PageRouter, page_products
+from msattn.trainer.seer.gate import AttnGate
+from msattn.trainer.storage.documents import checked
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from msattn.trainer.models.tap import LayerInputs
+
+
+@dataclass(frozen=True)
+class DecodeGateDetails:
+    """Schema of the manifest entries of :meth:`DecodeGate.details`."""
+
+    gate: GateConfig
+    num_blocks: Annotated[int, Interval(ge=1, lt=2**31)]
+    thresholds: Thresholds | None = None
+    serving: ServingNumbers = field(default_factory=ServingNumbers)
+
+
+class DecodeGate(PageRouter, artifacts.ArtifactModule):
+    """Decode gates of all layers of a model, trained by ``msattn train-gate gate.phase=decode``.
+
+    A router whose buckets are blocks: a query with ``p`` probes reads the ``p`` blocks with the highest scores.
+
+    Parameters
+    ----------
+    num_blocks : blocks of the longest sequence, the largest number of probes.
+
+    Attributes
+    ----------
+    gates : an :class:`~msattn.trainer.seer.gate.AttnGate` for each attention layer.
+    inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
+    thresholds : calibrated thresholds (:func:`msattn.trainer.routing.calibrate.calibrate`); None before training.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cfg: GateConfig,
+        inv_freq: Tensor,
+        num_blocks: int,
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.page_size, self.pools, self.num_buckets = cfg.block_size, cfg.k_pool, num_blocks
+        self.layers, self.kv_heads, self.num_heads, self.head_dim = list(range(num_layers)), num_kv_heads, num_heads, head_dim
+        self.thresholds: dict[str, Any] | None = None
+        of_groups = replace(cfg, heads="kv", q_pool=["avg"])  # a single query is its own mean
+        self.gates = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, of_groups) for _ in range(num_layers))
+        self.register_buffer("inv_freq", inv_freq.float())
+
+    @classmethod
+    def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "DecodeGate":
+        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor."""
+        head_dim = models.head_dim(config)
+        inv_freq, _ = rope.inverse_frequencies(config, dim=cfg.hidden or head_dim)
+        num_blocks = -(-models.max_length(config) // cfg.block_size)
+        heads = models.num_heads(config), models.num_kv_heads(config)
+        return cls(models.num_layers(config), *heads, head_dim, cfg, inv_freq, num_blocks)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "DecodeGate":
+        """Loads trained gates from the folder or Hub id of an artifact, on the CPU.
+
+        Raises
+        ------
+        UserError
+            If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
+        """
+        artifact = artifacts.read(path, kind="decode_gate")
+        base = artifact.manifest["model"]
+        details = checked(artifact.manifest["details"], DecodeGateDetails, f"artifact {path}: details")
+        if details.gate.phase != "decode":
+            raise UserError(f"artifact {path}: details.gate.phase={details.gate.phase}: accepted is decode")
+        if len(artifact.tensors) != 1 + 2 * base["num_layers"]:  # before modules are built
+            accepted = f"accepted are {1 + 2 * base['num_layers']}"
+            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, {accepted}")
+        with torch.device("meta"):
+            sizes = (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
+            inv_freq = torch.empty((details.gate.hidden or base["head_dim"]) // 2)
+            gate = cls(*sizes, details.gate, inv_freq, details.num_blocks)
+        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
+        gate.load_state_dict(artifact.tensors, assign=True)
+        gate.artifact = artifact
+        gate.thresholds = None if details.thresholds is None else asdict(details.thresholds)
+        return gate.requires_grad_(False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of the artifact: weights and inverse frequencies, fp32."""
+        return dict(self.state_dict())
+
+    def details(self) -> dict[str, Any]:
+        """Returns the manifest entries from which :meth:`load` rebuilds these gates."""
+        return {"gate": asdict(self.cfg), "num_blocks": self.num_buckets, "thresholds": self.thresholds}
+
+    def model_shape(self) -> dict[str, int]:
+        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+        return {"num_layers": len(self.gates), **heads, "head_dim": self.head_dim}
+
+    def logits(self, x: "LayerInputs", positions: Tensor) -> Tensor:
+        """Computes the scores of a layer's blocks before softmax, for the queries at ``positions [n]`` of a whole prompt.
+
+        Returns
+        -------
+        Tensor
+            fp32 ``[B, Hkv, n, Tc]``, not masked.
+        """
+        queries = self._project_queries(x.layer, x.q_nope[:, :, positions], positions[None])
+        return queries @ self.summarize(x).mT
+
+    def summarize(self, x: "LayerInputs") -> Tensor:
+        """Returns the projected keys of each block: fp32 ``[B, Hkv, Tc, hidden]``, fp64 for fp64.
+
+        Raises
+        ------
+        ValueError
+            If keys were cached before this pass and ``x.pooled_keys`` does not hold them.
+        """
+        pooled = x.pooled_keys
+        if pooled is None:
+            if x.num_keys != x.k_nope.shape[2]:
+                raise ValueError(f"num_keys={x.num_keys}: gates need every key before RoPE, this pass has {x.k_nope.shape[2]}")
+            pooled = pool_blocks(x.k_nope.detach(), self.cfg.k_pool, block_size=self.page_size, start=x.kv_start)
+        with torch.autocast(pooled.device.type, enabled=False):
+            return self._gate(x.layer).project_keys(pooled, self.inv_freq)
+
+    def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
+        """Returns the block scores of each query group before softmax: fp32 ``[B, Hkv, P]``."""
+        return page_products(self._project_queries(layer, q_nope, positions[:, None]), summaries).squeeze(2)
+
+    def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
+        """Returns :meth:`scores` for each query head, which are those of its group: fp32 ``[B, Hq, P]``."""
+        of_groups = self.scores(layer, summaries, q_nope, q, positions)
+        return of_groups.repeat_interleave(q_nope.shape[1] // self.kv_heads, dim=1)
+
+    def visited(self, far: Tensor, probes: Tensor) -> Tensor:
+        """Returns the number of blocks that are visited with ``probes``, of ``far`` blocks: one for each probe."""
+        return probes.minimum(far)
+
+    def _gate(self, layer: int) -> AttnGate:
+        return cast(AttnGate, self.gates[layer])
+
+    def _project_queries(self, layer: int, q_nope: Tensor, positions: Tensor) -> Tensor:
+        """Returns the projected queries of each group: ``[B, Hkv, N, hidden]``, for queries ``[B, Hq, N, D]``."""
+        gate = self._gate(layer)
+        grouped = q_nope.detach().unflatten(1, (self.kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, Hkv, N, group * D]
+        with torch.autocast(q_nope.device.type, enabled=False):
+            return gate.project_queries(grouped.to(gate.query_weight.dtype), positions, self.inv_freq)
