@@ -242,7 +242,7 @@ def test_operator(backend: Backend, steady_device: str) -> None:
 
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=steady_device)]
     mask = random_block_mask(1, 1, 2, 2, 0.5, steady_device)
-    torch.library.opcheck(module._operator, (*inputs, mask, starts([3], steady_device), 32, True, 0.1, backend))
+    torch.library.opcheck(module._operator, (*inputs, mask, starts([3], steady_device), 32, True, 0.1, 5.0, backend))
     compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
     got, want = (f(q, k, v, mask, block_size=32, backend=backend) for f in (compiled, block_sparse_attention))
     torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -257,7 +257,7 @@ def test_expanded_tensors_are_not_copied(device: str, monkeypatch: pytest.Monkey
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     recent, lengths = starts([5, 9], device), starts([70, 30], device)
-    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, None, lengths, backend)
+    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, 5.0, None, lengths, backend)
     counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
     torch.library.opcheck(module._operator, arguments)
     torch.library.opcheck(module._counting_operator, (*arguments, counts))

@@ -132,7 +132,7 @@ def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import maxpool_attention as module
 
     q, k, v = random_qkv(1, 2, 1, 70, device=device)
-    arguments = (q, k, v, starts([3], device), 64, True, 0.1, backend)
+    arguments = (q, k, v, torch.randn(2, device=device), starts([3], device), 64, True, 0.1, 5.0, backend)
     torch.library.opcheck(module._operator, arguments)
     compiled = torch.compile(maxpool_attention, fullgraph=True, backend="aot_eager")
     for x, y in zip(compiled(q, k, v, backend=backend), maxpool_attention(q, k, v, backend=backend), strict=True):

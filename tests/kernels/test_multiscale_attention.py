@@ -290,7 +290,7 @@ def test_sequences_are_independent(backend: Backend, device: str) -> None:
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=device)]
     zoom = random_zoom(1, 1, (2, 2), device=device)
-    torch.library.opcheck(module._operator, (q, k, v, zoom, starts([3], device), 32, True, 0.1, backend))
+    torch.library.opcheck(module._operator, (q, k, v, zoom, starts([3], device), 32, True, 0.1, 5.0, backend))
     compiled = torch.compile(multiscale_attention, fullgraph=True, backend="aot_eager")
     got, want = (f(q, k, v, zoom, block_size=32, backend=backend) for f in (compiled, multiscale_attention))
     torch.testing.assert_close(tuple(got), tuple(want), rtol=0, atol=0)
