@@ -60,14 +60,14 @@ def test_agrees_with_fp64(case: Case, softcap: float | None, device: str) -> Non
 
 def test_gradients_match_fp64_softmax_with_one_more_column() -> None:
     """Gradients of q, k, v and of the sinks, with rows that see no key."""
-    q, k, v = random_qkv(2, 4, 2, 20, 20, 8, torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v, random_sinks(4, "cpu", torch.float64))]
+    drawn = *random_qkv(2, 4, 2, 20, 20, 8, torch.float64), random_sinks(4, "cpu", torch.float64)
+    q, k, v, sinks = inputs = [x.requires_grad_() for x in drawn]
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     mask[:, :, 1] = False
     seen = torch.ones(20, 20, dtype=torch.bool).tril()
     seen[16:] = False
-    got = apply_sinks(block_sparse_attention(*inputs[:3], mask, block_size=16), inputs[3])
-    want = dense_attention(*inputs[:3], seen, sinks=inputs[3])
+    got = apply_sinks(block_sparse_attention(q, k, v, mask, block_size=16), sinks)
+    want = dense_attention(q, k, v, seen, sinks=sinks)
     dout, dlse = torch.randn_like(got.out), torch.randn_like(got.lse)
     gradients, wanted = (torch.autograd.grad(x[:2], inputs, (dout, dlse)) for x in (got, want))
     for x, y in zip(gradients, wanted, strict=True):
