@@ -18,7 +18,7 @@ from msattn.kernels.bench import cases, decode_cases, eager, peers, prefill_case
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
-from msattn.kernels.operations import OPERATIONS
+from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
 from msattn.trainer.commands.bench_report import figure
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
@@ -63,10 +63,10 @@ def test_bench_has_cases_for_every_operation() -> None:
     } == set(tiles.CANDIDATES)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_eager_form_equals_reference(name: str) -> None:
+@pytest.mark.parametrize(("name", "softcap"), [*((name, None) for name in OPERATIONS), *((name, 2.0) for name in SOFT_CAPPED)])
+def test_eager_form_equals_reference(name: str, softcap: float | None) -> None:
     """The eager form sets the tolerance of a kernel: if it computed something else, a wrong kernel would pass."""
-    found = list(bench.CASES[name](SMALL, OPTIONS))
+    found = list(bench.CASES[name](SMALL, replace(OPTIONS, softcap=softcap)))
     assert found
     for case in found:
         layer = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.layers[0])
