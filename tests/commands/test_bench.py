@@ -163,9 +163,10 @@ def test_coarsened_mask_reads_as_many_keys() -> None:
 
 
 @pytest.mark.gpu  # on a CPU its compilation takes long
-def test_flex_reads_the_same_blocks(device: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_flex_reads_the_same_blocks(softcap: float | None, device: str) -> None:
     shape = replace(SMALL, head_size=64, dtype=torch.float16, device=device)
-    case = next(prefill_cases.block_sparse_attention(shape, OPTIONS))
+    case = next(prefill_cases.block_sparse_attention(shape, replace(OPTIONS, softcap=softcap)))
     (flex,) = (peer for peer in case.peers if peer.name == "flex")
     actual = flex.prepare()(*flex.layers[0])
     # A few roundings to float16 of values up to 4.
@@ -243,7 +244,7 @@ def test_interrupted_run_keeps_its_rows_and_earlier_results(
 def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = block_sparse_attention.block_sparse_attention
 
-    def wrong(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(*arguments: Tensor, softcap: None) -> tuple[Tensor, Tensor]:
         out, lse = correct(*arguments)
         return out * 1.001, lse
 
@@ -261,7 +262,7 @@ def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pyt
 def test_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     correct = block_sparse_attention.block_sparse_attention
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: None) -> tuple[Tensor, Tensor]:
         return correct(q, k, v * 1.001 - v.detach() * 0.001, mask)
 
     monkeypatch.setattr(block_sparse_attention, "block_sparse_attention", wrong)
