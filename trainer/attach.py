@@ -1,7 +1,7 @@
 """The public functions ``attach`` and ``enable``, which run a model with sparse attention, and ``load`` for artifacts."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.break_even import break_even, decoding_break_even
 from msattn.trainer.models.devices import compute_devices
-from msattn.trainer.models.families import decoder, head_dim, num_kv_heads
+from msattn.trainer.models.families import decoder, head_dim, num_heads, num_kv_heads
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
@@ -75,6 +75,7 @@ def attach(
     sink: int | None = None,
     dense_layers: Sequence[int] | None = None,
     dense_below: int | None = None,
+    independent: bool = False,
     strict: bool = False,
     cuda_graphs: bool = True,
     measure_recall: bool = False,
@@ -105,6 +106,8 @@ def attach(
         artifact's manifest records, or for 32, 2047, 1 and (0,).
     dense_below : number of keys below which prompts and new tokens are dense, because that is faster. None stands for the
         lengths that were measured on such a device; for prompts, ``select.dense_below`` is an alternative.
+    independent : each query head visits buckets of its own. By default a query group shares them, as memory is read once for
+        all of its heads.
     strict : refuse artifacts that were made for other weights of the same shape, e.g. before quantization or fine-tuning.
         By default they are served with a warning. The adapters of PEFT models are not compared.
     cuda_graphs : decode with CUDA graphs on a GPU. What cannot be captured runs without, with a warning that says why.
@@ -136,8 +139,8 @@ def attach(
     """
     check_types(
         gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, recent=recent,
-        sink=sink, dense_layers=dense_layers, dense_below=dense_below, strict=strict, cuda_graphs=cuda_graphs,
-        measure_recall=measure_recall, measure_time=measure_time,
+        sink=sink, dense_layers=dense_layers, dense_below=dense_below, independent=independent, strict=strict,
+        cuda_graphs=cuda_graphs, measure_recall=measure_recall, measure_time=measure_time,
     )  # fmt: skip
     require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
     check_model(model)
@@ -159,12 +162,18 @@ def attach(
     if router is not None and probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
     device = _move_to_model(model, gate, router)
-    statistics = Statistics(PhaseTimer(device) if measure_time else None)
+    group = num_heads(model.config) // num_kv_heads(model.config)
+    statistics = Statistics(PhaseTimer(device) if measure_time else None, reads=group if independent else 1)
+    routed = None
+    if router is not None:
+        share = keys or numbers["probes"] / router.num_buckets
+        routed = RoutedDecoding(
+            router, **numbers, threshold=threshold, independent=independent, measure_recall=measure_recall,
+            routed_from=_routed_from(model, numbers, share, dense_below, device), statistics=statistics,
+        )  # fmt: skip
     sparse = Sparse(
         selection,
-        None
-        if router is None
-        else _routed_decoding(model, router, numbers, keys, threshold, dense_below, device, measure_recall, statistics),
+        routed,
         statistics,
         dense_below=_dense_below(given, device) if dense_below is None else dense_below,
         rotation=Rotation.of(model.config, device),
@@ -349,24 +358,12 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     return 0
 
 
-def _routed_decoding(
-    model: "PreTrainedModel",
-    router: AnyRouter,
-    numbers: Mapping[str, Any],
-    keys: float | None,
-    threshold: float | None,
-    dense_below: int | None,
-    device: torch.device,
-    measure_recall: bool,
-    statistics: Statistics,
-) -> RoutedDecoding:
-    if dense_below is None:
-        config = model.config
-        key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
-        window, share = numbers["recent"] + numbers["sink"], keys or numbers["probes"] / router.num_buckets
-        routed_from = partial(decoding_break_even, device, key_bytes, window, share)
-    else:
-        routed_from = lambda batch: dense_below  # noqa: E731
-    return RoutedDecoding(
-        router, **numbers, threshold=threshold, routed_from=routed_from, measure_recall=measure_recall, statistics=statistics
-    )
+def _routed_from(
+    model: "PreTrainedModel", numbers: Mapping[str, Any], share: float, dense_below: int | None, device: torch.device
+) -> Callable[[int], int]:
+    """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
+    if dense_below is not None:
+        return lambda batch: dense_below
+    config = model.config
+    key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
+    return partial(decoding_break_even, device, key_bytes, numbers["recent"] + numbers["sink"], share)

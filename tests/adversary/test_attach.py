@@ -133,7 +133,7 @@ OBJECTS: dict[str, Any] = {
     "model": tiny_model(),
     "class of models": type(model()),
 }
-SWITCHES = ("strict", "cuda_graphs", "measure_recall", "measure_time")
+SWITCHES = ("strict", "independent", "cuda_graphs", "measure_recall", "measure_time")
 CONTEXTS: dict[str, dict[str, Any]] = {  # the options beside the argument that is tried
     "gate": {},
     "select": {},

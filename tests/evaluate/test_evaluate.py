@@ -420,7 +420,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     tasks = replace(
         cfg.eval,
         recall=replace(cfg.eval.recall, probes=[0], keys=[0.1, 0.5], sparsities=[], independent=True),
-        needle=replace(cfg.eval.needle, probes=[0], keys=[0.5], sparsities=[]),
+        needle=replace(cfg.eval.needle, probes=[0], keys=[0.5], sparsities=[], independent=True),
     )
     cfg = replace(cfg, eval=tasks, artifacts=ArtifactsConfig(qmodel=str(folder)), keys=0.2)
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
@@ -442,8 +442,9 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert window < few.selectivity < many.selectivity < 1
     assert rows[WINDOW, "0 probes"].score < few.score < many.score
     assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
-    asked = [row for row in needle.run(loaded, cfg, found, Progress(disable=True)) if row.method == name]
-    assert [row.setting for row in asked] == ["50 % of the keys"]
+    asked = [(row.method, row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True))]
+    share = "50 % of the keys"
+    assert asked == [("dense", ""), (WINDOW, "0 probes"), (name, share), (f"{name}, independent", share)]
 
 
 def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) -> None:

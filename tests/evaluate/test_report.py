@@ -134,6 +134,8 @@ def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: repor
     assert "examples" not in lines[0]
     assert float(lines[1]["bits_per_byte"]) == rows[1].extra["bits_per_byte"]
     assert float(lines[1]["interval_low"]) == 8.0
+    ratio = float(lines[1]["ratio_to_dense"])
+    assert [float(lines[1][f"ratio_{end}"]) for end in ("low", "high")] == [ratio - 0.01, ratio + 0.01]
     assert lines[4]["interval_low"] == ""
 
 

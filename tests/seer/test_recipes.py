@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from msattn import cli
 from msattn.trainer.commands.compose import Command, compose
@@ -13,6 +14,7 @@ from msattn.trainer.config import FinetuneConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
 
+CONF = Path(cli.__file__).parent / "conf"
 TEXT = [
     "data=text",
     "data.path=text.txt",
@@ -128,12 +130,21 @@ def seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
+def swept(experiment: str) -> dict[str, str]:
+    """Returns the values of each key that an experiment sweeps over."""
+    document = yaml.safe_load((CONF / "experiment" / f"{experiment}.yaml").read_text())
+    return document["hydra"]["sweeper"]["params"]
+
+
 def test_pooling_has_49_combinations_each_with_an_evaluation(seen: list[Any]) -> None:
-    msattn("train-gate", "-m", "experiment=seer_pooling")
-    msattn("eval", "-m", "experiment=seer_pooling_eval")
-    trained, evaluated = seen[:49], seen[49:]
-    assert len({(frozenset(cfg.gate.q_pool), frozenset(cfg.gate.k_pool)) for cfg in trained}) == 49
+    queries, keys = ([*yaml.safe_load(f"[{pools}]")] for pools in swept("seer_pooling").values())
+    expected = [f"pool-{'-'.join(q)}_{'-'.join(k)}" for q in queries for k in keys]
+    assert len({(frozenset(q), frozenset(k)) for q in queries for k in keys}) == 49
+    assert swept("seer_pooling_eval")["name"].replace(" ", "").split(",") == expected
+
+    msattn("train-gate", "-m", "experiment=seer_pooling", "gate.q_pool=[avg,max,min]", "gate.k_pool=[max],[max,min]")
+    msattn("eval", "-m", "experiment=seer_pooling_eval", "name=pool-avg-max-min_max,pool-avg-max-min_max-min")
+    trained, evaluated = seen[:2], seen[2:]
     assert [cfg.folder for cfg in evaluated] == [cfg.folder for cfg in trained]
     assert {(cfg.train.steps, cfg.data.seq_len) for cfg in trained} == {(500, 32768)}
     assert {(cfg.model.path, *cfg.eval.documents.lengths) for cfg in evaluated} == {("meta-llama/Llama-3.1-8B", 131072)}

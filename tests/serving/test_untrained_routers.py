@@ -29,14 +29,16 @@ ROUTERS: dict[str, Any] = {
 }
 
 
-def decode(router: Any, k: Tensor, q: Tensor, padding: Tensor | None, probes: int) -> tuple[Tensor, Tensor, int]:
+def decode(
+    router: Any, k: Tensor, q: Tensor, padding: Tensor | None, probes: int, **options: Any
+) -> tuple[Tensor, Tensor, int]:
     """Decodes the last of the keys after a prompt of the others; returns the output, keys read ``[B, Hkv]``, and window."""
     cache, statistics = DynamicCache(), Statistics()
     install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
     layer: Any = cache.layers[0]
     routed = RoutedDecoding(
         router, probes=probes, recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0, measure_recall=False,
-        statistics=statistics,
+        statistics=statistics, **options,
     )  # fmt: skip
     out = q
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
@@ -93,6 +95,30 @@ def test_the_keys_that_are_read(name: str, lengths: tuple[int, ...], probes: int
 
 
 @pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("threshold", [None, 1.0])
+def test_query_heads_choose_by_themselves(name: str, threshold: float | None) -> None:
+    """Independent query heads read what they would read if each had a key/value head of its own."""
+    generator = torch.Generator().manual_seed(7)
+    k = torch.randn(2, KV_HEADS, 200, SIZE, generator=generator, dtype=torch.float64)
+    q = torch.randn(2, HEADS, 1, SIZE, generator=generator, dtype=torch.float64)
+    padding, group = torch.tensor([0, 70], dtype=torch.int32), HEADS // KV_HEADS
+    router, alone = ROUTERS[name]([0]), ROUTERS[name]([0])
+    alone.kv_heads = HEADS
+    if name == "lsh":
+        router, alone = router.double(), alone.double()
+        alone.centroids = alone.centroids.repeat_interleave(group, 1)
+    elif name != "random" and threshold is not None:
+        pytest.skip("pages have no densities")
+    options = {"threshold": threshold} if threshold is not None else {}
+    expected, counts, _ = decode(alone, k.repeat_interleave(group, 1), q, padding, 3, **options)
+    out, summed, _ = decode(router, k, q, padding, 3, independent=True, **options)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(summed, counts.unflatten(1, (KV_HEADS, group)).sum(2))
+    shared, _, _ = decode(router, k, q, padding, 3, **options)
+    assert torch.allclose(out, shared) == (name == "window")
+
+
+@pytest.mark.parametrize("name", ROUTERS)
 def test_an_attached_model(name: str, where: str) -> None:
     """All probes are dense attention; in a batch with padding each row is as alone; fewer probes read less.
 
@@ -115,6 +141,21 @@ def test_an_attached_model(name: str, where: str) -> None:
         together = generate(model, ids[1:], mask[1:], max_new_tokens=12)
         for row in (1, 2):
             close(generate(model, rows[row][None], max_new_tokens=12)[:, 0], together[:, row - 1])
+
+
+@pytest.mark.parametrize("probes", [0, 2, BUCKETS])
+def test_an_attached_model_whose_query_heads_choose_by_themselves(probes: int, where: str) -> None:
+    model, ids = tiny_model().to(where), random_tokens(1, 100).to(where)
+    options: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0, "measure_recall": True}
+    shares, found = [], []
+    for independent in (False, True):
+        with attach(model, qmodel=ROUTERS["quest"]([0, 1]), probes=probes, independent=independent, **options) as sparse:
+            found.append(generate(model, ids))
+            stats = sparse.stats()
+            shares.append(stats["selectivity"])
+        assert (stats["decode_recall"] == pytest.approx(1)) == (probes == BUCKETS)
+    assert shares[0] == pytest.approx(shares[1], rel=0.05)
+    assert torch.allclose(*found, atol=1e-4) == (probes != 2)
 
 
 def test_drafts_of_several_tokens_read_as_single_tokens(where: str) -> None:

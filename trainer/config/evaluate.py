@@ -54,8 +54,8 @@ class NeedleConfig:
 
     ``haystack`` is a text file or folder (None: the held-out documents of ``data``). ``needles`` are hidden in a prompt and one
     of them is asked for. Block selections are measured at ``sparsities``, routing with ``probes``, and query classifiers also
-    at shares of the ``keys``. ``question`` is ``dense`` or ``sparse``, the attention of the question's tokens in routing; the
-    answer is always decoded with sparse attention.
+    at shares of the ``keys``; ``independent`` adds routing with separate buckets for each query head. ``question`` is ``dense``
+    or ``sparse``, the attention of the question's tokens in routing; the answer is always decoded with sparse attention.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
@@ -67,6 +67,7 @@ class NeedleConfig:
     sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
     probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4], metadata=within("[0, 1e6]"))
     keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
+    independent: bool = False
 
     def __post_init__(self) -> None:
         check(self, "eval.needle.")
@@ -93,7 +94,7 @@ class RulerConfig:
 
     ``haystack`` is a text file or folder (None: the held-out documents of ``data``). Prompts are answered together, in batches
     of up to ``batch_tokens`` tokens. Block selections are measured at ``sparsities``, routing with ``probes``, and query
-    classifiers at shares of the ``keys``.
+    classifiers at shares of the ``keys``; ``independent`` adds routing with separate buckets for each query head.
     """
 
     lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
@@ -104,6 +105,7 @@ class RulerConfig:
     sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
     probes: list[int] = field(default_factory=lambda: [1, 2, 4], metadata=within("[0, 1e6]"))
     keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
+    independent: bool = False
 
     def __post_init__(self) -> None:
         check(self, "eval.ruler.")

@@ -85,7 +85,8 @@ class BucketRoutingMethod:
 
     Tasks that measure a single setting take ``probes``, a number of buckets, or ``keys``, a mean share of the keys. A setting
     is one of the two: an integer is a number of buckets, a float a share of the keys. With ``by_share``, the numbers of probes
-    that read some shares of the keys, every task measures these instead of other numbers.
+    that read some shares of the keys, every task measures these instead of other numbers. ``independent``: each query head
+    reads buckets of its own, which serving shares within a query group.
     """
 
     name: str
@@ -96,6 +97,7 @@ class BucketRoutingMethod:
     dense_layers: tuple[int, ...]
     by_share: dict[float, int] = field(default_factory=dict)
     keys: float | None = None
+    independent: bool = False
 
     @classmethod
     def configured(cls, name: str, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
@@ -106,7 +108,7 @@ class BucketRoutingMethod:
 
     def name_at(self, setting: int | float) -> str:
         """Returns the name of the rows in a setting."""
-        return f"{self.name}, calibrated" if isinstance(setting, float) else self.name
+        return self.name + ", calibrated" * isinstance(setting, float) + ", independent" * self.independent
 
     def own_settings(self) -> list[tuple[str, int | float]]:
         """Returns the setting of tasks that measure a single one."""
@@ -150,7 +152,12 @@ class BucketRoutingMethod:
         """Attaches the routing to ``model``, by default so that it decodes sparsely after prompts of every length."""
         window: dict[str, Any] = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
         window["keys" if isinstance(setting, float) else "probes"] = setting
-        return attach(model, qmodel=self.router, dense_below=dense_below, **window)
+        return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **window)
+
+
+def with_independent(routings: Sequence[BucketRoutingMethod]) -> list[BucketRoutingMethod]:
+    """Returns ``routings``, and after each the same with separate buckets for each query head."""
+    return [replace(each, independent=independent) for each in routings for independent in (False, True)]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, with_independent
 from msattn.trainer.evaluate.perplexity import logits, prefill
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.chat import around_prompt
@@ -116,9 +116,10 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     for length in settings.lengths:
         samples = make_samples(cfg, loaded.tokenizer, text, length)
         blocks = [(method, *setting) for method in methods.block_selections for setting in method.settings(settings.sparsities)]
+        routings = with_independent(methods.bucket_routings) if settings.independent else methods.bucket_routings
         routes = [
             (method, label, setting)
-            for number, method in enumerate(methods.bucket_routings)
+            for number, method in enumerate(routings)
             for label, setting in method.settings(settings.probes, settings.keys)
             if setting or number == 0
         ]
@@ -130,7 +131,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             with method.attach(loaded.model, select) as sparse:
                 result = prefill_samples(loaded, samples, advance, sparse)
             rows.append(as_row(method.name, label, samples, result, dense, cfg))
-        for method in methods.bucket_routings:
+        for method in routings:
             plan = {label: setting for route, label, setting in routes if route is method}
             for label, result in decode_samples(loaded, samples, method, plan, advance).items():
                 rows.append(as_row(method.name_at(plan[label]) if plan[label] else WINDOW, label, samples, result, dense, cfg))

@@ -7,6 +7,7 @@ sparsely.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.answers import Answers, Case, Question, answer, cases
 from msattn.trainer.evaluate.intervals import stratified_interval
-from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.chat import around_prompt
 
@@ -40,6 +41,8 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     UserError : a length is too short for a task, or the haystack has too few words.
     """
     settings = cfg.eval.ruler
+    if settings.independent:
+        methods = replace(methods, bucket_routings=with_independent(methods.bucket_routings))
     tried = cases(loaded, methods, settings.sparsities, settings.probes, settings.keys)
     hay = read_haystack(cfg)
     rows: list[EvalRow] = []

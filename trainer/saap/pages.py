@@ -57,7 +57,9 @@ class PageRouter(UntrainedRouter):
         rounded = (2 * probes * far + self.num_buckets) // (2 * self.num_buckets)
         return rounded.maximum(probes.clamp(max=1)).minimum(far)
 
-    def probe_pages(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, probes: int) -> Tensor:
+    def probe_pages(
+        self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, probes: int, *, by_head: bool = False
+    ) -> Tensor:
         """Returns the pages that the newest token of each sequence visits: int32 ``[B, Hkv, L]``.
 
         Parameters
@@ -65,10 +67,12 @@ class PageRouter(UntrainedRouter):
         x : one query of each sequence.
         summaries : ``[B or 1, Hkv, P, S]``; pages that are not far may hold anything.
         window : number of last keys that are read anyway, one for all sequences or ``[B]``.
+        by_head : each query head has its own pages: ``[B, Hq, L]``.
         """
         keys = torch.full_like(x.q[:, 0, 0, 0], x.num_keys, dtype=torch.long) if x.kv_len is None else x.kv_len
         before_window = keys - window - (0 if x.kv_start is None else x.kv_start)
-        return self.choose(only_far(self.scores(summaries, x.q), before_window), probes)
+        scores = (self.head_scores if by_head else self.scores)(summaries, x.q)
+        return self.choose(only_far(scores, before_window), probes)
 
 
 def num_pages(keys: int) -> int:

@@ -118,26 +118,32 @@ def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
     return densest.indices.masked_fill(densest.values < threshold, -1).to(torch.int32)
 
 
-def route(router: Router, x: "LayerInputs", probes: int) -> Tensor:
+def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = False) -> Tensor:
     """Returns the buckets that the newest token visits, int32 ``[B, Hkv, probes]``; none for ``probes=0``.
 
-    ``x`` holds one query of each sequence.
+    ``x`` holds one query of each sequence. With ``by_head`` each query head has its own buckets: ``[B, Hq, probes]``.
 
     Raises
     ------
     UserError : ``probes`` is negative or larger than the number of buckets.
     """
     _check_probes(probes, router.num_buckets)
+    if by_head:
+        return top_buckets(router.head_scores(x.layer, x.q_nope, x.q), probes)
     return router.probe(x.layer, x.q_nope, x.q, probes)
 
 
-def route_by_density(router: Router, x: "LayerInputs", offsets: Tensor, threshold: float, most: int) -> Tensor:
+def route_by_density(
+    router: Router, x: "LayerInputs", offsets: Tensor, threshold: float, most: int, *, by_head: bool = False
+) -> Tensor:
     """Returns the buckets whose density reaches ``threshold`` for the newest token: int32 ``[B, Hkv, most]``, -1 is none.
 
-    ``x`` holds one query of each sequence. ``offsets`` int32 ``[B, Hkv, C + 1]`` are those of the bucket index.
+    ``x`` holds one query of each sequence. ``offsets`` int32 ``[B, Hkv, C + 1]`` are those of the bucket index. Each query head
+    has its own buckets with ``by_head``: ``[B, Hq, most]``.
     """
-    scores = router.scores(x.layer, x.q_nope, x.q)
-    return dense_buckets(bucket_densities(scores, offsets.diff(dim=-1)), threshold, most)
+    scores = (router.head_scores if by_head else router.scores)(x.layer, x.q_nope, x.q)
+    sizes = offsets.diff(dim=-1).repeat_interleave(scores.shape[1] // offsets.shape[1], 1)
+    return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 
 
 def _check_probes(probes: int, num_buckets: int) -> None:

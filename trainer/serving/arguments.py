@@ -44,6 +44,7 @@ TYPES: dict[str, tuple[Any, str]] = {
     "sink": (int | None, "an integer"),
     "dense_layers": (list[int] | range | None, "a sequence of integers"),
     "dense_below": (int | None, "an integer"),
+    "independent": (bool | np.bool_, "True or False"),
     "strict": (bool | np.bool_, "True or False"),
     "cuda_graphs": (bool | np.bool_, "True or False"),
     "measure_recall": (bool | np.bool_, "True or False"),

@@ -489,6 +489,21 @@ def decode_attention(
     )  # fmt: skip
 
 
+def decode_query_heads(
+    x: "LayerInputs", probes: Tensor, *, window: int | Tensor, sink: int, counts: Tensor | None = None
+) -> SparseAttention:
+    """Computes :func:`decode_attention` with separate ``probes [B, Hq, L]`` for each query head.
+
+    The first query heads of all groups are decoded together, then the second ones, and so on. ``counts`` adds up their keys.
+    """
+    group = x.q.shape[1] // x.k.shape[1]
+    parts = [
+        decode_attention(replace(x, q=x.q[:, member::group]), probes[:, member::group], window=window, sink=sink, counts=counts)
+        for member in range(group)
+    ]
+    return SparseAttention(*(torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True)))
+
+
 def queries_as_batch(x: "LayerInputs", row: int) -> "LayerInputs":
     """Returns the N queries of one sequence as a batch over its keys, which are not copied.
 

@@ -10,7 +10,13 @@ from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.saap.pages import PageRouter
 from msattn.trainer.saap.routing import Router, route, route_by_density
-from msattn.trainer.serving.cache import REBUILD_EVERY, BucketLayer, decode_attention, queries_as_batch
+from msattn.trainer.serving.cache import (
+    REBUILD_EVERY,
+    BucketLayer,
+    decode_attention,
+    decode_query_heads,
+    queries_as_batch,
+)
 from msattn.trainer.serving.statistics import Statistics
 
 MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
@@ -24,6 +30,7 @@ class RoutedDecoding:
     router : chooses the buckets.
     probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
     threshold : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
+    independent : each query head visits buckets of its own; otherwise a query group shares them.
     routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
     measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
     statistics : counts the keys that are read and that are visible.
@@ -38,11 +45,13 @@ class RoutedDecoding:
         sink: int,
         dense_layers: tuple[int, ...],
         threshold: float | None = None,
+        independent: bool = False,
         routed_from: Callable[[int], int],
         measure_recall: bool,
         statistics: Statistics,
     ) -> None:
         self.router, self.probes, self.recent, self.sink, self.threshold = router, probes, recent, sink, threshold
+        self.independent = independent
         self.layers = frozenset(router.layers) - frozenset(dense_layers)
         self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
         self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
@@ -66,7 +75,7 @@ class RoutedDecoding:
         visited, state = self._read(x, window)
         self.statistics.add_visible(visible_keys(x))
         if self.measure_recall:
-            dense = decode_attention(x, visited[:, :, :0], window=x.num_keys, sink=0)
+            dense = decode_attention(x, visited[:, : x.k.shape[1], :0], window=x.num_keys, sink=0)
             self.statistics.add("decode_recall", attention_recall(state.lse, dense.lse))
         return state.out
 
@@ -80,17 +89,19 @@ class RoutedDecoding:
             visited = self._visited(x, window)
         counts = self.statistics.key_counts(x.k)
         with self.statistics.timed("attention"):
-            return visited, decode_attention(x, visited, window=window, sink=self.sink, counts=counts)
+            decode = decode_query_heads if self.independent else decode_attention
+            return visited, decode(x, visited, window=window, sink=self.sink, counts=counts)
 
     def _visited(self, x: LayerInputs, window: int | Tensor) -> Tensor:
-        """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``."""
+        """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``, with ``independent`` ``[B, Hq, L]``."""
+        by_head = self.independent
         if not isinstance(self.router, PageRouter):
             if self.threshold is None:
-                return route(self.router, x, self.probes)
-            return route_by_density(self.router, x, x.cache.index.offsets, self.threshold, self.probes)
+                return route(self.router, x, self.probes, by_head=by_head)
+            return route_by_density(self.router, x, x.cache.index.offsets, self.threshold, self.probes, by_head=by_head)
         if x.cache.summaries is None:  # the dense window holds every key
-            return x.q.new_empty(len(x.q), x.k.shape[1], 0, dtype=torch.int32)
-        return self.router.probe_pages(x, x.cache.summaries, window, self.probes)
+            return x.q.new_empty(len(x.q), (x.q if by_head else x.k).shape[1], 0, dtype=torch.int32)
+        return self.router.probe_pages(x, x.cache.summaries, window, self.probes, by_head=by_head)
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:

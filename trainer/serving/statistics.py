@@ -16,10 +16,14 @@ class Statistics:
 
     Keys that decoding reads are counted apart, because kernels count them in CUDA graphs: see :meth:`key_counts`. With a
     ``timer``, the time of each phase is measured, too.
+
+    Parameters
+    ----------
+    reads : how often the key/value heads are read for one token: for each query head of a group if they choose by themselves.
     """
 
-    def __init__(self, timer: PhaseTimer | None = None) -> None:
-        self.timer = timer
+    def __init__(self, timer: PhaseTimer | None = None, reads: int = 1) -> None:
+        self.timer, self._reads = timer, reads
         self._counts: Counter[str] = Counter()
         self._sums: dict[str, Tensor | float] = {}
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
@@ -64,8 +68,8 @@ class Statistics:
     def add_visible(self, keys: Tensor | int, *, all_read: bool = False) -> None:
         """Adds a number of keys that were visible to decoded tokens; ``all_read`` in a dense pass."""
         with self._lock:
-            self._visible = self._visible + keys
-            self._read_densely = self._read_densely + keys * all_read
+            self._visible = self._visible + keys * self._reads
+            self._read_densely = self._read_densely + keys * self._reads * all_read
 
     def share_of_keys(self) -> float | None:
         """Returns the keys that decoding read over the visible ones, or None if there are none."""

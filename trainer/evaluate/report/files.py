@@ -41,12 +41,14 @@ def finite(value: Any) -> Any:
 
 
 def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
-    """Returns a table: the fields of each row, the interval as two columns, and the numbers and strings of ``extra``."""
+    """Returns a table: the fields of each row, each interval as two columns, and the numbers and strings of ``extra``."""
     lines = []
     for row in rows:
         line = asdict(row)
         extra = line.pop("extra")
         line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
+        if "ratio_interval" in extra:
+            line["ratio_low"], line["ratio_high"] = extra["ratio_interval"] or (None, None)
         lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
     return lines
 
