@@ -56,6 +56,18 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small 
     "phi3": {"rope_parameters": PARTIAL, "sliding_window": 256},
     "glm": {"rope_parameters": PARTIAL},
     "glm4": {"rope_parameters": PARTIAL},
+    "llama4_text": {
+        **EXPERTS,
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 24,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+        "floor_scale": 16,
+        "num_experts_per_tok": 1,
+    },
+    "gemma2": {**MIXED, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gpt_oss": {**MIXED, **EXPERTS, "rope_parameters": YARN},
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -96,10 +108,13 @@ def tiny_model(family: str = "llama", rope: str = "default", seed: int = 0, **ov
     """Returns a frozen fp32 model in eval mode on the CPU; equal arguments give equal weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(family, rope, **overrides), dtype=torch.float32)
+        own = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}  # SDPA neither caps nor has sinks
+        model = AutoModelForCausalLM.from_config(tiny_config(family, rope, **overrides), dtype=torch.float32, **own)
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "proj.bias")):  # the defaults 1 and 0 would hide a missing norm or bias
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
     return model.eval().requires_grad_(False)
 
 

@@ -14,13 +14,13 @@ from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.families import served_layers
 from tests.factory import random_tokens, tiny_model
 
-WORDS = "the river ran past an old mill and nobody knew where it came from".split()
+WORDS = ["the", "river", "ran", "past", "an", "old", "mill", "and", "nobody", "knew", "where", "it", "came", "from"]
 COMMON = ["--data", "text", "device=cpu", "tracker=none", "dtype=float32", "data.seq_len=192"]
 SMALL = ["gate.block_size=16", "train.steps=2", "train.batch_size=1"]
 EVAL = [
     "eval.tasks=[perplexity,recall]",
     "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.0, 0.5]}",
-    "eval.recall={length: 160, num_chunks: 1, num_queries: 8, sparsities: [0.5], probes: [2]}",
+    "eval.recall={length: 160, num_chunks: 1, num_queries: 8, sparsities: [0.0, 0.5], probes: [2]}",
     "eval.baselines=[quest]",
     "select.block_size=16",
 ]
@@ -45,7 +45,7 @@ def model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["smollm3", "gemma3_text", "phi3", "glm4", "mixtral"])
+@pytest.mark.parametrize("family", ["smollm3", "gemma3_text", "phi3", "glm4", "gemma2", "gpt_oss"])
 def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     served = served_layers(model.config)
     run("train-gate", "--model", "model", *COMMON, *SMALL)
@@ -57,6 +57,9 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     rows = json.loads(results.read_text())["rows"]
     dense, full = (next(row for row in rows if row["method"] == name) for name in ("dense", "gate"))
     assert full["score"] == pytest.approx(dense["score"], rel=1e-4)
+    read = next(row for row in rows if row["task"] == "recall" and row["method"] == "gate")
+    assert read["score"] == pytest.approx(1, abs=1e-5)
+    assert read["extra"]["output_error"] < 1e-8
     assert all(row["extra"]["layers"] in (served, served[1:]) for row in rows if row["task"] == "recall")
     gate, qmodel = msattn.load("outputs/model/base/gate"), msattn.load("outputs/model/base/qmodel")
     assert gate.layer_numbers == qmodel.layers == served

@@ -38,9 +38,9 @@ def partition_for(model: Any) -> KMeans:
     return KMeans(torch.nn.functional.normalize(centroids, dim=-1), layers)
 
 
-def attached(model: Any, *, sparsity: float, probes: int) -> Any:
+def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
     select = SelectConfig(sparsity=sparsity, dense_below=0)
-    window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": ()}
+    window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
     return attach(model, gate=gate_for(model), select=select, qmodel=partition_for(model), probes=probes, **window)
 
 
@@ -89,12 +89,13 @@ def test_reading_every_key_gives_dense_attention(family: str) -> None:
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (61, 100)])
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     tokens, expected = model.generate(ids, **options), run_in_passes(model, ids, [100], mask)
-    with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
+    with attached(model, sparsity=0.0, probes=BUCKETS, measure_recall=True) as sparse:
         assert torch.equal(model.generate(ids, **options), tokens)
         found = run_in_passes(model, ids, [50, 1, 1, 7, 1, 33, 7], mask)
         stats = sparse.stats()
     torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-4)
     assert (stats["dense_fallbacks"], stats["sparsity"], stats["selectivity"]) == (0, 0, 1)
+    assert [stats[f"{phase}_recall"] for phase in ("prefill", "decode")] == pytest.approx([1, 1], abs=1e-6)
     with attached(model, sparsity=0.5, probes=1) as sparse:
         once = run_in_passes(model, ids, [100], mask)
         parts = run_in_passes(model, ids, [64, 36], mask)

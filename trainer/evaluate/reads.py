@@ -66,7 +66,7 @@ class DecodingReads:
             return
         query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
         logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
-        mass = logits.softmax(-1).mean(1)  # [Hkv, M]
+        mass = x.capped(logits).softmax(-1).mean(1)  # [Hkv, M]
         reads = {WINDOW: _keys_of_newest(x, routings[0], 0)}
         reads |= {routing.name: _keys_of_newest(x, routing, self.probes) for routing in routings}
         far, head = (mass * ~reads[WINDOW]).sum(-1).max(0)

@@ -19,9 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from msattn.kernels.best_blocks import block_softmax
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.models.families import output_logits, text_config
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
 from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distillation import PrecomputedGradients, gate_loss
@@ -127,7 +127,7 @@ class FineTuner(nn.Module):
 def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTargets:
     size = selection.block_size
     with torch.no_grad():
-        pooled = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start).pooled
+        pooled = block_map(x, size).pooled
     visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
     # The identity hooks hide these tensors from a checkpoint around the layer, whose recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

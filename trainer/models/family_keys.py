@@ -1,7 +1,7 @@
 """Keys of ``config.json`` that only some families have, beside those of ``config_keys``."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -42,6 +42,23 @@ class SmolLM3(Architecture):
 
 
 @dataclass(frozen=True)
+class Llama4(SmolLM3):
+    """Llama 4 has layers that attend within chunks, and others without RoPE."""
+
+    layer_types: list[Literal["full_attention", "chunked_attention"]] | None = None  # pyrefly: ignore[bad-override]
+    attention_chunk_size: Positions | None = 8192
+    intermediate_size_mlp: Size = 16384
+    use_qk_norm: bool = True
+    attn_temperature_tuning: bool = True
+    floor_scale: Positions = 8192
+    attn_scale: Share = 0.1
+    num_local_experts: Experts = 16
+    num_experts_per_tok: Experts = 1
+    moe_layers: list[int] | None = None
+    interleave_moe_layer_step: Experts = 1
+
+
+@dataclass(frozen=True)
 class Olmo3(Architecture):
     """OLMo 3 has sliding layers with a RoPE of their own."""
 
@@ -49,16 +66,22 @@ class Olmo3(Architecture):
 
 
 @dataclass(frozen=True)
-class Gemma3(Architecture):
+class Gemma2(Architecture):
+    """Gemma 2 caps scores and logits, and has sliding layers."""
+
+    hidden_activation: Activation = "gelu_pytorch_tanh"
+    query_pre_attn_scalar: Positive = 256.0
+    final_logit_softcapping: Positive | None = None
+    use_bidirectional_attention: Flag = False
+
+
+@dataclass(frozen=True)
+class Gemma3(Gemma2):
     """Gemma 3 has sliding layers with a RoPE of their own."""
 
     rope_parameters: Rope | RopeByLayer | None = None  # pyrefly: ignore[bad-override]
     rope_local_base_freq: Base = 1e4
     sliding_window_pattern: Annotated[int, Interval(ge=1, le=1024)] = 6
-    hidden_activation: Activation = "gelu_pytorch_tanh"
-    query_pre_attn_scalar: Positive = 256.0
-    final_logit_softcapping: Positive | None = None
-    use_bidirectional_attention: Flag = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,8 @@ class Mixture(Architecture):
     decoder_sparse_step: Experts = 1
     mlp_only_layers: list[int] | None = None
     norm_topk_prob: bool = False
+    swiglu_alpha: Positive = 1.702  # of gpt-oss
+    swiglu_limit: Positive = 7.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +118,10 @@ FAMILY_KEYS: dict[str, type[Architecture]] = {
     "granite": Granite,
     "smollm3": SmolLM3,
     "olmo3": Olmo3,
+    "gemma2": Gemma2,
     "gemma3_text": Gemma3,
+    "gpt_oss": Mixture,
+    "llama4_text": Llama4,
     "mixtral": Mixture,
     "qwen3_moe": Mixture,
     "phi3": Phi3,

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import Family, attention_layers, decoder, family_of, max_length
+from msattn.trainer.models.layer_attention import capped_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "msattn_tap"
 DENSE = "msattn_dense"
 _entering = threading.Lock()  # of two threads that attach one model, the second one is refused
-_before: dict[int, str] = {}  # attention implementation that a tapped configuration had before, by its id
+_before: dict[int, str] = {}  # attention implementation of the layers that a tapped configuration keeps, by its id
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class LayerInputs:
         they are those that are scored, with all that the model applies to them.
     cos, sin : Tensor [B or 1, N, r], of the current tokens and of the r channels that rotate; r is 0 in a layer without RoPE.
     scale : factor of the scores.
+    softcap : limit of the scores, which become ``softcap * tanh(score / softcap)``, or None.
+    sinks : Tensor [Hq] or None
+        A logit of each query head that takes part in the softmax without a value.
     kv_start : int32 Tensor [B] or None
         Number of padded positions before each sequence; None without padding.
     cache : this layer's cache object (transformers' ``CacheLayerMixin``), already updated, or None.
@@ -69,6 +73,12 @@ class LayerInputs:
     positions: Tensor | None = None
     pooled_keys: Tensor | None = None
     kv_len: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Returns scaled scores as the layer's softmax gets them."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
     @property
     def rotates(self) -> bool:
@@ -134,7 +144,18 @@ class _LayerTap(NotCopied):
         self.current.k_nope = output
 
     @torch.compiler.disable
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, scale: float) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_start: Tensor | None,
+        scale: float,
+        *,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        layer: int = self.module.layer_idx
         now = self.current
         cache = None if now.past_key_values is None else now.past_key_values.layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
@@ -153,6 +174,8 @@ class _LayerTap(NotCopied):
             kv_start=kv_start,
             cache=cache,
             positions=now.position_ids,
+            softcap=softcap,
+            sinks=sinks,
         )
         now.clear()  # so that a layer's tensors are freed after its attention
         return self.attend(inputs)
@@ -195,7 +218,7 @@ def _tapped_attention(
         return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **others)
     if attention_mask is not None and attention_mask.ndim != 1:
         raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
-    out = msattn_tap(int(module.layer_idx), query, key, value, attention_mask, scaling)  # pyrefly: ignore[bad-argument-type]
+    out = msattn_tap(query, key, value, attention_mask, scaling, softcap=others.get("softcap"), sinks=others.get("s_aux"))
     return out.transpose(1, 2), None
 
 
@@ -222,8 +245,9 @@ def _mask_of_layers(
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-    if local_size is None or local_size >= max_length(config):
-        if mask_function is not causal_mask_function and (local_size is None or not allow_is_causal_skip):
+    whole = family_of(config).one_window and local_size is not None and local_size >= max_length(config)
+    if local_size is None or whole:
+        if mask_function is not causal_mask_function and not (whole and allow_is_causal_skip):
             raise UserError("position_ids: packed sequences are not supported; accepted is one left-padded sequence per row")
         return _mask_to_kv_start(**arguments)
     before = _before[id(config)]
@@ -314,7 +338,8 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
             for layer in attention_layers(config):
                 if layer.kept is None:
                     taps.append(_LayerTap(base.layers[layer.layer].self_attn, attend, family_of(config), layer.rotates))
-            _before[id(config)] = before
+            capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)  # SDPA would not cap
+            _before[id(config)] = "eager" if capped else before
             config._attn_implementation = IMPLEMENTATION
         try:
             yield
@@ -371,7 +396,9 @@ def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> 
 
 
 def dense_attention(x: LayerInputs) -> Tensor:
-    """Applies :func:`causal_attention` to ``x``."""
+    """Computes the attention of a layer over all keys, as the model does: ``[B, Hq, N, D]``."""
+    if x.softcap is not None or x.sinks is not None:
+        return capped_attention(x).out
     return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
 
 

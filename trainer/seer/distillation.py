@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from msattn.kernels.best_blocks import block_softmax
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import GateConfig
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.seer.blocks import visible_blocks
@@ -109,7 +109,7 @@ class GateDistiller(nn.Module):
         def dense_attention_with_gate_loss(x: LayerInputs) -> Tensor:
             cfg = self.gate.cfg
             size = cfg.block_size
-            dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+            dense = block_map(x, size)
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
             gate_parameters = list(self.gate.layers[x.layer].parameters())
             with torch.enable_grad():
@@ -147,7 +147,7 @@ def gate_recall(
 
     def dense_attention_with_recall(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
-        dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+        dense = block_map(x, size)
         true, scores = normalize_rows(dense.pooled), gate.scores(x)
         for name, ranked in (("gate", scores), ("oracle", true)):
             for sparsity in RECALL_SPARSITIES:

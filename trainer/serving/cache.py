@@ -33,6 +33,7 @@ from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
+from msattn.trainer.models.layer_attention import score_options, with_sinks
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.saap.pages import PageRouter, page_of_keys
 from msattn.trainer.saap.routing import Router
@@ -483,10 +484,10 @@ def decode_attention(
     SparseAttention : ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]``.
     """
     index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
-    return bucket_decode(
-        x.q, x.k, x.v, index, probes,
-        recent=window, sink=sink, scale=x.scale, kv_start=x.kv_start, kv_len=x.kv_len, counts=counts,
-    )  # fmt: skip
+    state = bucket_decode(
+        x.q, x.k, x.v, index, probes, recent=window, sink=sink, kv_len=x.kv_len, counts=counts, **score_options(x)
+    )
+    return with_sinks(x, state)
 
 
 def decode_query_heads(
@@ -497,10 +498,11 @@ def decode_query_heads(
     The first query heads of all groups are decoded together, then the second ones, and so on. ``counts`` adds up their keys.
     """
     group = x.q.shape[1] // x.k.shape[1]
-    parts = [
-        decode_attention(replace(x, q=x.q[:, member::group]), probes[:, member::group], window=window, sink=sink, counts=counts)
-        for member in range(group)
-    ]
+    parts = []
+    for member in range(group):
+        own = slice(member, None, group)
+        queries = replace(x, q=x.q[:, own], sinks=None if x.sinks is None else x.sinks[own])
+        parts.append(decode_attention(queries, probes[:, own], window=window, sink=sink, counts=counts))
     return SparseAttention(*(torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True)))
 
 

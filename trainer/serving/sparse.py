@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from msattn.kernels.flash_decode import flash_decode
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_length, num_layers, served_layers
+from msattn.trainer.models.layer_attention import block_map, decoded_attention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention, is_tapped
@@ -104,7 +103,7 @@ class Sparse(NotCopied):
     def _dense_attention(self, x: LayerInputs) -> Tensor:
         with self.statistics.timed("attention"):
             if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
-                return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
+                return decoded_attention(x).out
             return dense_attention(x)
 
     def _routed_attention(self, x: LayerInputs, layer: BucketLayer | None, routed: RoutedDecoding) -> Tensor | None:
@@ -131,7 +130,7 @@ class Sparse(NotCopied):
         with self.statistics.timed("attention"):
             out, lse = selected_attention(prompt, chosen, selection.block_size)
         if self.measure_recall:
-            dense = maxpool_attention(x.q, x.k, x.v, block_size=selection.block_size, scale=x.scale, kv_start=x.kv_start)
+            dense = block_map(x, selection.block_size)
             self.statistics.add("prefill_recall", attention_recall(lse, dense.lse))
         return out
 
@@ -186,7 +185,7 @@ class Sparse(NotCopied):
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
         if routed and self.routed is not None and x.layer in self.routed_layers:
             return self.routed.attend_step(x, window)
-        return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start, kv_len=x.kv_len).out
+        return decoded_attention(x).out
 
     def add_visible(self, keys: int, *, routed: bool) -> None:
         """Counts the keys of one layer that a step sees, in all rows and key/value heads."""

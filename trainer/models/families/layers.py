@@ -33,7 +33,7 @@ def attention_layers(config: "PreTrainedConfig") -> list[LayerAttention]:
     """
     config = text_config(config)
     rotates = getattr(config, "no_rope_layers", None) or [True] * num_layers(config)  # 1 stands for a layer with RoPE
-    return [LayerAttention(i, bool(rotates[i]), _kept(config, kind)) for i, kind in enumerate(layer_kinds(config))]
+    return [LayerAttention(i, bool(rotates[i]), _kept(config, kind, rotates[i])) for i, kind in enumerate(layer_kinds(config))]
 
 
 def served_layers(config: "PreTrainedConfig") -> list[int]:
@@ -49,10 +49,10 @@ def layer_kinds(config: "PreTrainedConfig") -> list[str]:
     return list(getattr(config, "layer_types", None) or [FULL] * num_layers(config))
 
 
-def _kept(config: "PreTrainedConfig", kind: str) -> str | None:
+def _kept(config: "PreTrainedConfig", kind: str, rotates: bool) -> str | None:
     """Returns the reason why layers of this type keep the model's own attention, or None."""
     if kind == FULL:
-        return None
+        return "it normalizes queries and keys after RoPE" if rotates and family_of(config).norm_after_rope else None
     if kind == SLIDING:
         window = config.sliding_window
         whole = family_of(config).one_window and window >= max_length(config)

@@ -13,7 +13,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 def decoder(model: "PreTrainedModel") -> Any:
     """Returns the module with the embedding, ``layers`` and the final norm, also of a PEFT model."""
-    return model.get_decoder()
+    found: Any = model.get_decoder()
+    return found if hasattr(found, "layers") else found.model  # Llama 4 returns the model with its head
 
 
 def text_config(config: "PreTrainedConfig") -> Any:

@@ -45,10 +45,6 @@ def refusal(config: Any) -> str | None:
             f"model_type={config.model_type!s:.60}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank!s:.20}) "
             "caches latent vectors; accepted are decoders that cache keys, which gates and buckets read"
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        return f"soft-capped scores (attn_logit_softcapping={config.attn_logit_softcapping!s:.20}) are not supported"
-    if config.model_type == "gpt_oss":
-        return "the attention sinks of model_type=gpt_oss are not supported"
     if getattr(config, "use_bidirectional_attention", None):
         return "use_bidirectional_attention=True: accepted is causal attention"
     return None
