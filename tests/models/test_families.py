@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
@@ -22,7 +22,7 @@ from msattn.trainer.models.rope import Rotation, rotate, unrotate
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.gate import Gate
-from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, tiny_config, tiny_model
+from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, tiny_architecture, tiny_config, tiny_model
 
 BLOCK, BUCKETS = 16, 6
 MIXED = [family for family, keys in OTHER_FAMILIES.items() if "layer_types" in keys]
@@ -124,8 +124,47 @@ def test_every_family_is_tested() -> None:
     ("family", "overrides", "message"),
     [
         ("deepseek_v3", {}, "multi-head latent attention"),
+        ("qwen2_5_vl_text", {}, "model_type=qwen2_5_vl_text: accepted are the decoders llama"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window=None: layers of type sliding_attention need a number"),
     ],
 )
 def test_refusals(family: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_supported(tiny_config(family, **overrides))
+
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "vision"), [("gemma3", "gemma3_text", "siglip_vision_model"), ("llava", "llama", "clip_vision_model")]
+)
+@torch.no_grad()
+def test_models_with_images_are_served_on_text(kind: str, text: str, vision: str) -> None:
+    parts = {"text_config": tiny_architecture(text), "vision_config": {"model_type": vision, **VISION}}
+    config = AutoConfig.for_model(kind, **parts, image_token_index=127)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    ids, mask = left_padded([random_tokens(1, n, seed=n, vocab_size=120)[0] for n in (61, 100)])
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    tokens = model.generate(ids, **options)
+    with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
+        found = model(input_ids=ids, attention_mask=mask).logits
+        assert torch.equal(model.generate(ids, **options), tokens)
+        stats = sparse.stats()
+    torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-4)
+    assert (stats["dense_fallbacks"], stats["sparsity"], stats["selectivity"]) == (0, 0, 1)
+    with attached(model, sparsity=0.5, probes=1) as sparse:
+        model.generate(ids, **options)
+        assert sparse.stats()["sparsity"] > 0.3
+        if kind == "gemma3":
+            with pytest.raises(UserError, match="images whose tokens see each other"):
+                model(input_ids=ids, attention_mask=mask, token_type_ids=torch.ones_like(ids))
+    assert model.config.get_text_config()._attn_implementation == "sdpa"

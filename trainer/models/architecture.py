@@ -55,6 +55,11 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
         raise files.brings_code()
     if family not in FAMILIES and (reason := refusal(SimpleNamespace(**{"model_type": None, **document}))):
         raise UserError(f"{files.name}: {reason}")
+    if family not in FAMILIES and isinstance(document.get("text_config"), dict):
+        raise UserError(
+            f"{files.name}: model_type={family!s:.60} is more than a language model: load it in Python, and msattn.attach "
+            "serves its decoder of text"
+        )
     if family not in FAMILIES:
         raise UserError(f"{files.name}: model_type={family!s:.60}: accepted are the decoders {', '.join(FAMILIES)}")
     keys = _known(document, FAMILY_KEYS.get(family, Architecture), f"{files.name}: {CONFIG}")

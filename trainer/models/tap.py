@@ -248,7 +248,10 @@ def _mask_of_layers(
     whole = family_of(config).one_window and local_size is not None and local_size >= max_length(config)
     if local_size is None or whole:
         if mask_function is not causal_mask_function and not (whole and allow_is_causal_skip):
-            raise UserError("position_ids: packed sequences are not supported; accepted is one left-padded sequence per row")
+            raise UserError(
+                "attention_mask: packed sequences, and images whose tokens see each other, are not supported; accepted is one "
+                "left-padded sequence per row, without token_type_ids"
+            )
         return _mask_to_kv_start(**arguments)
     before = _before[id(config)]
     if before not in ALL_MASK_ATTENTION_FUNCTIONS:  # as transformers, for implementations that need no mask
