@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, StaticCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
@@ -114,6 +114,54 @@ def test_mixed_models_serve_full_attention_layers(family: str) -> None:
     kept = "it attends through a sliding window of 24 tokens"
     assert [layer.kept for layer in attention_layers(config)] == [kept, None, kept]
     check_supported(config)
+
+
+QWEN = {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in MIXED), ("qwen2", QWEN)])
+@torch.no_grad()
+def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
+    """Sliding layers keep theirs; beams, drafts and caches that were filled outside are served."""
+    model, ids = tiny_model(family, **overrides), random_tokens(1, 120)
+    served = served_layers(model.config)
+    assert len(served) == 1
+    expected = model(ids).logits
+    beams: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    greedy = {**beams, "num_beams": 1}
+    chosen, tokens = model.generate(ids, **beams), model.generate(ids, **greedy)
+    outside = DynamicCache(config=model.config)
+    model(ids[:, :70], past_key_values=outside)
+    with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
+        for cache in (outside, DynamicCache()):
+            begin = cache.get_seq_length()
+            rest = torch.cat([model(part, past_key_values=cache).logits for part in (ids[:, begin:100], ids[:, 100:])], dim=1)
+            torch.testing.assert_close(rest, expected[:, begin:], rtol=1e-4, atol=1e-4)
+            kinds = {type(layer).__name__ for i, layer in enumerate(cache.layers) if i not in served}
+            assert kinds == {"DynamicSlidingWindowLayer" if cache is outside else "DynamicLayer"}
+        assert torch.equal(model.generate(ids, **beams), chosen)
+        assert torch.equal(model.generate(ids, **greedy, prompt_lookup_num_tokens=3), tokens)
+        assert (sparse.stats()["dense_fallbacks"], sparse.stats()["sparsity"]) == (0, 0)
+        with pytest.raises(UserError, match="accepted is a DynamicCache, because some layers keep"):
+            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=130))
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+@torch.no_grad()
+def test_artifacts_of_other_layers_are_refused() -> None:
+    model = tiny_model("gemma3_text")
+    centroids = torch.nn.functional.normalize(torch.randn(2, 2, BUCKETS, 16), dim=-1)
+    with (
+        pytest.raises(UserError, match=r"qmodel\.layers=0: not accepted: it attends through a sliding window of 24 tokens"),
+        attach(model, qmodel=KMeans(centroids, [0, 1])),
+    ):
+        pass
+    every, message = (
+        Gate(3, 4, 2, 16, GateConfig(block_size=BLOCK), torch.ones(8)),
+        r"=\[0, 1, 2\]: accepted are the layers \[1\]",
+    )
+    with pytest.raises(UserError, match=f"gate.layer_numbers{message}"), attach(model, gate=every):
+        pass
 
 
 def test_every_family_is_tested() -> None:
