@@ -1,5 +1,6 @@
 """Each family: its queries and keys before RoPE, served and kept layers, and attach that reads everything."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,16 +157,16 @@ def test_artifacts_of_other_layers_are_refused() -> None:
         attach(model, qmodel=KMeans(centroids, [0, 1])),
     ):
         pass
-    every, message = (
-        Gate(3, 4, 2, 16, GateConfig(block_size=BLOCK), torch.ones(8)),
-        r"=\[0, 1, 2\]: accepted are the layers \[1\]",
-    )
+    every = Gate(3, 4, 2, 16, GateConfig(block_size=BLOCK), torch.ones(8))
+    message = r"=\[0, 1, 2\]: accepted are the layers \[1\]"
     with pytest.raises(UserError, match=f"gate.layer_numbers{message}"), attach(model, gate=every):
         pass
 
 
-def test_every_family_is_tested() -> None:
+def test_every_family_is_tested_and_documented() -> None:
     assert set(FAMILIES) == {"llama", "mistral", "qwen2", "qwen3", *OTHER_FAMILIES}
+    guide = (Path(__file__).parents[2] / "docs/guide.md").read_text()
+    assert all(f"`{family}`" in guide for family in FAMILIES)
 
 
 @pytest.mark.parametrize(

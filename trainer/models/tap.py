@@ -358,11 +358,11 @@ def use_dense_attention(model: "PreTrainedModel") -> None:
     """Sets the attention of ``model`` to :func:`causal_attention` without padding, for training with or without compilation.
 
     Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the fast SDPA backends. A model of
-    which some layers are not served keeps its own attention.
+    which some layers are not served, or that SDPA does not compute, keeps its own attention.
     """
     from transformers import AttentionInterface
 
-    if any(layer.kept for layer in attention_layers(model.config)):
+    if not family_of(model.config).plain_scores or any(layer.kept for layer in attention_layers(model.config)):
         return
     AttentionInterface.register(DENSE, _dense_attention)
     model.set_attn_implementation(DENSE)

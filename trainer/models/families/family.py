@@ -22,6 +22,7 @@ class Family:
     heads_first : the norms of queries and keys run on ``[B, H, N, D]``, not on the outputs of the projections.
     interleaved : RoPE rotates neighbouring channels ``2 i`` and ``2 i + 1``, not ``i`` and ``i + r / 2`` of r rotated ones.
     half_angles : the rotary embedding returns each angle once, not for both channels of a pair.
+    plain_scores : softmax of scaled products and nothing else, so that SDPA computes it.
     norm_after_rope : queries and keys are normalized after RoPE, so that only layers without RoPE are served.
     experts : MLPs are mixtures of experts, whose size is another number than ``intermediate_size``.
     hashed : keys of the configuration that attention depends on besides those of all families.
@@ -32,6 +33,7 @@ class Family:
     heads_first: bool = False
     interleaved: bool = False
     half_angles: bool = False
+    plain_scores: bool = True
     norm_after_rope: bool = False
     experts: bool = False
     hashed: tuple[str, ...] = ()
@@ -81,7 +83,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(hashed=("layer_types", "sliding_window")),
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE,
-    "gemma2": Family(hashed=(*GEMMA, "attn_logit_softcapping")),
+    "gemma2": Family(plain_scores=False, hashed=(*GEMMA, "attn_logit_softcapping")),
     "gemma3_text": Family(heads_first=True, hashed=GEMMA),
     "phi3": Family(one_window=True, hashed=("sliding_window",)),
     "glm": Family(interleaved=True),
@@ -89,7 +91,7 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": Family(
         norm_after_rope=True, experts=True, hashed=(*LLAMA4, "layer_types", "no_rope_layers", "attention_chunk_size")
     ),
-    "gpt_oss": Family(half_angles=True, experts=True, hashed=("layer_types", "sliding_window")),
+    "gpt_oss": Family(plain_scores=False, half_angles=True, experts=True, hashed=("layer_types", "sliding_window")),
 }
 
 
