@@ -23,6 +23,7 @@ from msattn.trainer.models.rope import Rotation, rotate, unrotate
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.serving.cache import can_crop
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, tiny_architecture, tiny_config, tiny_model
 
 BLOCK, BUCKETS = 16, 6
@@ -132,7 +133,10 @@ def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
     greedy = {**beams, "num_beams": 1}
     chosen, tokens = model.generate(ids, **beams), model.generate(ids, **greedy)
     outside = DynamicCache(config=model.config)
-    model(ids[:, :70], past_key_values=outside)
+    model(ids[:, :20], past_key_values=outside)
+    assert can_crop(outside)
+    model(ids[:, 20:70], past_key_values=outside)
+    assert not can_crop(outside), "the window is full"
     with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
         for cache in (outside, DynamicCache()):
             begin = cache.get_seq_length()

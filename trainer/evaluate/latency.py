@@ -27,6 +27,7 @@ from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_ba
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.serving.cache import can_crop
 from msattn.trainer.serving.fused import fused
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _cache(model: "PreTrainedModel", ids: Tensor, situation: Situation, used: "C
     from transformers import DynamicCache
 
     new_tokens = ids.shape[1] - situation.cached
-    if situation.cached and used is not None:
+    if situation.cached and used is not None and can_crop(used):
         used.crop(-new_tokens)
         return used
     if situation.cached:

@@ -15,7 +15,7 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
 
 if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+    from msattn.trainer.models.layer_inputs import LayerInputs
 
 BLOCK = 64
 

@@ -421,6 +421,12 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
         raise UserError(f"past_key_values: {kind} cannot be read sparsely; accepted are DynamicCache and StaticCache")
 
 
+def can_crop(cache: Cache) -> bool:
+    """Returns whether the last tokens can be removed: layers with a window that is full have forgotten those before it."""
+    layers: list[Any] = cache.layers
+    return not any(layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in layers)
+
+
 def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
     """Checks that a cache can grow by ``tokens`` on a GPU.
 
