@@ -250,6 +250,8 @@ def _numbers(model: "PreTrainedModel", router: AnyRouter | None, **given: Any) -
                 raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
         return {}
     check_router(router, model.config)
+    if router.artifact is None and given["probes"] is None:
+        given["probes"] = min(SERVING["probes"], router.num_buckets)
     numbers = serving_numbers(router, given)
     check_numbers(router, model.config, **numbers)
     return numbers
@@ -269,7 +271,7 @@ def _threshold(router: AnyRouter | None, keys: float | None, probes: int | None)
     if router is None:
         raise UserError(f"keys={keys}: only decoding with a router uses it; give qmodel=")
     if not isinstance(router, QModel):
-        raise UserError(f"keys={keys}: needs a query classifier, which predicts attention; a k-means reads probes")
+        raise UserError(f"keys={keys}: needs a query classifier, which predicts attention; other routers take probes")
     if router.thresholds is None:
         raise UserError(f"keys={keys}: this query classifier has no calibrated thresholds; train it again, or give probes")
     return threshold_at(router.thresholds, keys)

@@ -426,16 +426,16 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     methods.calibrate_routers(found, cfg, loaded)
     classifier, kmeans = found.bucket_routings
-    assert classifier.own_settings() == [("20 % of the keys", 0.2)]
+    assert classifier.own_settings() == [("20 % of far keys", 0.2)]
     assert kmeans.own_settings() == [("4 probes", 4)]
     assert kmeans.settings([1], [0.5]) == [("1 probe", 1)]
     assert "classifier: its artifact holds no thresholds" in found.notes[-1]
 
     rows = {(row.method, row.setting): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
     name = "classifier, calibrated"
-    assert set(rows) == {(name, "10 % of the keys"), (name, "50 % of the keys"), (WINDOW, "0 probes")}
+    assert set(rows) == {(name, "10 % of far keys"), (name, "50 % of far keys"), (WINDOW, "0 probes")}
     window = rows[WINDOW, "0 probes"].selectivity
-    few, many = (rows[name, f"{share} % of the keys"] for share in (10, 50))
+    few, many = (rows[name, f"{share} % of far keys"] for share in (10, 50))
     assert window is not None
     assert few.selectivity is not None
     assert many.selectivity is not None
@@ -443,7 +443,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert rows[WINDOW, "0 probes"].score < few.score < many.score
     assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
     asked = [(row.method, row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True))]
-    share = "50 % of the keys"
+    share = "50 % of far keys"
     assert asked == [("dense", ""), (WINDOW, "0 probes"), (name, share), (f"{name}, independent", share)]
 
 

@@ -22,6 +22,8 @@ from msattn.trainer.evaluate.report.style import METHOD_STYLES
 from msattn.trainer.evaluate.untrained import NAMES, add_routers
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
 from tests.evaluate.test_evaluate import config
 from tests.test_bad_input import SMALL_EVAL
 from tests.test_bad_input import text as words
@@ -84,7 +86,9 @@ def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
         for row in (rows["needle", name, "1 probe"], rows["decoding", name, "2 probes"]):
             assert row.selectivity is not None
             assert 0.08 < row.selectivity < 0.7
-    assert rows["recall", "Quest pages", "1 probe"].score < rows["recall", "oracle routing", "1 probe"].score + 1e-6
+    quest, oracle = (rows["recall", name, "1 probe"] for name in ("Quest pages", "oracle routing"))
+    assert quest.score < oracle.score + 1e-6
+    assert quest.selectivity == pytest.approx(oracle.selectivity, rel=0.05)  # the last far page is partly in the window
 
 
 def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, text: str) -> None:
@@ -149,11 +153,11 @@ def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> N
     before = routings_of(cfg, loaded)
     found = match_key_shares(before, cfg, loaded)
     for routing in found.bucket_routings:
-        labels, counts = zip(*routing.settings([7]), strict=True)
-        assert labels == ("1 % of keys", "30 % of keys", "100 % of keys")
-        assert counts[0] == 1, "0 probes would measure the window alone"
-        assert 1 <= counts[1] < counts[2] <= PRESET_BUCKETS
+        labels, counts = zip(*routing.settings([0, 7]), strict=True)
+        assert labels == ("0 probes", "about 30 % of keys", "about 100 % of keys")
+        assert counts[0] == 0 < counts[1] < counts[2] <= PRESET_BUCKETS
     assert [note.split(":")[0] for note in found.notes] == list(NAMES.values())
+    assert all(note.endswith("not measured: 0.01") for note in found.notes), "the dense window holds more"
     without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
     assert match_key_shares(before, without, loaded) is before
 
@@ -177,7 +181,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(words(4000))
     Path("heldout.txt").write_text(words(4000, "term"))
-    options = ["eval=routing", "data.heldout_path=heldout.txt", "recent=8", "dense_layers=[]", "model.presets.num_buckets=8"]
+    options = ["eval=routing", "data.heldout_path=heldout.txt", "recent=16", "dense_layers=[]", "model.presets.num_buckets=8"]
     with pytest.raises(SystemExit) as ended:
         cli.main(["eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", "eval.recall.probes=[2]"])
     assert not ended.value.code, capsys.readouterr().err
@@ -188,3 +192,25 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         cli.main(["eval", *SMALL_EVAL, "eval.routers=[quests]"])
     assert ended.value.code == 2
     assert "eval.routers=quests: accepted are window, random, lsh, quest (did you mean quest?)" in capsys.readouterr().err
+    for wrong, message in {
+        "eval.routers=[quest,quest]": "eval.routers=['quest', 'quest']: each value once",
+        "eval.key_shares=[0.3,0.3001]": "eval.key_shares=[0.3, 0.3001]: each value once",
+        "recent=8": "recent=8: recall with sink and window accepts 15 or more tokens",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", wrong])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_routers_take_probes_where_a_classifier_takes_a_share_of_the_keys(tmp_path: Path, text: str) -> None:
+    cfg = replace(routed_config(tmp_path, text), keys=0.05)
+    loaded = models.load(cfg.model, device="cpu")
+    partition = KMeans(torch.nn.functional.normalize(torch.randn(2, 2, 8, 16), dim=-1), [0, 1])
+    first = methods.BucketRoutingMethod("classifier", QModel(partition, 2, 8), 2, 16, 1, (), keys=0.05)
+    for found in (add_routers(methods.ComparedMethods([], [first]), cfg, loaded.model), routings_of(cfg, loaded)):
+        for routing in found.bucket_routings:
+            (label,) = (label for label, _ in routing.own_settings())
+            assert ("far keys" in label) == (routing is first)
+    untrained = decoding._untrained_router(cfg, loaded.model)
+    assert isinstance(untrained.own_settings()[0][1], int)

@@ -56,6 +56,14 @@ def test_gate_and_classifier() -> None:
     ]
 
 
+def test_calibrated_classifiers_are_compared_where_they_read_as_much() -> None:
+    """Their settings are shares of the keys, which no other method has."""
+    shares = [needle("classifier, calibrated", f"{share} % of far keys", found, keys, sparsity=None)
+              for share, found, keys in ((1, 0.8, 0.07), (5, 1.0, 0.12), (20, 1.0, 0.26))]  # fmt: skip
+    (sentence,) = verdict(DECODING + shares)
+    assert "the classifier, calibrated finds as many (100 %); the k-means" in sentence
+
+
 def test_a_training_free_method_that_is_as_good_is_named() -> None:
     rows = [perplexity("gate", "sparsity 0.5", 1.02, 0.5), perplexity("quest", "sparsity 0.5", 1.01, 0.5)]
     assert verdict(rows) == [

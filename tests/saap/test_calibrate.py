@@ -127,6 +127,12 @@ def test_decoding_reads_the_dense_buckets_of_each_layer() -> None:
     assert decoded(keys=0.05)[1] == window
 
 
+def test_a_window_that_holds_every_key_leaves_nothing_to_calibrate() -> None:
+    chunks = [{"input_ids": random_tokens(1, 20)[0]}]
+    with pytest.raises(UserError, match="sink=20: the calibration needs chunks with keys outside the dense window"):
+        calibrate(classifiers(), tiny_model(), chunks, recent=4, sink=20, dense_layers=())
+
+
 def test_a_share_needs_thresholds_of_a_classifier() -> None:
     model, router = tiny_model(), classifiers()
     wrong: list[tuple[dict[str, Any], str]] = [

@@ -184,6 +184,11 @@ def test_a_cache_keeps_its_partition(where: str) -> None:
 
 def test_routers_of_another_model_are_refused() -> None:
     model = tiny_model()
+    with pytest.raises(UserError, match="num_buckets=0: accepted are 1 or more"):
+        QuestPages(0, [0], KV_HEADS)
+    with attach(model, qmodel=QuestPages(BUCKETS, [0], KV_HEADS)) as sparse:  # 8 of 8 probes by default
+        assert sparse.routed is not None
+        assert sparse.routed.probes == BUCKETS
     for router, message in (
         (QuestPages(BUCKETS, [0], 3), "kv_heads is 3, this model's is 2"),
         (RandomBuckets(BUCKETS, [0, 2], KV_HEADS), r"qmodel.layers=\[0, 2\]: accepted are layers from 0 to 1"),

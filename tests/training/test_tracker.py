@@ -144,7 +144,7 @@ def test_wandb_without_a_key_is_offline_and_prints_how_to_upload(tmp_path: Path,
 class FakeArtifact:
     waited = False
 
-    def wait(self) -> None:
+    def wait(self, timeout: int) -> None:
         self.waited = True
 
 

@@ -243,3 +243,6 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         check(self, "eval.")
+        for key in ("baselines", "routers", "key_shares"):
+            values = [f"{value:.3g}" if isinstance(value, float) else value for value in getattr(self, key)]
+            require(len({*values}) == len(values), f"eval.{key}", getattr(self, key), "each value once")

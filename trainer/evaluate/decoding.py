@@ -9,7 +9,7 @@ which leaves out all work of the host.
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -144,7 +144,7 @@ def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRou
     partition = KMeans(F.normalize(centroids, dim=-1), layers)
     qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
-    return BucketRoutingMethod.configured("classifier, untrained", router, cfg)
+    return replace(BucketRoutingMethod.configured("classifier, untrained", router, cfg), keys=None)  # it has no thresholds
 
 
 def measure_transformers(model: "PreTrainedModel", batch: int, length: int, *, tokens: int, seed: int) -> DecodingRun:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 CHUNKS = 2
+FARTHEST = 0.5  # relative difference from a share up to which a number of probes stands for it
 QUERIES = 32  # of a chunk, in its last eighth: tokens are decoded at the end of a context
 
 
@@ -23,7 +24,8 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Load
     """Returns ``methods`` whose routings are measured at ``cfg.eval.key_shares``, if there are any.
 
     For each share, a routing gets the number of probes with which it reads the nearest share of the visible keys, in the mean
-    over queries, heads and layers of training chunks. The notes say how many.
+    over queries, heads and layers of training chunks. The notes say how many, and which shares a routing cannot read, as its
+    buckets or the dense window are larger.
 
     Raises
     ------
@@ -36,10 +38,15 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Load
     matched, notes = [], list(methods.notes)
     for routing, curve in zip(routings, curves, strict=True):
         counts = range(min(1, len(curve) - 1), len(curve))  # without a probe no routing is measured
-        probes = {share: min(counts, key=lambda p, share=share: abs(curve[p] - share)) for share in shares}
-        matched.append(replace(routing, by_share=probes))
-        found = ", ".join(f"{count} for {share:.3g} (reads {curve[count]:.3g})" for share, count in probes.items())
-        notes.append(f"{routing.name}: probes by share of the keys, on training text: {found}")
+        nearest = {share: min(counts, key=lambda p, share=share: abs(curve[p] - share)) for share in shares}
+        probes = {share: count for share, count in nearest.items() if abs(curve[count] - share) <= FARTHEST * share}
+        matched.append(replace(routing, by_share=probes, matched=True))
+        found = [f"{count} for {share:.3g} (reads {curve[count]:.3g})" for share, count in nearest.items()]
+        left_out = ", ".join(f"{share:.3g}" for share in shares if share not in probes)
+        notes.append(
+            f"{routing.name}: probes by share of the keys, on training text: {', '.join(found)}"
+            + (f"; not measured: {left_out}" if left_out else "")
+        )
     return replace(methods, bucket_routings=matched, notes=notes)
 
 

@@ -79,14 +79,19 @@ class BlockSelectionMethod:
         return Selection.from_config(select, self.gate, scorer=self.scorer, thresholds=thresholds)
 
 
+def key_share_label(share: float) -> str:
+    """Returns the setting of rows that read about a share of the visible keys."""
+    return f"about {100 * share:.3g} % of keys"
+
+
 @dataclass(frozen=True)
 class BucketRoutingMethod:
     """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
 
     Tasks that measure a single setting take ``probes``, a number of buckets, or ``keys``, a mean share of the keys. A setting
-    is one of the two: an integer is a number of buckets, a float a share of the keys. With ``by_share``, the numbers of probes
-    that read some shares of the keys, every task measures these instead of other numbers. ``independent``: each query head
-    reads buckets of its own, which serving shares within a query group.
+    is one of the two: an integer is a number of buckets, a float a share of the keys. If ``matched``, every task measures the
+    numbers of probes in ``by_share``, which read about these shares of the keys, instead of other numbers. With ``independent``
+    each query head reads buckets of its own, which serving shares within a query group.
     """
 
     name: str
@@ -96,6 +101,7 @@ class BucketRoutingMethod:
     sink: int
     dense_layers: tuple[int, ...]
     by_share: dict[float, int] = field(default_factory=dict)
+    matched: bool = False
     keys: float | None = None
     independent: bool = False
 
@@ -125,10 +131,11 @@ class BucketRoutingMethod:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets for each key/value head")
         shares = keys if isinstance(self.router, QModel) else ()
-        fixed = [(f"{100 * share:.3g} % of keys", count) for share, count in self.by_share.items()]
+        counts = probes if not self.matched else [count for count in probes if count == 0]
         return [
-            *(fixed or ((f"{count} probe" + "s" * (count != 1), count) for count in probes)),
-            *((f"{100 * share:g} % of the keys", float(share)) for share in shares),
+            *((f"{count} probe" + "s" * (count != 1), count) for count in counts),
+            *((key_share_label(share), count) for share, count in self.by_share.items()),
+            *((f"{100 * share:g} % of far keys", float(share)) for share in shares),
         ]
 
     def buckets(self, scores: Tensor, setting: int | float, sizes: Tensor | None = None) -> Tensor:
@@ -235,16 +242,20 @@ def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loa
 
     Raises
     ------
-    UserError : as :func:`calibrate_baselines`.
+    UserError : as :func:`calibrate_baselines`, or the thresholds of an artifact do not cover a share.
     """
     for each in methods.bucket_routings if cfg.all_keys else ():
-        if isinstance(each.router, QModel) and each.router.thresholds is None:
+        if not isinstance(each.router, QModel):
+            continue
+        if each.router.thresholds is None:
             window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
             items = calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS)
             each.router.thresholds = saap_calibrate.calibrate(each.router, loaded.model, items, **window)
             methods.notes.append(
                 f"{each.name}: its artifact holds no thresholds for shares of the keys; they were measured anew."
             )
+        for share in cfg.all_keys:
+            threshold_at(each.router.thresholds, share)
 
 
 def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> list[dict[str, Any]]:

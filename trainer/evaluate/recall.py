@@ -28,6 +28,7 @@ from msattn.trainer.models.layer_attention import block_map, with_sinks
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.saap.calibrate import bucket_sizes
+from msattn.trainer.saap.pages import PageRouter, only_far
 from msattn.trainer.seer.select import selected_attention, sparsity
 
 if TYPE_CHECKING:
@@ -173,7 +174,9 @@ def bucket_recalls(
     for suffix, (inputs, assigned, router_scores) in views.items():
         scores, sizes = {method.name: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
         if first:
-            scores["oracle routing"] = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
+            mass = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
+            paged = isinstance(method.router, PageRouter)
+            scores["oracle routing"] = only_far(mass, positions + 1 - method.recent) if paged else mass
         for name, scores_of_buckets in scores.items():
             keys = cfg.eval.recall.keys if name == method.name and not suffix else []
             for label, setting in method.settings(cfg.eval.recall.probes, keys):

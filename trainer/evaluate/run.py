@@ -137,6 +137,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
     from msattn.trainer.evaluate.prompts import encoded_prompts
     from msattn.trainer.evaluate.untrained import without_routers
     from msattn.trainer.models.families import check_length
+    from msattn.trainer.saap.pages import PAGE_SIZE, PageRouter
 
     sections = cfg.eval
     lengths = {
@@ -177,6 +178,9 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
                 raise UserError(
                     f"eval.recall.length={sections.recall.length}: accepted is more than recent + sink = {exact} tokens"
                 )
+            if task == "recall" and isinstance(routing.router, PageRouter) and routing.recent < PAGE_SIZE - 1:
+                # The page of the first key before the window would have keys after the query in its summary.
+                raise UserError(f"recent={routing.recent}: recall with {routing.name} accepts {PAGE_SIZE - 1} or more tokens")
 
 
 def _prepare(folder: Path) -> None:

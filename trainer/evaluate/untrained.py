@@ -30,7 +30,7 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
     added = []
     for name in cfg.eval.routers:
         router = _router(name, buckets, layers, model.config, cfg.seed).to(model.device)
-        method = replace(like, router=router) if like else BucketRoutingMethod.configured("", router, cfg)
+        method = replace(like, router=router, keys=None) if like else BucketRoutingMethod.configured("", router, cfg)
         added.append(replace(method, name=NAMES[name], probes=min(method.probes, router.num_buckets)))
     return replace(methods, bucket_routings=[*methods.bucket_routings, *added])
 

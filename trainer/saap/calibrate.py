@@ -69,6 +69,10 @@ def calibrate(
     -------
     dict
         ``shares``, increasing; ``densities``: a threshold for each share.
+
+    Raises
+    ------
+    UserError : the dense window holds every key of the chunks.
     """
     layers = set(router.layers) - set(dense_layers) or set(router.layers)
     counts = torch.zeros(BINS, dtype=torch.float64, device=teacher.device)
@@ -82,6 +86,8 @@ def calibrate(
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
     counts = cast(Tensor, reduce(counts, "sum"))  # over ranks: integers, so the order does not change the sum
+    if not counts.any():
+        raise UserError(f"sink={sink}: the calibration needs chunks with keys outside the dense window")
     return {"shares": list(SHARES), "densities": thresholds(counts.cpu())}
 
 

@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from msattn.trainer.config.values import require
+
 
 class UntrainedRouter(nn.Module):
     """A router that is created for a model instead of loaded.
@@ -11,10 +13,15 @@ class UntrainedRouter(nn.Module):
     num_buckets : buckets of each key/value head. A query that visits ``p`` of them reads about ``p / num_buckets`` of the keys.
     layers : indices of the model's routed layers.
     kv_heads : key/value heads of the model.
+
+    Raises
+    ------
+    UserError : ``num_buckets`` is less than 1.
     """
 
     artifact = None
 
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int) -> None:
         super().__init__()
+        require(num_buckets >= 1, "num_buckets", num_buckets, "accepted are 1 or more buckets")
         self.num_buckets, self.layers, self.kv_heads = num_buckets, list(layers), kv_heads

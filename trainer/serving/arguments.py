@@ -39,7 +39,7 @@ TYPES: dict[str, tuple[Any, str]] = {
         "a query classifier or a k-means, or the folder or Hub id of one",
     ),
     "probes": (int | None, "an integer"),
-    "keys": (float | None, "a number in (0, 0.5]"),
+    "keys": (float | None, "a number in [0.001, 0.5]"),
     "recent": (int | None, "an integer"),
     "sink": (int | None, "an integer"),
     "dense_layers": (list[int] | range | None, "a sequence of integers"),

@@ -277,7 +277,9 @@ class Sparse(NotCopied):
             if layer.partition is None:
                 layer.partition = partition
             elif not _same_partition(layer.partition, partition):
-                raise UserError("past_key_values: its buckets were made with another k-means than the one attached now")
+                raise UserError(
+                    "past_key_values: its buckets were made with another k-means or router than the one attached now"
+                )
 
 
 def _same_partition(a: Any, b: Any) -> bool:

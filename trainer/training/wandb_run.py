@@ -11,6 +11,7 @@ from msattn.trainer.errors import UserError, first_line, print_once
 
 TOKEN = re.compile(r"[\w-]{32,}")  # API keys in messages; also hides hashes
 NOT_NAMED = re.compile(r"[^\w.-]+", re.ASCII)  # what the name of a wandb artifact cannot hold
+UPLOAD_SECONDS = 1800  # after which a run no longer waits for its upload
 ALIAS_LENGTH = 16  # characters of a content hash
 LONG_KEYS = ("tensors", "details")  # of a manifest; they are in the uploaded file
 
@@ -54,13 +55,13 @@ class WandbRun:
                 name=run_name,
                 group=cfg.group,
                 job_type=job or None,
-                tags=[tag[:64] for tag in tags],  # wandb refuses longer ones
+                tags=[tag[:64] for tag in tags if tag],  # wandb refuses longer and empty ones
                 dir=str(folder.absolute()),  # its service may have another working directory
                 config=config,
                 mode=mode,  # pyrefly: ignore[bad-argument-type]
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except wandb.Error as error:
+        except (wandb.Error, ValueError, OSError) as error:  # of settings in the environment, and of its service
             raise UserError(
                 f"tracker=wandb: {_reason(error)}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
             ) from error
@@ -116,7 +117,7 @@ class WandbRun:
                 logged.add_file(str(path))
             sent = self._run.log_artifact(logged, aliases=["latest", record["content_hash"][:ALIAS_LENGTH]])
             if not self._run.offline:
-                sent.wait()  # otherwise a failed upload would go unnoticed
+                sent.wait(UPLOAD_SECONDS)  # otherwise a failed upload would go unnoticed
 
         self.summary({f"artifact/{key}": value for key, value in record.items()})
         self._send(f"artifact {folder}", log_artifact)

@@ -61,10 +61,11 @@ def _quality(rows: list[EvalRow], trained: str) -> str:
     main = _main_method(first, trained) if first else None
     if main is None:
         return ""
-    setting = min((row for row in first if row.method == main), key=_reads).setting
+    fewest = min((row for row in first if row.method == main), key=_reads)
+    setting, calibrated = fewest.setting, _calibrated_settings(first, _reads(fewest))
     own: dict[str, dict[str, EvalRow]] = {}
     for row in shown:
-        if row.setting == setting:
+        if row.setting == calibrated.get(row.method, setting):
             own.setdefault(row.method, {})[row.task] = row
     subject = own.pop(main)
     reads = _reads(subject[first[0].task])
@@ -82,6 +83,16 @@ def _quality(rows: list[EvalRow], trained: str) -> str:
     if any(row.task == "needle" for row in rows) and not _comparable(rows, "needle"):
         clauses.append("the needles judge no method, because dense attention finds none")
     return "; ".join(filter(None, clauses)) + "."
+
+
+def _calibrated_settings(rows: list[EvalRow], reads: float) -> dict[str, str]:
+    """Returns, for methods whose settings are shares of the keys, the setting whose reads are nearest to ``reads``."""
+    found: dict[str, EvalRow] = {}
+    for row in rows:
+        nearest = found.get(row.method, row)
+        if row.method.endswith(", calibrated") and abs(_reads(row) - reads) <= abs(_reads(nearest) - reads):
+            found[row.method] = row
+    return {method: row.setting for method, row in found.items()}
 
 
 def _measures(rows: list[EvalRow]) -> list[Measure]:
