@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 
 class Operation(NamedTuple):
-    """One operation; ``differentiable`` ones have a backward pass."""
+    """One operation; ``differentiable`` ones have a backward pass, ``softcap`` ones can cap scores."""
 
     name: str
     differentiable: bool = False
+    softcap: bool = False
 
     @property
     def module(self) -> str:
@@ -21,16 +22,16 @@ class Operation(NamedTuple):
 
 
 _ALL = (
-    Operation("maxpool_attention"),
-    Operation("block_sparse_attention", differentiable=True),
-    Operation("multiscale_attention", differentiable=True),
+    Operation("maxpool_attention", softcap=True),
+    Operation("block_sparse_attention", differentiable=True, softcap=True),
+    Operation("multiscale_attention", differentiable=True, softcap=True),
     Operation("conv_attention", differentiable=True),
     Operation("head_mix_attention", differentiable=True),
-    Operation("bucket_decode"),
+    Operation("bucket_decode", softcap=True),
     Operation("probe_buckets"),
-    Operation("flash_decode"),
+    Operation("flash_decode", softcap=True),  # as a score_mod
     Operation("conv_decode"),
-    Operation("bucket_mass"),
+    Operation("bucket_mass", softcap=True),
     Operation("merge_states"),
     Operation("nearest_centroid"),
     Operation("gate_scores"),
@@ -39,3 +40,4 @@ _ALL = (
 )
 OPERATIONS = {operation.name: operation for operation in _ALL}
 DIFFERENTIABLE = tuple(operation.name for operation in _ALL if operation.differentiable)
+SOFT_CAPPED = tuple(operation.name for operation in _ALL if operation.softcap)

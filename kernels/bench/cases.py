@@ -32,6 +32,7 @@ class Options:
     queries : numbers of queries, for ``flash_decode``.
     kernels : (queries, keys) of a convolution, for ``conv_attention`` and ``conv_decode``; the paper's by default.
     backward : time the backward pass alone instead of the forward pass.
+    softcap : limit of soft-capped scores, for operations that can cap them. Peers without a cap are left out.
     peers : names of the peers to time.
     """
 
@@ -40,6 +41,7 @@ class Options:
     queries: Sequence[int] = (1, 4, 16)
     kernels: Sequence[Sequence[int]] = ((6, 11),)
     backward: bool = False
+    softcap: float | None = None
     peers: Sequence[str] = ("flash", "cudnn", "flex", "eager", "block_sparse", "product")
 
 

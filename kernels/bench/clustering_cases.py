@@ -30,7 +30,7 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
     product = Work(2 * rows * shape.length * shape.head_size, (rows + keys) * item)
     work = Work(product.flops, product.bytes + 4 * keys + 4 * rows * (num_buckets + 2))
     layers = [(q, k, buckets)]
-    sizes = {"num_buckets": num_buckets}
+    sizes = {"num_buckets": num_buckets, "softcap": options.softcap}
     yield BenchCase(
         lambda *layer: op.bucket_mass(*layer, **sizes)[:2],
         lambda *layer: reference.bucket_mass(*layer, **sizes)[:2],
@@ -41,7 +41,7 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
             Peer("product", lambda: _product, [(q.contiguous(), k.contiguous())], product, note="Q K^T alone"),
             peers.eager(partial(eager.bucket_mass, **sizes), layers, work, 2 * rows * shape.length),
         ],
-        f"{queries} queries, {num_buckets} buckets",
+        peers.capped_setting(f"{queries} queries, {num_buckets} buckets", options.softcap),
         queries=queries,
         window=lambda layer, begin, end: (layer[0][:, :, begin:end], layer[1], layer[2][-1:]),
     )

@@ -25,18 +25,21 @@ PARTS = 8  # partial results that merge_states combines
 def flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per number of queries and variant of ``flash_decode``."""
     from msattn.kernels.flash_decode import forward as op
+    from msattn.kernels.flash_decode.score_mod import softcap
 
+    cap = options.softcap
+    score_mod, plain = None if cap is None else softcap(cap), partial(eager.decode, softcap=cap)
     cache = shape.cache(LAYERS, max(options.queries))
     for queries in options.queries:
         layers = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
-        work, setting = _work(shape, queries, shape.length), f"N = {queries}"
+        work, setting = _work(shape, queries, shape.length), peers.capped_setting(f"N = {queries}", cap)
         scores = shape.batch * shape.q_heads * queries * shape.length
-        compared = [*_dense(layers, work, setting), peers.eager(eager.decode, layers, work, scores, setting=setting)]
+        compared = [*_dense(layers, work, setting, cap), peers.eager(plain, layers, work, scores, setting=setting)]
         for variant in ("partial", "global"):
             yield BenchCase(
-                partial(op.flash_decode, variant=variant),
-                partial(reference.flash_decode, variant=variant),
-                eager.decode,
+                partial(op.flash_decode, variant=variant, score_mod=score_mod),
+                partial(reference.flash_decode, variant=variant, score_mod=score_mod),
+                plain,
                 layers,
                 work,
                 compared,
@@ -53,7 +56,7 @@ def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """
     from msattn.kernels import bucket_decode as op
 
-    problem = _bucket_problem(shape)
+    problem = _bucket_problem(shape, options.softcap)
     window, compared = problem.window, _bucket_peers(shape, problem)
     yield BenchCase(
         partial(op.bucket_decode, **window),
@@ -79,8 +82,8 @@ def probe_buckets(shape: Shape, options: Options) -> Iterator[BenchCase]:
 class _BucketProblem(NamedTuple):
     """Problem of ``bucket_decode``.
 
-    ``layers`` are tuples (q, k, v, index, probes), ``window`` has the options ``recent`` and ``sink``, ``read`` is the share of
-    keys that is read.
+    ``layers`` are tuples (q, k, v, index, probes), ``window`` has the options ``recent``, ``sink`` and ``softcap``, ``read`` is
+    the share of keys that is read.
     """
 
     layers: list[Layer]
@@ -89,7 +92,7 @@ class _BucketProblem(NamedTuple):
     name: str
 
 
-def _bucket_problem(shape: Shape) -> _BucketProblem:
+def _bucket_problem(shape: Shape, softcap: float | None = None) -> _BucketProblem:
     num_buckets, recent = min(1024, max(1, shape.length // 32)), min(2047, shape.length // 8)
     num_probes = min(32, max(1, num_buckets // 4))
     generator = torch.Generator(shape.device).manual_seed(shape.seed)
@@ -100,7 +103,8 @@ def _bucket_problem(shape: Shape) -> _BucketProblem:
     probes = torch.rand((LAYERS, *heads, num_buckets), **random).argsort(-1)[..., :num_probes].int().contiguous()
     layers = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
     read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
-    return _BucketProblem(layers, {"recent": recent, "sink": 1}, read, f"{num_probes} of {num_buckets} buckets")
+    name = peers.capped_setting(f"{num_probes} of {num_buckets} buckets", softcap)
+    return _BucketProblem(layers, {"recent": recent, "sink": 1, "softcap": softcap}, read, name)
 
 
 def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
@@ -108,7 +112,7 @@ def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
     plain, all_keys = partial(eager.bucket_decode, **problem.window), _work(shape, 1, shape.length)
     scores = shape.batch * shape.q_heads * shape.length
     return [
-        *_dense([layer[:3] for layer in problem.layers], all_keys),
+        *_dense([layer[:3] for layer in problem.layers], all_keys, softcap=problem.window["softcap"]),
         peers.eager(plain, problem.layers, all_keys, scores),
     ]
 
@@ -201,9 +205,12 @@ def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
     )
 
 
-def _dense(layers: Sequence[Layer], work: Work, setting: str = "") -> list[Peer]:
+def _dense(layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None) -> list[Peer]:
     """Returns the dense peers, which read all keys."""
-    return [*peers.dense(layers, work, causal=False, setting=setting), peers.flex_decode(layers, work, setting)]
+    return [
+        *peers.dense(layers, work, causal=False, setting=setting, softcap=softcap),
+        peers.flex_decode(layers, work, setting, softcap),
+    ]
 
 
 def _work(shape: Shape, queries: int, keys: float) -> Work:

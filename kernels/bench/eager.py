@@ -10,28 +10,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, one_hot, pad
 
-from msattn.kernels.testing import block_numbers, dense_attention, max_over_blocks, tokens_of_blocks, visible
+from msattn.kernels.testing import block_numbers, capped, dense_attention, max_over_blocks, tokens_of_blocks, visible
 from msattn.kernels.types import BucketIndex
 
 BLOCK = 64
 
 
-def maxpool_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def maxpool_attention(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Dense attention, and the maximum probability of each block."""
     batch, _, n, _ = q.shape
-    out, lse, probs = dense_attention(q, k, v, _causal(q, k), dtype=q.dtype)
+    out, lse, probs = dense_attention(q, k, v, _causal(q, k), dtype=q.dtype, score_mod=capped(softcap))
     blocks = -(-n // BLOCK)
     rows, cols = block_numbers(batch, n, n, True, None, BLOCK)
     return out, lse, max_over_blocks(probs, rows, cols, (blocks, blocks))
 
 
-def block_sparse_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: Tensor) -> tuple[Tensor, Tensor]:
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Dense attention with the block mask expanded to tokens."""
     read = tokens_of_blocks(block_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], True, None, BLOCK)
-    return dense_attention(q, k, v, read & _causal(q, k), dtype=q.dtype)[:2]
+    return dense_attention(q, k, v, read & _causal(q, k), dtype=q.dtype, score_mod=capped(softcap))[:2]
 
 
-def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor) -> tuple[Tensor, Tensor]:
+def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Dense attention in which a key at zoom z is replaced by the mean of its group.
 
     The z equal scores of a group have the weight of one score plus log z, so no further correction is needed.
@@ -42,10 +44,11 @@ def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor) -> tuple
     zoom = zoom.where(~near | (zoom == 0), 1).repeat_interleave(q.shape[1] // zoom.shape[1], dim=1)
     zoom = zoom.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, :n, :n]
     group = q.shape[1] // k.shape[1]
-    scores = torch.full((), -torch.inf, device=q.device)
+    scores, cap = torch.full((), -torch.inf, device=q.device), capped(softcap)
     for z in (1, 2, 4, 8):
         keys = _means(k, z).repeat_interleave(group, 1)
-        scores = torch.where(zoom == z, (q @ keys.mT).to(_statistics_dtype(q)) * q.shape[3] ** -0.5, scores)
+        level = (q @ keys.mT).to(_statistics_dtype(q)) * q.shape[3] ** -0.5
+        scores = torch.where(zoom == z, cap(level) if cap else level, scores)
     scores = scores.masked_fill(~_causal(q, k), -torch.inf)
     probs = scores.softmax(-1).to(q.dtype)
     parts = [(probs * (zoom == z)) @ _means(v, z).repeat_interleave(group, 1) for z in (1, 2, 4, 8)]
@@ -88,17 +91,25 @@ def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tenso
     return _softmax_attention(mixed, _causal(q, k), v.repeat_interleave(group, 1))
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def decode(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Dense attention without a mask."""
-    return dense_attention(q, k, v, torch.ones((), dtype=torch.bool, device=q.device), dtype=q.dtype)[:2]
+    seen = torch.ones((), dtype=torch.bool, device=q.device)
+    return dense_attention(q, k, v, seen, dtype=q.dtype, score_mod=capped(softcap))[:2]
 
 
 def bucket_decode(
-    q: Tensor, k: Tensor, v: Tensor, index: BucketIndex, probes: Tensor, recent: int, sink: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: BucketIndex,
+    probes: Tensor,
+    recent: int,
+    sink: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention of one query with a mask over the cache."""
     read = keys_read(index, probes, recent, sink).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype)[:2]
+    return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype, score_mod=capped(softcap))[:2]
 
 
 def keys_read(index: BucketIndex, probes: Tensor, recent: int, sink: int) -> Tensor:
@@ -114,10 +125,10 @@ def keys_read(index: BucketIndex, probes: Tensor, recent: int, sink: int) -> Ten
     return members | (position < sink) | (position >= size - recent)
 
 
-def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Sums all attention probabilities by the bucket of their key."""
     all_visible = torch.ones((), dtype=torch.bool, device=q.device)
-    _, lse, probs = dense_attention(q, k, k, all_visible, dtype=q.dtype)
+    _, lse, probs = dense_attention(q, k, k, all_visible, dtype=q.dtype, score_mod=capped(softcap))
     of_key = buckets.long().repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand_as(probs)
     return probs.new_zeros((*probs.shape[:3], num_buckets)).scatter_add_(3, of_key, probs), lse
 

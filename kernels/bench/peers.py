@@ -26,8 +26,10 @@ class PeerUnavailable(RuntimeError):
     """A peer cannot run on this machine; the message gives the reason."""
 
 
-def dense(layers: Sequence[Layer], work: Work, *, causal: bool, setting: str = "") -> list[Peer]:
-    """Returns a peer for each backend of ``scaled_dot_product_attention``."""
+def dense(layers: Sequence[Layer], work: Work, *, causal: bool, setting: str = "", softcap: float | None = None) -> list[Peer]:
+    """Returns a peer for each backend of ``scaled_dot_product_attention``, which cannot cap scores."""
+    if softcap is not None:
+        return []
     qkv = [layer[:3] for layer in layers]
     peers = []
     for name, backend in DENSE_BACKENDS.items():
@@ -74,13 +76,21 @@ def _free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def flex_decode(layers: Sequence[Layer], work: Work, setting: str = "") -> Peer:
+def flex_decode(layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None) -> Peer:
     """Returns compiled FlexAttention over all keys of a cache as a peer."""
-    return Peer("flex", lambda: _flex, [layer[:3] for layer in layers], work, setting=setting)
+    call = partial(_flex, score_mod=_flex_softcap(softcap))
+    return Peer("flex", lambda: call, [layer[:3] for layer in layers], work, setting=setting)
 
 
 def flex(
-    layers: Sequence[Layer], work: Work, block_mask: Tensor, *, coarse: bool, setting: str = "", sparsity: float = 0.0
+    layers: Sequence[Layer],
+    work: Work,
+    block_mask: Tensor,
+    *,
+    coarse: bool,
+    setting: str = "",
+    sparsity: float = 0.0,
+    softcap: float | None = None,
 ) -> Peer:
     """Returns compiled FlexAttention over the visible blocks of a mask as a peer.
 
@@ -95,12 +105,23 @@ def flex(
             mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], 1)
         return partial(
             _flex,
+            score_mod=_flex_softcap(softcap),
             block_mask=_flex_mask(mask, 128 if coarse else 64, q.shape[2]),
             kernel_options=None if coarse or not q.is_cuda else FLEX_TILES_64,
         )
 
     note = "in blocks of 128 tokens" if coarse else ""
     return Peer("flex", prepare, [layer[:3] for layer in layers], work, sparsity, setting, note)
+
+
+def capped_setting(setting: str, softcap: float | None) -> str:
+    """Returns the setting of a row with the limit of its scores, if any."""
+    return setting if softcap is None else f"{setting}, softcap {softcap:g}".removeprefix(", ")
+
+
+def _flex_softcap(softcap: float | None) -> Any:
+    """Returns FlexAttention's ``score_mod`` that caps scores, or None."""
+    return None if softcap is None else lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

@@ -7,6 +7,7 @@ tiles, a convolution as matrix products) is overhead of the kernel.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,17 +29,20 @@ def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     work = peers.dense_work(shape, False)
     blocks = -(-shape.length // BLOCK)
     block_map = 4 * shape.batch * shape.q_heads * blocks**2
+    all_blocks, cap = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device), options.softcap
+    plain = partial(eager.maxpool_attention, softcap=cap)
     yield BenchCase(
-        op.maxpool_attention,
-        reference.maxpool_attention,
-        eager.maxpool_attention,
+        partial(op.maxpool_attention, softcap=cap),
+        partial(reference.maxpool_attention, softcap=cap),
+        plain,
         layers,
         Work(work.flops, work.bytes + block_map),
         [
-            *peers.dense(layers, work, causal=True),
-            peers.flex(layers, work, torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device), coarse=True),
-            peers.eager(eager.maxpool_attention, layers, work, _scores(shape)),
+            *peers.dense(layers, work, causal=True, softcap=cap),
+            peers.flex(layers, work, all_blocks, coarse=True, softcap=cap),
+            peers.eager(plain, layers, work, _scores(shape)),
         ],
+        peers.capped_setting("", cap),
         window=_row_inputs,
     )
 
@@ -50,8 +54,8 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
     """
     from msattn.kernels.block_sparse_attention import forward as op
 
-    qkv = shape.qkv()
-    dense = _dense(shape, qkv, options)
+    qkv, cap = shape.qkv(), options.softcap
+    dense, plain = _dense(shape, qkv, options), partial(eager.block_sparse_attention, softcap=cap)
     settings = [(sparsity, shape.q_heads) for sparsity in options.sparsities]
     if shape.kv_heads < shape.q_heads:
         settings.append((options.sparsities[0], shape.kv_heads))
@@ -60,16 +64,16 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
         mask = _mask(shape, sparsity, heads)
         pairs = _pairs_read(mask, shape)
         work, realised = peers.attention_work(shape, pairs, options.backward), 1 - pairs / _pairs(shape)
-        setting = f"{sparsity:.0%} sparse" + (", group masks" if heads < shape.q_heads else "")
+        setting = peers.capped_setting(f"{sparsity:.0%} sparse" + (", group masks" if heads < shape.q_heads else ""), cap)
         layers = [(*qkv, mask)]
-        flex = peers.flex(layers, work, mask, coarse=options.backward, setting=setting, sparsity=realised)
+        flex = peers.flex(layers, work, mask, coarse=options.backward, setting=setting, sparsity=realised, softcap=cap)
         if i == 0:  # eager code computes all scores, whatever the mask
             scores = _scores(shape)
-            dense.append(peers.eager(eager.block_sparse_attention, layers, full, scores, options.backward))
+            dense.append(peers.eager(plain, layers, full, scores, options.backward))
         yield BenchCase(
-            op.block_sparse_attention,
-            reference.block_sparse_attention,
-            eager.block_sparse_attention,
+            partial(op.block_sparse_attention, softcap=cap),
+            partial(reference.block_sparse_attention, softcap=cap),
+            plain,
             layers,
             work,
             [*dense, flex],
@@ -87,19 +91,19 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     from msattn.kernels.block_sparse_attention import forward as plain
     from msattn.kernels.multiscale_attention import forward as op
 
-    qkv = shape.qkv()
-    dense = _dense(shape, qkv, options)
+    qkv, cap = shape.qkv(), options.softcap
+    dense, eager_form = _dense(shape, qkv, options), partial(eager.multiscale_attention, softcap=cap)
     full = peers.dense_work(shape, options.backward)
     for i, sparsity in enumerate(options.sparsities):
         zoom, mask = _zoom(shape, sparsity), _mask(shape, sparsity, shape.q_heads)
         pairs = _pairs_read(zoom, shape)
         work, realised = peers.attention_work(shape, pairs, options.backward), 1 - pairs / _pairs(shape)
         block_sparse_pairs = _pairs_read(mask, shape)
-        setting = f"{sparsity:.0%} sparse"
+        setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
         layers = [(*qkv, zoom)]
         block_sparse = Peer(
             "block_sparse",
-            lambda: plain.block_sparse_attention,
+            lambda: partial(plain.block_sparse_attention, softcap=cap),
             [(*qkv, mask)],
             peers.attention_work(shape, block_sparse_pairs, options.backward),
             1 - block_sparse_pairs / _pairs(shape),
@@ -107,11 +111,11 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
         )
         if i == 0:
             scores = 2 * _scores(shape)  # and a zoom for each of them
-            dense.append(peers.eager(eager.multiscale_attention, layers, full, scores, options.backward))
+            dense.append(peers.eager(eager_form, layers, full, scores, options.backward))
         yield BenchCase(
-            op.multiscale_attention,
-            reference.multiscale_attention,
-            eager.multiscale_attention,
+            partial(op.multiscale_attention, softcap=cap),
+            partial(reference.multiscale_attention, softcap=cap),
+            eager_form,
             layers,
             work,
             [*dense, block_sparse],
@@ -198,7 +202,7 @@ def _row_inputs(layer: Layer, begin: int, end: int) -> Layer:
 
 
 def _dense(shape: Shape, qkv: tuple[Tensor, ...], options: Options) -> list[Peer]:
-    return peers.dense([qkv], peers.dense_work(shape, options.backward), causal=True)
+    return peers.dense([qkv], peers.dense_work(shape, options.backward), causal=True, softcap=options.softcap)
 
 
 def _generator(shape: Shape) -> torch.Generator:

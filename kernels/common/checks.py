@@ -72,6 +72,8 @@ def resolve_scale(scale: float | None, head_size: int) -> float:
 def resolve_softcap(softcap: float | None) -> float | None:
     """Returns the limit of soft-capped scores as a float, or None for scores without one.
 
+    It is kept from 1e-20 to 1e20, where a cap makes fp32 scores equal or leaves them as they are, so that nothing overflows.
+
     Raises
     ------
     ValueError
@@ -81,7 +83,7 @@ def resolve_softcap(softcap: float | None) -> float | None:
         return None
     if not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap!r}: expected a positive, finite number, or None")
-    return float(softcap)
+    return min(max(float(softcap), 1e-20), 1e20)
 
 
 def check_sinks(sinks: Tensor | None, heads: int, x: Tensor) -> None:

@@ -18,7 +18,7 @@ from msattn.kernels.bench import cases, decode_cases, eager, peers, prefill_case
 from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
-from msattn.kernels.operations import OPERATIONS
+from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
 from msattn.trainer.commands.bench_report import figure
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
@@ -63,10 +63,10 @@ def test_bench_has_cases_for_every_operation() -> None:
     } == set(tiles.CANDIDATES)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_eager_form_equals_reference(name: str) -> None:
+@pytest.mark.parametrize(("name", "softcap"), [*((name, None) for name in OPERATIONS), *((name, 2.0) for name in SOFT_CAPPED)])
+def test_eager_form_equals_reference(name: str, softcap: float | None) -> None:
     """The eager form sets the tolerance of a kernel: if it computed something else, a wrong kernel would pass."""
-    found = list(bench.CASES[name](SMALL, OPTIONS))
+    found = list(bench.CASES[name](SMALL, replace(OPTIONS, softcap=softcap)))
     assert found
     for case in found:
         layer = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.layers[0])
@@ -163,9 +163,10 @@ def test_coarsened_mask_reads_as_many_keys() -> None:
 
 
 @pytest.mark.gpu  # on a CPU its compilation takes long
-def test_flex_reads_the_same_blocks(device: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_flex_reads_the_same_blocks(softcap: float | None, device: str) -> None:
     shape = replace(SMALL, head_size=64, dtype=torch.float16, device=device)
-    case = next(prefill_cases.block_sparse_attention(shape, OPTIONS))
+    case = next(prefill_cases.block_sparse_attention(shape, replace(OPTIONS, softcap=softcap)))
     (flex,) = (peer for peer in case.peers if peer.name == "flex")
     actual = flex.prepare()(*flex.layers[0])
     # A few roundings to float16 of values up to 4.
@@ -243,7 +244,7 @@ def test_interrupted_run_keeps_its_rows_and_earlier_results(
 def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = block_sparse_attention.block_sparse_attention
 
-    def wrong(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(*arguments: Tensor, softcap: None) -> tuple[Tensor, Tensor]:
         out, lse = correct(*arguments)
         return out * 1.001, lse
 
@@ -261,7 +262,7 @@ def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pyt
 def test_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     correct = block_sparse_attention.block_sparse_attention
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: None) -> tuple[Tensor, Tensor]:
         return correct(q, k, v * 1.001 - v.detach() * 0.001, mask)
 
     monkeypatch.setattr(block_sparse_attention, "block_sparse_attention", wrong)

@@ -167,6 +167,8 @@ def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
         ("bench", "bench.dtype=float64", "accepted are auto, float32"),
         ("bench", "bench.direction=backwards", "did you mean backward?"),
         ("bench", "op=merge_states bench.direction=backward", "merge_states has no backward pass"),
+        ("bench", "op=conv_attention bench.softcap=50", "conv_attention cannot cap scores"),
+        ("bench", "bench.softcap=0", "bench.softcap=0.0: null, or in [1e-3, 1e6]"),
         ("bench", "+bench.dtipe=float32", "unknown key bench.dtipe (did you mean bench.dtype?)"),
     ],
 )

@@ -147,6 +147,23 @@ def test_bounds_of_the_block_map(n: int, more: int, causal: bool, block: int, so
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("softcap", [1e5, 1e300])
+def test_a_large_cap_changes_nothing(softcap: float, backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 70, device=device)
+    plain, wide = (maxpool_attention(q, k, v, softcap=x, scale=0.3, backend=backend) for x in (None, softcap))
+    for x, y in zip(wide, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tiny_cap_makes_all_scores_equal(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 70, device=device)
+    got = maxpool_attention(q, k, v, causal=False, softcap=1e-300, backend=backend)
+    torch.testing.assert_close(got.out, v.mean(2, keepdim=True).expand_as(got.out))
+    torch.testing.assert_close(got.pooled, torch.full_like(got.pooled, 1 / 70))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_are_independent(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(3, 2, 1, 70, device=device)
     padding = torch.tensor([0, 5, 33], dtype=torch.int32, device=device)

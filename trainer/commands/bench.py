@@ -174,6 +174,7 @@ def _problem(cfg: BenchRunConfig) -> tuple[Shape, Options]:
         queries=chosen.queries,
         kernels=[tuple(map(int, kernel.split("x"))) for kernel in chosen.kernels],
         backward=chosen.direction == "backward",
+        softcap=chosen.softcap,
         peers=chosen.peers,
     )
     return shape, options

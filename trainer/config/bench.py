@@ -23,6 +23,7 @@ class BenchConfig:
     direction : ``forward``, or ``backward`` alone.
     queries : numbers of queries, 1 to 16, for ``flash_decode``.
     kernels : queries x keys of a convolution, as in ``6x11``, each 1 to 32, for ``conv_attention`` and ``conv_decode``.
+    softcap : limit of soft-capped scores, for operations that can cap them; peers that cannot are skipped.
     peers : competing implementations to time; those that the operation or the machine lacks are skipped.
     sweep : time the kernel's candidate tiles instead of peers.
     tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they replace shipped tiles.
@@ -37,6 +38,7 @@ class BenchConfig:
     direction: str = field(default="forward", metadata=choices(("forward", "backward")))
     queries: list[int] = field(default_factory=lambda: [1, 4, 16], metadata=within("[1, 16]"))
     kernels: list[str] = field(default_factory=lambda: ["6x11"])
+    softcap: float | None = field(default=None, metadata=within("[1e-3, 1e6]"))
     peers: list[str] = field(
         default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"], metadata=choices(PEERS)
     )

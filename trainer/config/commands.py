@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
+from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS, SOFT_CAPPED
 from msattn.trainer.config.bench import BenchConfig
 from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
@@ -69,6 +69,8 @@ class BenchRunConfig(JobConfig):
         super().__post_init__()
         ok = self.bench.direction == "forward" or self.op in DIFFERENTIABLE
         require(ok, "bench.direction", self.bench.direction, f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do")
+        ok = self.bench.softcap is None or self.op in SOFT_CAPPED
+        require(ok, "bench.softcap", self.bench.softcap, f"{self.op} cannot cap scores; {', '.join(SOFT_CAPPED)} can")
 
     @property
     def folder(self) -> Path:
