@@ -17,6 +17,7 @@ from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.finetune import trainer as tuner
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations, language_loss
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distillation import gate_loss
@@ -108,7 +109,7 @@ def test_checkpointing_changes_nothing_and_maps_blocks_once(
     sparse: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = []
-    monkeypatch.setattr(tuner, "maxpool_attention", lambda *a, **k: maps.append(1) or maxpool_attention(*a, **k))
+    monkeypatch.setattr(tuner, "block_map", lambda *a: maps.append(1) or block_map(*a))
     kept, again = fine_tuner(sparse=sparse, dtype=dtype), fine_tuner(sparse=sparse, dtype=dtype)
     checkpoint_activations(again.model)
     layers = []
