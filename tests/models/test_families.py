@@ -19,7 +19,8 @@ from msattn.trainer.models.families import (
     output_logits,
     served_layers,
 )
-from msattn.trainer.models.rope import Rotation, rotate, unrotate
+from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, unrotate
+from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.gate import Gate
@@ -184,6 +185,50 @@ def test_every_family_is_tested_and_documented() -> None:
 def test_refusals(family: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_supported(tiny_config(family, **overrides))
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
+    """The projection of an untrained gate commutes with the rotation, also of the channels that stay."""
+    config = tiny_config(family)
+    gate = Gate.build(config, GateConfig(block_size=BLOCK, q_pool=["avg"], k_pool=["avg"]))
+    project, positions = gate.layers[gate.layer_numbers[0]].key_weight[0].detach(), torch.arange(50)[None]
+    frequencies, _ = inverse_frequencies(config)
+    interleaved = family_of(config).interleaved
+    x = torch.randn(1, 1, 50, 16)
+    rotated = rotate(x, *cos_sin(frequencies, positions, interleaved=interleaved), interleaved=interleaved) @ project.T
+    torch.testing.assert_close(rotate(x @ project.T, *cos_sin(gate.inv_freq, positions)), rotated, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "glm4", "gpt_oss"])
+def test_rope_scaling_keeps_what_is_not_scaled(family: str) -> None:
+    config = tiny_config(family)
+    before, sliding = inverse_frequencies(config)[0], config.rope_parameters.get("sliding_attention")
+    scale_rope(config, {"rope_type": "linear", "factor": 8.0})
+    after, scaling = inverse_frequencies(config)
+    embedding: Any = tiny_model(family, rope_parameters=config.rope_parameters).model.rotary_emb
+    own = getattr(embedding, "full_attention_inv_freq", None)
+    torch.testing.assert_close(after, embedding.inv_freq if own is None else own)
+    assert (len(after), scaling) == (len(before), 1.0)
+    assert config.rope_parameters.get("sliding_attention") == sliding
+
+
+@torch.no_grad()
+def test_longrope_has_other_angles_in_long_sequences() -> None:
+    """Keys of the cache have the angles of their pass, which are not known later."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, **factors}
+    model, ids = tiny_model("phi3", rope_parameters=rope, sliding_window=None), random_tokens(1, 100)
+    default, _ = inverse_frequencies(tiny_config("phi3"))
+    torch.testing.assert_close(inverse_frequencies(model.config)[0], default / 4)
+    assert Rotation.of(model.config, torch.device("cpu")) is None
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    tokens = model.generate(ids, **options)
+    with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
+        assert torch.equal(model.generate(ids, **options), tokens)
+        assert (sparse.stats()["dense_fallbacks"], sparse.stats()["selectivity"]) == (0, 1)
+    with pytest.raises(UserError, match="long_factor has 3 numbers; accepted are 4"):
+        check_supported(tiny_config("glm4", rope_parameters=rope | {"long_factor": [4.0] * 3}))
 
 
 VISION = {
