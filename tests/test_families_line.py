@@ -71,7 +71,7 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("sparse", [True, False])
 def test_fine_tuning(family: str, sparse: bool, model: Any) -> None:
     if sparse:

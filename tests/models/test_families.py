@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, StaticCache
 
 from msattn.trainer.attach import attach
-from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.config import GateConfig, ModelConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import (
     FAMILIES,
@@ -19,13 +19,15 @@ from msattn.trainer.models.families import (
     output_logits,
     served_layers,
 )
+from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.loading import load
 from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, unrotate
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.serving.cache import can_crop
-from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, tiny_architecture, tiny_config, tiny_model
+from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
 
 BLOCK, BUCKETS = 16, 6
 MIXED = [family for family, keys in OTHER_FAMILIES.items() if "layer_types" in keys]
@@ -166,6 +168,21 @@ def test_artifacts_of_other_layers_are_refused() -> None:
     message = r"=\[0, 1, 2\]: accepted are the layers \[1\]"
     with pytest.raises(UserError, match=f"gate.layer_numbers{message}"), attach(model, gate=every):
         pass
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@torch.no_grad()
+def test_folders_load_with_all_their_keys(family: str, tmp_path: Path) -> None:
+    model, ids = tiny_model(family), random_tokens(1, 40)
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, vocab_size=100)
+    loaded = load(ModelConfig(name="own", path=str(tmp_path)), device="cpu")
+    assert torch.equal(loaded.model(ids).logits, model(ids).logits)
+    assert loaded.fingerprint == {**fingerprint(model, loaded.tokenizer), "id": "own", "revision": None}
+    random = load(
+        ModelConfig(name="own", init="random", path=str(tmp_path), architecture=tiny_architecture(family)), device="cpu"
+    )
+    assert random.fingerprint["config_hash"] == loaded.fingerprint["config_hash"]
 
 
 def test_every_family_is_tested_and_documented() -> None:

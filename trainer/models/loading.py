@@ -15,7 +15,7 @@ from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.architecture import generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
-from msattn.trainer.models.families import FAMILIES, check_supported, text_config
+from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
@@ -136,9 +136,14 @@ def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
         try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(config))
         except (KeyError, ValueError, TypeError) as error:
             raise UserError(f"model.architecture: {first_line(error)}") from error
+
+
+def _attention(config: "PreTrainedConfig") -> dict[str, str]:
+    """Returns the attention implementation, where transformers' default would not do all that the model does to its scores."""
+    return {} if family_of(config).plain_scores else {"attn_implementation": "eager"}
 
 
 @contextmanager
@@ -198,6 +203,7 @@ def _pretrained(
                 device_map={"": device},
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
+                **_attention(config),
             )
     except (torch.OutOfMemoryError, UserError):
         raise
