@@ -1,7 +1,7 @@
 """Each family: its queries and keys before RoPE, served and kept layers, and attach that reads everything."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, r
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.gate import AttnGate, Gate
 from msattn.trainer.serving.cache import can_crop
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
 
@@ -179,9 +179,7 @@ def test_folders_load_with_all_their_keys(family: str, tmp_path: Path) -> None:
     loaded = load(ModelConfig(name="own", path=str(tmp_path)), device="cpu")
     assert torch.equal(loaded.model(ids).logits, model(ids).logits)
     assert loaded.fingerprint == {**fingerprint(model, loaded.tokenizer), "id": "own", "revision": None}
-    random = load(
-        ModelConfig(name="own", init="random", path=str(tmp_path), architecture=tiny_architecture(family)), device="cpu"
-    )
+    drawn = ModelConfig(name="own", init="random", path=str(tmp_path), architecture=tiny_architecture(family))
     assert load(drawn, device="cpu").fingerprint["config_hash"] == loaded.fingerprint["config_hash"]
 
 
@@ -209,7 +207,8 @@ def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
     """The projection of an untrained gate commutes with the rotation, also of the channels that stay."""
     config = tiny_config(family)
     gate = Gate.build(config, GateConfig(block_size=BLOCK, q_pool=["avg"], k_pool=["avg"]))
-    project, positions = gate.layers[gate.layer_numbers[0]].key_weight[0].detach(), torch.arange(50)[None]
+    layer, positions = cast(AttnGate, gate.layers[gate.layer_numbers[0]]), torch.arange(50)[None]
+    project = layer.key_weight[0].detach()
     frequencies, _ = inverse_frequencies(config)
     interleaved = family_of(config).interleaved
     x = torch.randn(1, 1, 50, 16)
