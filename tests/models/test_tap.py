@@ -61,6 +61,15 @@ def test_nested_taps_are_refused() -> None:
 
 
 @torch.no_grad()
+def test_a_model_with_the_configuration_of_a_tapped_one_is_refused() -> None:
+    model = tiny_model()
+    other = type(model)(model.config).eval()
+    with tap(model, dense_attention), pytest.raises(UserError, match="shares its configuration with an attached model"):
+        other(random_tokens(1, 4))
+    assert other(random_tokens(1, 4)).logits.isfinite().all()
+
+
+@torch.no_grad()
 def test_tensors_of_a_layer_are_freed_after_its_attention() -> None:
     model, held = tiny_model(), []
 

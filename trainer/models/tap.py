@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "msattn_tap"
 DENSE = "msattn_dense"
 _entering = threading.Lock()  # of two threads that attach one model, the second one is refused
-_before: dict[int, str] = {}  # attention implementation of the layers that a tapped configuration keeps, by its id
+
+
+class _Kept(NamedTuple):
+    """The layers of a tapped model that are not served, and their attention implementation."""
+
+    layers: frozenset[int]
+    implementation: str
+
+
+_kept: dict[int, _Kept] = {}  # by the id of the configuration
 
 
 Attend = Callable[[LayerInputs], Tensor]
@@ -161,11 +170,14 @@ def _tapped_attention(
 
 
 def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Returns the attention function that a layer of a tapped model had before."""
+    """Returns the attention function that a layer of a tapped model had before; UserError for a layer of another model."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    kept = _kept[id(module.config)]
+    if module.layer_idx not in kept.layers:
+        raise UserError("model: it shares its configuration with an attached model; give it a copy of it")
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return ALL_ATTENTION_FUNCTIONS.get_interface(_before[id(module.config)], eager)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(kept.implementation, eager)
 
 
 def _mask_of_layers(
@@ -191,7 +203,7 @@ def _mask_of_layers(
                 "left-padded sequence per row, without token_type_ids"
             )
         return _mask_to_kv_start(**arguments)
-    before = _before[id(config)]
+    before = _kept[id(config)].implementation
     if before not in ALL_MASK_ATTENTION_FUNCTIONS:  # as transformers, for implementations that need no mask
         return None
     of_window: dict[str, Any] = {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
@@ -276,17 +288,19 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
             before = config._attn_implementation
             if before == IMPLEMENTATION:
                 raise UserError("model: it is already attached; leave that context (or call disable) first")
-            for layer in attention_layers(config):
+            layers = attention_layers(config)
+            for layer in layers:
                 if layer.kept is None:
                     taps.append(_LayerTap(base.layers[layer.layer].self_attn, attend, family_of(config), layer.rotates))
             capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)  # SDPA would not cap
-            _before[id(config)] = "eager" if capped else before
+            kept = frozenset(layer.layer for layer in layers if layer.kept)
+            _kept[id(config)] = _Kept(kept, "eager" if capped else before)
             config._attn_implementation = IMPLEMENTATION
         try:
             yield
         finally:
             config._attn_implementation = before
-            del _before[id(config)]
+            del _kept[id(config)]
     finally:
         for item in taps:
             item.remove()
