@@ -102,11 +102,11 @@ def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
         ),
         (
             ["model.architecture.model_type=mistral", "+model.architecture.sliding_window=64"],
-            "layers 0, 1 attend through a sliding",
+            "no layer can be sparse; of layer 0: it attends through a sliding window of 64 tokens",
         ),
         pytest.param(["+model.architecture.attn_logit_softcapping=50.0"], "attn_logit_softcapping", marks=pytest.mark.slow),
         (["data.seq_len=8192"], "seq_len=8192: the model has positions for 4096 tokens"),
-        pytest.param(["model.rope_scaling={rope_type:longrope}"], "longrope: accepted are", marks=pytest.mark.slow),
+        pytest.param(["model.rope_scaling={rope_type:proportional}"], "proportional: accepted are", marks=pytest.mark.slow),
         (["data.path=missing.txt"], "data.path=missing.txt: no such file"),
         pytest.param(["data.path=empty.txt"], "data.path=empty.txt hold only", marks=pytest.mark.slow),
         (["data.path=latin1.txt"], "latin1.txt: not UTF-8 at byte 3"),

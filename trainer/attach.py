@@ -90,7 +90,9 @@ def attach(
 
     Parameters
     ----------
-    model : a Llama, Mistral, Qwen2 or Qwen3 decoder; also quantized, offloaded, or with PEFT adapters.
+    model : a decoder of a supported family (:func:`msattn.trainer.models.families.attention_layers` says which of its layers
+        may be sparse; the others keep their own attention); also quantized, offloaded, or with PEFT adapters. Of a model with
+        images, its decoder of text is served.
     gate : a loaded gate, its folder, that of its run (``outputs/tiny/base``), a Hub id, or ``embedded`` (the gate that ships
         with the package, for the embedded model). Prompts read the blocks that ``select`` chooses from its scores.
     select : how blocks are selected: a policy (``topk``), the scores of a baseline (``quest``, which needs no gate), the keys

@@ -9,6 +9,7 @@ import os
 import random
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.own import own_overrides
 from msattn.trainer.models import limited
+from msattn.trainer.models.config_keys import Architecture
+from msattn.trainer.models.family_keys import FAMILY_KEYS
 from tests.adversary.model_folders import (
     CONFIG,
     GENERATION,
@@ -44,7 +47,7 @@ from tests.adversary.model_folders import (
     load_folder,
 )
 from tests.adversary.tries import Tries
-from tests.factory import FAMILIES, ROPES
+from tests.factory import FAMILIES, OTHER_FAMILIES, ROPES
 
 pytestmark = pytest.mark.area("model folders")
 
@@ -143,6 +146,20 @@ def test_values_of_the_configuration(tries: Tries, models: Models) -> None:
     for (family, key), (name, value) in tries.chosen(drawn(product(keys, HOSTILE.items()), 110)):
         accepted = known_end(key, name, UNREAD)
         attempt(tries, models, f"{family} {key}={name}", edited(CONFIG, key, value=value), family=family, accepted=accepted)
+
+
+def test_values_of_keys_that_some_families_have(tries: Tries, models: Models) -> None:
+    common = {item.name for item in fields(Architecture)} - {"rope_parameters", "layer_types", "sliding_window"}
+    keys = [
+        (family, item.name)
+        for family in OTHER_FAMILIES
+        for item in fields(FAMILY_KEYS.get(family, Architecture))
+        if item.name not in common
+    ]
+    for (family, key), (name, value) in tries.chosen(drawn(product(keys, HOSTILE.items()), 60)):
+        folder = models.damaged(edited(CONFIG, key, value=value), family=family)
+        finite: Callable[[Outcome], bool] = lambda found: bool(found.logits.isfinite().all())  # noqa: E731
+        tries.python(f"{family} {key}={name}", lambda folder=folder: load_folder(folder), finite)
 
 
 def test_values_of_rope(tries: Tries, models: Models) -> None:

@@ -17,6 +17,7 @@ from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.finetune import trainer as tuner
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations, language_loss
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distillation import gate_loss
@@ -108,7 +109,7 @@ def test_checkpointing_changes_nothing_and_maps_blocks_once(
     sparse: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = []
-    monkeypatch.setattr(tuner, "maxpool_attention", lambda *a, **k: maps.append(1) or maxpool_attention(*a, **k))
+    monkeypatch.setattr(tuner, "block_map", lambda *a: maps.append(1) or block_map(*a))
     kept, again = fine_tuner(sparse=sparse, dtype=dtype), fine_tuner(sparse=sparse, dtype=dtype)
     checkpoint_activations(again.model)
     layers = []
@@ -153,7 +154,7 @@ def test_the_sliced_loss_equals_the_whole_loss(monkeypatch: pytest.MonkeyPatch) 
     hidden.grad = head.weight.grad = None
     rows.clear()
     monkeypatch.setattr(tuner, "LOGIT_BYTES", 4 * 32 * 7)
-    loss = language_loss(head, hidden, targets, weights)
+    loss = language_loss(head, hidden, targets, weights, vocabulary=32)
     assert rows == [7, 7, 7, 5]
     loss.backward()
     assert max(rows) == 7
@@ -165,7 +166,7 @@ def test_the_sliced_loss_equals_the_whole_loss(monkeypatch: pytest.MonkeyPatch) 
 def test_autocast_does_not_round_the_loss() -> None:
     head, hidden, targets = nn.Linear(8, 32, bias=False), torch.randn(2, 300, 8), torch.randint(32, (2, 300))
     with torch.autocast("cpu", torch.bfloat16):
-        loss = language_loss(head, hidden, targets, torch.ones(2, 300))
+        loss = language_loss(head, hidden, targets, torch.ones(2, 300), vocabulary=32)
         logits = head(hidden)
     torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
 

@@ -11,10 +11,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import ROPE_TYPES
 from msattn.trainer.models.rope import rotate, unrotate
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
+from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,6 +58,15 @@ def test_nested_taps_are_refused() -> None:
             pass
         model(random_tokens(1, 4))
     assert model.config._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+def test_a_model_with_the_configuration_of_a_tapped_one_is_refused() -> None:
+    model = tiny_model()
+    other = type(model)(model.config).eval()
+    with tap(model, dense_attention), pytest.raises(UserError, match="shares its configuration with an attached model"):
+        other(random_tokens(1, 4))
+    assert other(random_tokens(1, 4)).logits.isfinite().all()
 
 
 @torch.no_grad()

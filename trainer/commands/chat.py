@@ -31,6 +31,7 @@ from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import Terminated, UserError, print_once
 from msattn.trainer.models.chat import Messages, around_prompt, encode_conversation
 from msattn.trainer.progress import report
+from msattn.trainer.serving.cache import can_crop
 
 HELP = """\
 /reset   forgets the conversation
@@ -158,6 +159,8 @@ class Conversation:
         Templates may rewrite earlier turns (drop reasoning), and an answer's text may have other tokens than those generated.
         """
         known = common_prefix(self.cached, ids[:-1])
+        if known < len(self.cached) and not can_crop(self.cache):
+            known = 0
         if known == 0:
             self._forget_cache()
         elif known < len(self.cached):

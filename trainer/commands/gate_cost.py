@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.bench.timing import peak_memory_gb, time_ms
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import TrainGateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.context import CPU_NOTE
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.seer.blocks import visible_blocks
@@ -111,7 +111,7 @@ def _infer(teacher: "PreTrainedModel", ids: Tensor) -> None:
 
 def _infer_with_maps(teacher: "PreTrainedModel", ids: Tensor, cfg: TrainGateConfig) -> None:
     def maxpool(x: LayerInputs) -> Tensor:
-        return maxpool_attention(x.q, x.k, x.v, block_size=cfg.gate.block_size, scale=x.scale, kv_start=x.kv_start).out
+        return block_map(x, cfg.gate.block_size).out
 
     with torch.no_grad(), tap(teacher, maxpool):
         run_backbone(teacher, ids)
@@ -129,7 +129,7 @@ def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
 
     def attention_with_loss(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
-        dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+        dense = block_map(x, size)
         with torch.enable_grad():
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
             losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))

@@ -68,7 +68,7 @@ class DecodingReads:
             return
         query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
         logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
-        mass = logits.softmax(-1).mean(1)  # [Hkv, M]
+        mass = x.capped(logits).softmax(-1).mean(1)  # [Hkv, M]
         reads = {WINDOW: _keys_of_newest(x, routings[0], 0)}
         reads |= {routing.name: _keys_of_newest(x, routing, self.probes) for routing in routings}
         far, head = (mass * ~reads[WINDOW]).sum(-1).max(0)
@@ -100,7 +100,7 @@ def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: 
     settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []
     if settings:
         setting, select = settings[-1]
-        blocks = BlockMaps(models.num_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
+        blocks = BlockMaps(models.served_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
         maps = PrefillReads(shown[0], setting, select, blocks)
     if methods.bucket_routings:
         buckets = min(routing.router.num_buckets for routing in methods.bucket_routings)

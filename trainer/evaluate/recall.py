@@ -15,7 +15,6 @@ from torch import Tensor
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.common.bucket_index import build_bucket_index
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
@@ -23,6 +22,8 @@ from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingM
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.models.families import served_layers
+from msattn.trainer.models.layer_attention import block_map, with_sinks
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.routing.calibrate import bucket_sizes
@@ -99,10 +100,12 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         num_chunks=settings.num_chunks,
     )
     recalls: dict[tuple[str, str], MethodRecall] = {}
-    advance = partial(progress.advance, progress.add_task("recall", total=len(chunks) * loaded.model.config.num_hidden_layers))
+    advance = partial(
+        progress.advance, progress.add_task("recall", total=len(chunks) * len(served_layers(loaded.model.config)))
+    )
 
     def measured_dense_attention(x: LayerInputs) -> Tensor:
-        dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
+        dense = block_map(x)
         for method in methods.block_selections:
             for label, recall in block_recalls(x, dense, method, settings.sparsities).items():
                 recalls.setdefault((method.name, label), MethodRecall(False)).by_layer[x.layer].append(recall)
@@ -200,6 +203,7 @@ def bucket_attention_mass(
         num_buckets=num_buckets,
         causal=True,
         scale=x.scale,
+        softcap=x.softcap,
         min_distance=method.recent - 1,
         q_pos=positions,
         k_pos=keys,
@@ -231,8 +235,10 @@ def decode_queries(
             recent=method.recent,
             sink=method.sink,
             scale=x.scale,
+            softcap=x.softcap,
             kv_len=position + 1,
         )
+        sparse = with_sinks(x, sparse)
         outs.append(sparse.out[:, :, 0])
         lses.append(sparse.lse[:, :, 0])
         shares.append(keys_read(buckets, position, probe, method).sum(-1) / (position[:, None] + 1))

@@ -147,7 +147,7 @@ def _fit(
     settings: dict[str, Any],
 ) -> TrainingResult:
     """Trains ``tuner``; the metrics of the result are those of the last evaluation."""
-    layers: Any = tuner.model.base_model.layers
+    layers: Any = models.decoder(tuner.model).layers
     try:
         result = fit(
             tuner,
@@ -263,7 +263,10 @@ def _write_model(
     weights = gather_weights(model, dtype, keep=state.is_main_process)
     if state.is_main_process:
         with torch.device("meta"):  # the trained model may be sharded and compiled
-            plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype, attn_implementation="sdpa")
+            attention = "sdpa" if models.family_of(model.config).plain_scores else "eager"
+            plain: Any = AutoModelForCausalLM.from_config(
+                copy.deepcopy(model.config), dtype=dtype, attn_implementation=attention
+            )
         plain.load_state_dict(weights, assign=True)
         plain.tie_weights()
         plain.generation_config = model.generation_config

@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from msattn.trainer.models.families import decoder, head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.models.families import (
+    decoder,
+    family_of,
+    head_dim,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+    rope_parameters,
+    text_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-HASHED_KEYS = (  # the keys that q, k and v depend on and that every version of transformers writes
+HASHED_KEYS = (  # the keys that q, k and v depend on in all families and that every version of transformers writes
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -48,7 +57,8 @@ def fingerprint(
 
 def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: str | None = None) -> dict[str, Any]:
     """Returns the :func:`fingerprint` of a model whose weights and tokenizer are not known: their hashes are None."""
-    shape = {key: getattr(config, key, None) for key in HASHED_KEYS}
+    config = text_config(config)
+    shape = {key: getattr(config, key, None) for key in (*HASHED_KEYS, *family_of(config).hashed)}
     return {
         "id": id,
         "revision": revision,
@@ -56,7 +66,7 @@ def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: st
         "num_heads": num_heads(config),
         "num_kv_heads": num_kv_heads(config),
         "head_dim": head_dim(config),
-        "rope": {key: value for key, value in sorted(config.rope_parameters.items()) if value is not None},
+        "rope": {key: value for key, value in sorted(rope_parameters(config).items()) if value is not None},
         "config_hash": _hash(json.dumps(shape, sort_keys=True).encode()),
         "weights_hash": None,
         "tokenizer_hash": None,
@@ -66,9 +76,16 @@ def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: st
 def _weights_hash(model: "PreTrainedModel") -> str | None:
     base = decoder(model)
     layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
-    projections = [module for layer in layers for module in (layer.self_attn.q_proj, layer.mlp.down_proj)]
+    projections = [module for layer in layers for module in _projections(layer)]
     weights: list[Any] = [getattr(module, "weight", None) for module in (base.embed_tokens, *projections, base.norm)]
     return _hash(*map(_sample, weights)) if all(map(has_values, weights)) else None
+
+
+def _projections(layer: Any) -> tuple[Any, Any]:
+    """Returns two projections of a layer: of its queries, and of its MLP or, among experts, of its attention's output."""
+    attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
+    queries = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
+    return queries, mlp.down_proj if hasattr(mlp, "down_proj") else attention.o_proj
 
 
 def has_values(weight: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.models.families import num_heads, num_layers
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import activity
 from msattn.trainer.seer.blocks import normalize_rows, visible_blocks
@@ -61,7 +61,7 @@ def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]
     counts = torch.zeros_like(sums)
 
     def dense_attention_with_sums(x: LayerInputs) -> Tensor:
-        pooled = maxpool_attention(x.q, x.k, x.v, block_size=block_size, scale=x.scale).pooled
+        pooled = block_map(x, block_size).pooled
         scores = normalize_rows(pooled)[0, :, 1:]  # the only block of the first row says nothing
         row, column = torch.tril_indices(*scores.shape[1:], offset=1, device=scores.device)
         place = torch.where(column == 0, 0, 2 + row - column)

@@ -79,7 +79,14 @@ class DecodeGate(PageRouter, artifacts.ArtifactModule):
 
     @classmethod
     def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "DecodeGate":
-        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor."""
+        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor.
+
+        Raises
+        ------
+        UserError : a layer keeps the model's own attention, or computes other scores than Llama's.
+        """
+        if not models.family_of(config).llama_layers or len(models.served_layers(config)) < models.num_layers(config):
+            raise UserError("gate.phase=decode: accepted are models whose layers are Llama's, with full attention")
         head_dim = models.head_dim(config)
         inv_freq, _ = rope.inverse_frequencies(config, dim=cfg.hidden or head_dim)
         num_blocks = -(-models.max_length(config) // cfg.block_size)

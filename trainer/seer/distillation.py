@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from msattn.kernels.best_blocks import block_softmax
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import GateConfig
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.seer.blocks import visible_blocks
@@ -132,7 +132,7 @@ class GateDistiller(nn.Module):
     def layer_loss(self, x: LayerInputs) -> LayerLoss:
         """Returns dense attention and the loss of the layer's gates, with a graph to their parameters."""
         cfg = self.gate.cfg
-        dense = maxpool_attention(x.q, x.k, x.v, block_size=cfg.block_size, scale=x.scale, kv_start=x.kv_start)
+        dense = block_map(x, cfg.block_size)
         visible = visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device)
         with torch.enable_grad():
             loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
@@ -180,7 +180,7 @@ def gate_recall(
 
     def dense_attention_with_recall(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
-        dense = maxpool_attention(x.q, x.k, x.v, block_size=size, scale=x.scale, kv_start=x.kv_start)
+        dense = block_map(x, size)
         true, scores = normalize_rows(dense.pooled), gate.scores(x)
         for name, ranked in (("gate", scores), ("oracle", true)):
             for sparsity in RECALL_SPARSITIES:

@@ -165,7 +165,8 @@ def _fill(gate: Gate, tensors: dict[str, Any], files: ModelFiles, scaling: float
     weights = {
         place: _weight(tensors[name], expected[place[1]], f"{files.name}: {name}") * scaling for place, name in names.items()
     }
-    for number, layer in enumerate(gate.layers):
+    for number in gate.layer_numbers:
+        layer = gate.layers[number]
         assert isinstance(layer, AttnGate)
         copies = shape["num_heads"] // key_heads
         layer.key_weight.copy_(weights[number, "mask_linear_k"].mT.repeat_interleave(copies, dim=0))

@@ -15,7 +15,6 @@ from torch import Tensor
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common.checks import first_query
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import SparseAttention
@@ -29,6 +28,7 @@ from msattn.trainer.config import (
     TopKConfig,
 )
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.layer_attention import block_map, score_options, with_sinks
 from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidate_blocks, normalize_rows, sparsity, visible_blocks
 from msattn.trainer.seer.calibrate import floor_policy, threshold_at
 from msattn.trainer.seer.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
@@ -94,7 +94,7 @@ class Oracle:
     block_size: int = 64
 
     def __call__(self, x: "LayerInputs") -> Tensor:
-        pooled = maxpool_attention(x.q, x.k, x.v, block_size=self.block_size, scale=x.scale, kv_start=x.kv_start).pooled
+        pooled = block_map(x, self.block_size).pooled
         return normalize_rows(pooled)
 
 
@@ -137,7 +137,7 @@ class MeanPool:
         mean_k = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start)
         mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # one product for all heads of a query group
         logits = (mean_q @ mean_k.transpose(-1, -2)).unflatten(2, (-1, _row_blocks(x, self.block_size)))
-        return block_softmax(logits.flatten(1, 2) * x.scale, _visible(x, self.block_size))
+        return block_softmax(x.capped(logits.flatten(1, 2) * x.scale), _visible(x, self.block_size))
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ class Quest:
         bounds = bounds.transpose(-1, -2)
         row_bytes = 4 * queries.shape[0] * queries.shape[1] * self.block_size * (bounds.shape[-1] + bounds.shape[-2])
         logits = [
-            self._largest_bound(rows, bounds) * x.scale for rows in queries.split(max(1, QUEST_CHUNK_BYTES // row_bytes), dim=2)
+            x.capped(self._largest_bound(rows, bounds) * x.scale)
+            for rows in queries.split(max(1, QUEST_CHUNK_BYTES // row_bytes), dim=2)
         ]
         return block_softmax(torch.cat(logits, dim=2), _visible(x, self.block_size))
 
@@ -289,9 +290,8 @@ def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> S
     ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``, or uint8 zooms for
     ``multiscale_attention``.
     """
-    options = {"block_size": block_size, "scale": x.scale, "kv_start": x.kv_start}
     operation = block_sparse_attention if selected.dtype == torch.bool else multiscale_attention
-    return operation(x.q, x.k, x.v, selected, **options)
+    return with_sinks(x, operation(x.q, x.k, x.v, selected, block_size=block_size, **score_options(x)))
 
 
 def _visible(x: "LayerInputs", block_size: int) -> Tensor:

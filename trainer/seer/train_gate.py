@@ -113,7 +113,8 @@ def _evaluate(
     gate: Gate | DecodeGate, loaded: models.Loaded, heldout: data.Chunks, folder: Path, tracker: Tracker
 ) -> dict[str, float]:
     """Measures the recall of ``gate`` on held-out chunks and writes a picture of block maps into ``folder``."""
-    maps = BlockMaps(len(gate.layers), models.num_heads(loaded.model.config))
+    layers = gate.layer_numbers if isinstance(gate, Gate) else gate.layers
+    maps = BlockMaps(layers, models.num_heads(loaded.model.config))
     items = rank_shard(heldout, len(heldout))
     if isinstance(gate, Gate):
         recalls = gate_recall(gate, loaded.model, items, maps)

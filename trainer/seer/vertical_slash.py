@@ -62,7 +62,7 @@ def pattern_mass(x: "LayerInputs", last_queries: int, block_size: int) -> tuple[
     index = by_distance.clamp(min=0)[:, None]
     verticals, slashes = [], []
     for group, own_keys in zip(queries.chunk(keys.shape[1], dim=1), keys.split(1, dim=1), strict=True):  # bounds the memory
-        logits = (group @ own_keys.mT).float() * x.scale
+        logits = x.capped((group @ own_keys.mT).float() * x.scale)
         mass = logits.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)  # padded queries see no key
         verticals.append(mass.sum(2))
         slashes.append((mass.gather(3, index.expand_as(mass)) * seen).sum(2))

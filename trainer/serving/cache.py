@@ -19,13 +19,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
+from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
+from msattn.trainer.models.layer_attention import score_options, with_sinks
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.routing.buckets import Router
 from msattn.trainer.routing.pages import PageRouter, page_of_keys
@@ -371,28 +379,30 @@ def install_layers(
     router: Router | PageRouter | None,
     *,
     num_layers: int,
+    served: Sequence[int] | None = None,
     dense_layers: tuple[int, ...] = (0,),
     rebuild_every: int = REBUILD_EVERY,
 ) -> None:
     """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
     Those of a :class:`~msattn.trainer.routing.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept.
-    Layers in ``dense_layers`` count as not routed.
+    Layers in ``dense_layers`` count as not routed. Only the layers ``served`` (None: all) are replaced.
 
     Raises
     ------
     UserError : the cache does not keep the full context on the model's device, as quantized, offloaded and sliding ones.
     """
-    check_cache(cache)
+    replaced = range(num_layers) if served is None else served
+    check_cache(cache, replaced, num_layers)
     routed = set() if router is None else set(router.layers) - set(dense_layers)
-    for number in range(num_layers):
-        held: Any = cache.layers[number] if number < len(cache.layers) else None
+    cache.layers += [DynamicLayer() for _ in range(num_layers - len(cache.layers))]
+    for number in replaced:
+        held: Any = cache.layers[number]
         fresh = _new_layer(router if number in routed else None, rebuild_every)
         if isinstance(held, type(fresh)):
             continue
-        if held is not None:
-            fresh.take_over(held)
-        cache.layers[number : number + 1] = [fresh]
+        fresh.take_over(held)
+        cache.layers[number] = fresh
 
 
 def _new_layer(router: Router | PageRouter | None, rebuild_every: int) -> GrowingLayer:
@@ -403,17 +413,26 @@ def _new_layer(router: Router | PageRouter | None, rebuild_every: int) -> Growin
     return BucketLayer(router.num_buckets, rebuild_every)
 
 
-def check_cache(cache: Any) -> None:
-    """Raises UserError for a cache that :func:`install_layers` cannot take over."""
+def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
+    """Raises UserError for a cache of which :func:`install_layers` cannot take over the layers ``replaced``."""
     if not isinstance(cache, DynamicCache | StaticCache):
         raise UserError(f"past_key_values: {type(cache).__name__} is not supported; accepted are DynamicCache and StaticCache")
-    other = sorted({type(layer).__name__ for layer in cache.layers if not _is_replaceable(layer)})
+    if len(replaced) < num_layers and isinstance(cache, StaticCache):
+        raise UserError("past_key_values: accepted is a DynamicCache, because some layers keep the model's own attention")
+    held = [cache.layers[number] for number in replaced if number < len(cache.layers)]
+    other = sorted({type(layer).__name__ for layer in held if not _is_replaceable(layer)})
     lazy = getattr(cache, "layer_class_to_replicate", None)
     if not cache.layers and lazy is not None and lazy is not DynamicLayer:
         other = [lazy.__name__]
     if other or cache.offloading:
         kind = "an offloaded cache" if cache.offloading else f"{type(cache).__name__} with layers of type {', '.join(other)}"
         raise UserError(f"past_key_values: {kind} cannot be read sparsely; accepted are DynamicCache and StaticCache")
+
+
+def can_crop(cache: Cache) -> bool:
+    """Returns whether the last tokens can be removed: layers with a window that is full have forgotten those before it."""
+    layers: list[Any] = cache.layers
+    return not any(layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in layers)
 
 
 def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -423,12 +442,13 @@ def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: tor
     ------
     UserError : there is not enough free memory; the message says how many bytes are needed.
     """
-    length, capacity = cache.get_seq_length(), cache.layers[0].key_buffer.capacity
+    layers = served_layers(config)
+    length, capacity = cache.get_seq_length(), cache.layers[layers[0]].key_buffer.capacity
     if device.type != "cuda" or length + tokens <= capacity:
         return
-    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * num_layers(config)
+    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(layers)
     wanted, held = grown_capacity(length + tokens), size_of_token * capacity
-    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // num_layers(config)  # layers grow in turn
+    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // len(layers)  # layers grow in turn
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reusable
     if needed > free:
@@ -449,7 +469,9 @@ def _check_kind(held: Buffer, new: Tensor) -> None:
 
 
 def _is_replaceable(layer: Any) -> bool:
-    return type(layer) in (DynamicLayer, StaticLayer) or isinstance(layer, GrowingLayer)
+    """Returns whether a layer of a cache holds all keys, as one with a window does until that is full."""
+    whole = type(layer) in (DynamicLayer, StaticLayer) or isinstance(layer, GrowingLayer)
+    return whole or (type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window)
 
 
 def decode_attention(
@@ -476,10 +498,10 @@ def decode_attention(
     SparseAttention : ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]``.
     """
     index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
-    return bucket_decode(
-        x.q, x.k, x.v, index, probes,
-        recent=window, sink=sink, scale=x.scale, kv_start=x.kv_start, kv_len=x.kv_len, counts=counts,
-    )  # fmt: skip
+    state = bucket_decode(
+        x.q, x.k, x.v, index, probes, recent=window, sink=sink, kv_len=x.kv_len, counts=counts, **score_options(x)
+    )
+    return with_sinks(x, state)
 
 
 def decode_query_heads(
@@ -490,10 +512,11 @@ def decode_query_heads(
     The first query heads of all groups are decoded together, then the second ones, and so on. ``counts`` adds up their keys.
     """
     group = x.q.shape[1] // x.k.shape[1]
-    parts = [
-        decode_attention(replace(x, q=x.q[:, member::group]), probes[:, member::group], window=window, sink=sink, counts=counts)
-        for member in range(group)
-    ]
+    parts = []
+    for member in range(group):
+        own = slice(member, None, group)
+        queries = replace(x, q=x.q[:, own], sinks=None if x.sinks is None else x.sinks[own])
+        parts.append(decode_attention(queries, probes[:, own], window=window, sink=sink, counts=counts))
     return SparseAttention(*(torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True)))
 
 

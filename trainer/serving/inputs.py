@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
+from msattn.trainer.models.families import attention_layers, head_dim, num_kv_heads, num_layers, served_layers
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -23,7 +23,8 @@ def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, st
     ----------
     inputs : arguments of the decoder's forward pass; their ``attention_mask`` covers cached tokens too.
     cached : number of tokens in its cache.
-    static : the caller's cache is a static one; for these ``generate`` converts the mask to ``kv_start`` before the pass.
+    static : the caller's cache is a static one; for these ``generate`` converts the mask to ``kv_start`` before the pass. So do
+        models with images, for each type of layer, before they run their language model.
 
     Raises
     ------
@@ -35,7 +36,8 @@ def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, st
     tokens = _checked_embeddings(decoder, embeddings) if ids is None else _checked_ids(decoder, ids, cached)
     batch, length = tokens.shape[:2]
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    if mask is not None and not (static and _is_converted(mask, batch)):
+    converts = static or (isinstance(mask, Mapping) and any(layer.kept for layer in attention_layers(decoder.config)))
+    if mask is not None and not (converts and _is_converted(mask, batch)):
         fits = _is_ordinary(mask) and mask.shape == (batch, cached + length)
         _require(fits, "attention_mask", mask, f"a 2D mask [{batch}, {cached + length}], cached tokens included")
     if positions is not None:
@@ -74,19 +76,20 @@ def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> Non
 
     Parameters
     ----------
-    cache : its layers are of :class:`msattn.trainer.serving.cache.GrowingLayer`.
-    every_layer : check every layer, once for each cache. The first and the last one show whether a pass was interrupted.
+    cache : its served layers are of :class:`msattn.trainer.serving.cache.GrowingLayer`.
+    every_layer : check all of these, once for each cache. The first and the last one show whether a pass was interrupted.
 
     Raises
     ------
     UserError : another number of layers, layers of unequal length, or keys and values of another shape.
     """
-    layers, length = cache.layers, cache.get_seq_length()
+    layers, served = cache.layers, served_layers(config)
+    length = layers[served[0]].get_seq_length()
     if len(layers) != num_layers(config):
         raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers(config)}, as in the model")
     accepted = [batch, num_kv_heads(config), length, head_dim(config)]
-    for layer in layers if every_layer else (layers[0], layers[-1]):
-        for buffer in (layer.key_buffer, layer.value_buffer):
+    for number in served if every_layer else (served[0], served[-1]):
+        for buffer in (layers[number].key_buffer, layers[number].value_buffer):
             held = list(buffer.memory.shape) if buffer.length else accepted.copy()
             held[2] = min(buffer.length, held[2])
             if held != accepted:
@@ -94,9 +97,10 @@ def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> Non
 
 
 def _is_converted(mask: Any, batch: int) -> bool:
-    """Returns True for the ``kv_start`` of a batch, or one for each type of layer."""
-    starts = mask.values() if isinstance(mask, Mapping) else [mask]
-    return all(x is None or (_is_ordinary(x) and x.dtype == torch.int32 and x.shape == (batch,)) for x in starts)
+    """Returns True for the ``kv_start`` of a batch, or for masks of each type of layer with that of full attention."""
+    if isinstance(mask, Mapping):
+        return "full_attention" in mask and _is_converted(mask["full_attention"], batch)
+    return mask is None or (_is_ordinary(mask) and mask.dtype == torch.int32 and mask.shape == (batch,))
 
 
 def _is_ordinary(x: Any) -> bool:

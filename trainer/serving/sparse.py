@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from msattn.kernels.flash_decode import flash_decode
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import check_length, num_layers
+from msattn.trainer.models.families import check_length, num_layers, served_layers
+from msattn.trainer.models.layer_attention import block_map, decoded_attention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
+from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention, is_tapped
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
@@ -105,7 +104,7 @@ class Sparse(NotCopied):
     def _dense_attention(self, x: LayerInputs) -> Tensor:
         with self.statistics.timed("attention"):
             if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
-                return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start).out
+                return decoded_attention(x).out
             return dense_attention(x)
 
     def _routed_attention(self, x: LayerInputs, layer: BucketLayer | None, routed: RoutedDecoding) -> Tensor | None:
@@ -132,7 +131,7 @@ class Sparse(NotCopied):
         with self.statistics.timed("attention"):
             out, lse = selected_attention(prompt, chosen, selection.block_size)
         if self.measure_recall:
-            dense = maxpool_attention(x.q, x.k, x.v, block_size=selection.block_size, scale=x.scale, kv_start=x.kv_start)
+            dense = block_map(x, selection.block_size)
             self.statistics.add("prefill_recall", attention_recall(lse, dense.lse))
         return out
 
@@ -187,7 +186,7 @@ class Sparse(NotCopied):
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
         if routed and self.routed is not None and x.layer in self.routed_layers:
             return self.routed.attend_step(x, window)
-        return flash_decode(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start, kv_len=x.kv_len).out
+        return decoded_attention(x).out
 
     def add_visible(self, keys: int, *, routed: bool) -> None:
         """Counts the keys of one layer that a step sees, in all rows and key/value heads."""
@@ -221,9 +220,10 @@ class Sparse(NotCopied):
         config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
         static = is_new and getattr(cache, "is_compileable", False)
         if is_new:
-            dense = tuple(set(range(num_layers(config))) - self.routed_layers)
+            layers, served = num_layers(config), served_layers(config)
+            dense = tuple(set(range(layers)) - self.routed_layers)
             router, every = (None, 1) if self.routed is None else (self.routed.router, self.routed.rebuild_every)
-            install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
+            install_layers(cache, router, num_layers=layers, served=served, dense_layers=dense, rebuild_every=every)
         cached = cache.get_seq_length()
         tokens = check_inputs(module, kwargs, cached=cached, static=static)
         if tokens is None:  # the model has a message of its own
@@ -244,7 +244,7 @@ class Sparse(NotCopied):
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
         """Raises UserError where the model would silently run without this attention, or without attention weights."""
-        if config._attn_implementation != IMPLEMENTATION:
+        if not is_tapped(config):
             raise UserError(
                 f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse attention off; call it outside "
                 "the attached context"

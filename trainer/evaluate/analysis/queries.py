@@ -30,9 +30,10 @@ class Queries(NamedTuple):
     ----------
     rows : their indices among all queries of the chunk.
     positions : int64 ``[n]``.
-    logits : fp32 ``[group, n, M]``, scaled scores of all keys.
+    logits : fp32 ``[group, n, M]``, scaled and capped scores of all keys.
     visible : bool ``[n, M]``, the causally visible keys.
     far : bool ``[n, M]``, the visible keys outside the window.
+    sinks : fp32 ``[group]``, logits of attention sinks, or None.
     """
 
     rows: slice
@@ -40,6 +41,7 @@ class Queries(NamedTuple):
     logits: Tensor
     visible: Tensor
     far: Tensor
+    sinks: Tensor | None = None
 
 
 def query_positions(length: int, window: Window, count: int) -> Tensor:
@@ -51,14 +53,15 @@ def query_positions(length: int, window: Window, count: int) -> Tensor:
 def query_batches(x: LayerInputs, head: int, positions: Tensor, window: Window) -> Iterator[Queries]:
     """Yields the queries at ``positions`` of the query heads of key/value head ``head``."""
     group, device = x.q.shape[1] // x.k.shape[1], x.q.device
-    q, k = x.q[0, head * group : (head + 1) * group].float(), x.k[0, head].float()
+    own = slice(head * group, (head + 1) * group)
+    q, k, sinks = x.q[0, own].float(), x.k[0, head].float(), None if x.sinks is None else x.sinks[own].float()
     keys = torch.arange(x.num_keys, device=device)
     size = max(1, BATCH_SCORES // (group * x.num_keys))
     for number, batch in enumerate(positions.to(device).split(size)):
         rows, newest = slice(number * size, number * size + len(batch)), batch[:, None]
         visible = keys <= newest
         far = visible & (keys >= window.sink) & (keys <= newest - window.recent)
-        yield Queries(rows, batch, q[:, batch] @ k.T * x.scale, visible, far)
+        yield Queries(rows, batch, x.capped(q[:, batch] @ k.T * x.scale), visible, far, sinks)
 
 
 def counts_of(shares: tuple[float, ...], total: Tensor) -> Tensor:

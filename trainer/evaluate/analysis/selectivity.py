@@ -79,10 +79,14 @@ def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) 
     mass : fp32 ``[group, n, num_stages + 1]``, the share of the attention mass that is read.
     keys : fp32 ``[group or 1, n, num_stages + 1]``, the share of the visible keys that is read.
     """
-    weights = queries.logits.masked_fill(~queries.visible, -torch.inf).softmax(-1)
+    logits = queries.logits.masked_fill(~queries.visible, -torch.inf)
+    if queries.sinks is not None:
+        logits = torch.cat([logits, queries.sinks[:, None, None].expand(*logits.shape[:2], 1)], dim=-1)
+    weights, of_sinks = logits.softmax(-1).tensor_split([len(v)], dim=-1)
     stage = stage.clamp(max=num_stages)
     empty = weights.new_zeros(num_stages + 1)
     mass = empty.expand(*weights.shape[:2], -1).clone().scatter_add_(-1, stage.expand_as(weights), weights).cumsum(-1)
+    mass = mass + of_sinks.sum(-1, keepdim=True)  # which every stage has in its softmax
     seen = queries.visible.float().expand(stage.shape)
     keys = empty.expand(*stage.shape[:2], -1).clone().scatter_add_(-1, stage, seen).cumsum(-1)
     out = torch.stack([torch.where(stage == s, weights, 0) @ v for s in range(num_stages + 1)], dim=-2).cumsum(-2)

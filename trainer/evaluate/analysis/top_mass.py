@@ -43,7 +43,7 @@ def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
         end = (block + 1) * block_size
         mass = torch.zeros(group, block + 1, device=q.device)
         for rows in torch.arange(block * block_size, end, device=q.device).split(max(1, BATCH_SCORES // (group * end))):
-            logits = q[:, rows] @ k[:end].T * x.scale
+            logits = x.capped(q[:, rows] @ k[:end].T * x.scale)
             hidden = torch.arange(end, device=q.device) > rows[:, None]
             weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
             mass += F.avg_pool1d(weights.sum(1)[:, None], block_size)[:, 0]
