@@ -60,6 +60,18 @@ def test_models_with_a_sliding_window_say_so(here: Path) -> None:
     assert "next" not in rows
 
 
+def test_mixed_models_list_their_layers(here: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    write_config(here / "mine", "olmo3", num_hidden_layers=5, layer_types=kinds, sliding_window=24)
+    rows = dict(doctor_model("mine"))
+    assert rows["sparse"].startswith("layers 1, 4 of 5: prompts with gates")
+    assert rows["dense"].splitlines() == [
+        "layers 0, 2 to 3, each because it attends through a sliding window of 24 tokens",
+        "whatever is below break-even",
+    ]
+    assert rows["KV cache"] == "0.25 KiB a token, 0.0625 MiB in full (16 bits), of the layers that may be sparse"
+
+
 def test_artifacts_are_found_by_the_configuration(here: Path) -> None:
     shutil.copytree(EMBEDDED, "copy")
     shutil.copytree(SHIPPED, "outputs/other/base")

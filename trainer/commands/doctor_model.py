@@ -59,18 +59,18 @@ def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> I
     length = models.max_length(config)
     key_bytes = 2 * kv_heads * size * CACHE_BYTES
     yield "context", f"{length:,} tokens"
-    yield (
-        "KV cache",
-        f"{layers * key_bytes / 2**10:,.4g} KiB a token, {layers * key_bytes * length / 2**20:,.5g} MiB in full (16 bits)",
-    )
     reason = _refusal(config)
+    served = models.served_layers(config) if reason is None else list(range(layers))
+    per_token = len(served) * key_bytes
+    in_full = f"{per_token / 2**10:,.4g} KiB a token, {per_token * length / 2**20:,.5g} MiB in full (16 bits)"
+    yield "KV cache", in_full if len(served) == layers else f"{in_full}, of the layers that may be sparse"
     if reason is not None:
         yield "sparse", "nothing"
         yield "dense", reason
         return
-    yield "sparse", f"all {layers} layers: prompts with gates or a baseline, new tokens with buckets"
-    kept = [layer for layer in range(layers) if layer in (cfg.dense_layers or (0,))]
-    yield "dense", f"new tokens in layer {', '.join(map(str, kept))}, by default (dense_layers); whatever is below break-even"
+    which = f"all {layers} layers" if len(served) == layers else f"layers {_numbers(served)} of {layers}"
+    yield "sparse", f"{which}: prompts with gates or a baseline, new tokens with buckets"
+    yield "dense", "\n".join(_dense(cfg, config, served))
     yield from _break_even(cfg, key_bytes, length)
     found = list(_artifacts(cfg, config, outputs))
     yield "artifacts", "\n".join(found) or f"none in {outputs}"
@@ -86,6 +86,33 @@ def _refusal(config: "PreTrainedConfig") -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def _dense(cfg: "GenerateConfig", config: "PreTrainedConfig", served: list[int]) -> Iterator[str]:
+    """Yields what stays dense, and why."""
+    from msattn.trainer import models
+
+    reasons: dict[str, list[int]] = {}
+    for each in models.attention_layers(config):
+        if each.kept is not None:
+            reasons.setdefault(each.kept, []).append(each.layer)
+    for reason, layers in reasons.items():
+        yield f"layers {_numbers(layers)}, each because {reason}"
+    by_default = [layer for layer in served if layer in (cfg.dense_layers or (0,))]
+    if by_default:
+        yield f"new tokens in layer {_numbers(by_default)}, by default (dense_layers)"
+    yield "whatever is below break-even"
+
+
+def _numbers(layers: list[int]) -> str:
+    """Returns layers as text, neighbours as a range."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][-1] + 1:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
 
 
 def _break_even(cfg: "GenerateConfig", key_bytes: int, longest: int) -> Iterator[Row]:
