@@ -19,7 +19,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import check_bucket_decode
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.primitives import (
     LOG2_E,
     num_sms,
@@ -32,6 +32,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import merge_splits, one_wave_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
@@ -50,6 +51,7 @@ def bucket_decode(
     recent: int | Tensor,
     sink: int = 1,
     scale: float | None = None,
+    softcap: float | None = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
     counts: Tensor | None = None,
@@ -81,6 +83,8 @@ def bucket_decode(
         Number of first keys after the padding that are always read.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` (Gemma 2).
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence.
     kv_len : Tensor int32 ``[B]``, optional
@@ -104,10 +108,10 @@ def bucket_decode(
         In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
     """
     check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len, counts)
-    scale = resolve_scale(scale, q.shape[3])
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
-    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend)
+    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, backend)
     return SparseAttention(*(_operator(*arguments) if counts is None else _counting_operator(*arguments, counts)))
 
 
@@ -122,6 +126,7 @@ def _compute(
     recent: int,
     sink: int,
     scale: float,
+    softcap: float | None,
     kv_start: Tensor | None,
     kv_len: Tensor | None,
     backend: str,
@@ -129,11 +134,11 @@ def _compute(
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         with torch.cuda.device_of(q):
-            return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len, counts)
+            return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, counts)
     return reference.bucket_decode(
         q, k, v, BucketIndex(offsets, order), probes,
-        recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, kv_start=kv_start, kv_len=kv_len,
-        counts=counts,
+        recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, softcap=softcap,
+        kv_start=kv_start, kv_len=kv_len, counts=counts,
     )  # fmt: skip
 
 
@@ -144,7 +149,7 @@ _counting_operator = torch.library.custom_op("msattn::bucket_decode_counts", _co
 
 @_operator.register_fake
 @_counting_operator.register_fake
-def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, kv_start, kv_len, backend, counts=None):
+def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, backend, counts=None):
     statistics = statistics_dtype(q)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics)
 
@@ -167,6 +172,7 @@ def launch(
     recent: int,
     sink: int,
     scale: float,
+    softcap: float | None,
     kv_start: Tensor | None,
     kv_len: Tensor | None,
     counts: Tensor | None = None,
@@ -192,7 +198,8 @@ def launch(
         q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         *offsets.stride()[:2], *order.stride()[:2], *probes.stride()[:2],
-        group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink, scale * LOG2_E,
+        group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink,
+        scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
         BL=max(16, min(MAX_PROBES, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
@@ -231,7 +238,7 @@ def _split_kernel(
     q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
     stride_ob, stride_oh, stride_lb, stride_lh, stride_pb, stride_ph,
-    group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2,
+    group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2, limit,
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -290,6 +297,8 @@ def _split_kernel(
             b_k = tl.load(k + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
             b_v = tl.load(v + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
+            if limit is not None:
+                s = cap_scores(s, limit)
             if counts is not None:
                 # The second operand is always true. It gives the sum the layout of s, in which `live` is computed anyway; in
                 # another layout, each tile would load its index entries once more, outside the pipeline.

@@ -19,12 +19,15 @@ from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
     check_qkv,
+    check_sinks,
     query_offset,
     resolve_backend,
     resolve_scale,
+    resolve_softcap,
     statistics_dtype,
 )
 from msattn.kernels.common.primitives import (
+    LN_2,
     LOG2_E,
     capability,
     load_tile,
@@ -40,6 +43,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, MaxPoolAttention
 
 
@@ -51,6 +55,8 @@ def maxpool_attention(
     block_size: int = 64,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> MaxPoolAttention:
@@ -70,6 +76,11 @@ def maxpool_attention(
         Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before masking (Gemma 2).
+    sinks : Tensor ``[Hq]``, optional
+        Attention sinks: finite logits, one for each query head, that take part in the softmax of each row without a value
+        (gpt-oss). They are neither scaled nor capped.
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence. Blocks are counted from its end.
     backend : {"triton", "torch"}, optional
@@ -80,7 +91,8 @@ def maxpool_attention(
     MaxPoolAttention
         ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``pooled [B, Hq, ceil(N / block), ceil(M / block)]``, the latter two fp32
         (fp64 for fp64 inputs). ``pooled`` is 0 for blocks above the diagonal; rows without visible keys have ``out = 0``,
-        ``lse = -inf``, ``pooled = 0``.
+        ``lse = -inf``, ``pooled = 0``. With ``sinks`` these are results of the softmax that includes them, and the ``lse`` of
+        rows without visible keys is the sink.
 
     Raises
     ------
@@ -92,22 +104,35 @@ def maxpool_attention(
     check_qkv(q, k, v)
     check_block_size(block_size)
     check_per_sequence("kv_start", kv_start, q)
-    scale = resolve_scale(scale, q.shape[3])
-    return MaxPoolAttention(*_operator(q, k, v, kv_start, block_size, causal, scale, resolve_backend(backend, q)))
+    check_sinks(sinks, q.shape[1], q)
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
+    backend = resolve_backend(backend, q)
+    return MaxPoolAttention(*_operator(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, backend))
 
 
 @torch.library.custom_op("msattn::maxpool_attention", mutates_args=())
 def _operator(
-    q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int, causal: bool, scale: float, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    kv_start: Tensor | None,
+    block_size: int,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
         with torch.cuda.device_of(q):
-            return launch(q, k, v, kv_start, block_size, causal, scale)
-    return reference.maxpool_attention(q, k, v, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
+            return launch(q, k, v, sinks, kv_start, block_size, causal, scale, softcap)
+    return reference.maxpool_attention(
+        q, k, v, block_size=block_size, causal=causal, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start
+    )
 
 
 @_operator.register_fake
-def _(q, k, v, kv_start, block_size, causal, scale, backend):
+def _(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, backend):
     statistics = statistics_dtype(q)
     blocks = [(x.shape[2] + block_size - 1) // block_size for x in (q, k)]
     return (
@@ -128,10 +153,12 @@ def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     kv_start: Tensor | None,
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernel; ``tile`` overrides the tuned tile."""
@@ -155,10 +182,10 @@ def launch(
     next_tile = torch.zeros(1, dtype=torch.int32, device=q.device)
     _maxpool_attention_kernel[(programs,)](
         tile_view(q, tile.rows), tile_view(k, keys), tile_view(v, keys),
-        out, lse, pooled, scratch, next_tile, kv_start,
+        out, lse, pooled, scratch, next_tile, kv_start, None if sinks is None else sinks.float(),
         *out.stride()[:3],
         tiles, row_tiles, q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
-        query_offset(num_queries, num_keys, causal), scale * LOG2_E,
+        query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, W=strip,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -172,9 +199,9 @@ def launch(
     ]
 )  # fmt: skip
 def _maxpool_attention_kernel(
-    q_desc, k_desc, v_desc, p_out, p_lse, p_pooled, p_scratch, p_next_tile, p_kv_start,
+    q_desc, k_desc, v_desc, p_out, p_lse, p_pooled, p_scratch, p_next_tile, p_kv_start, p_sinks,
     stride_b, stride_h, stride_n,
-    tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2,
+    tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -202,9 +229,14 @@ def _maxpool_attention_kernel(
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, COLS], tl.float32)
+        if p_sinks is not None:  # the softmax begins with the sink, a key without a value
+            sink2 = tl.load(p_sinks + h) * (1.0 / LN_2)
+            m, l = tl.zeros([BM], tl.float32) + sink2, l + 1
         for u0 in tl.range(0, last, BN):  # type: ignore[misc]
             k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+            if limit is not None:
+                s = cap_scores(s, limit)
             if u0 >= full:
                 s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
             maxima = tl.max(tl.reshape(s, [BM, BN // W, W]), 2)  # [BM, BN / W]
@@ -212,7 +244,10 @@ def _maxpool_attention_kernel(
             v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
             m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
         out, lse2 = softmax_finalize(m, l, acc, t < queries)
-        store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
+        stored_lse2 = lse2
+        if p_sinks is not None:
+            stored_lse2 = tl.where(lse2 == float("-inf"), sink2, lse2)  # pyrefly: ignore[unbound-name]
+        store_rows(p_out, p_lse, out, stored_lse2, b, h, t, first_query, kv_heads * group, num_queries,
                    stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
         tl.debug_barrier()  # all maxima are stored before they are read

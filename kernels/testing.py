@@ -123,6 +123,11 @@ CASES = [
 ]
 
 
+# Soft-capped scores: cases and limits, for a scale of CAPPED_SCALE, which makes some scores exceed the smaller limit.
+CAPPED_CASES = [(CASES[n], limit) for n, limit in ((0, 5.0), (2, 5.0), (1, 50.0), (3, 5.0), (4, 50.0), (5, 5.0), (8, 5.0))]
+CAPPED_SCALE = 0.5
+
+
 def random_block_mask(
     batch: int,
     heads: int,
@@ -221,12 +226,13 @@ def dense_attention(
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
     score_mod: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Attention:
     """Softmax attention with materialized scores, in ``dtype`` as in eager PyTorch.
 
     ``seen`` is a boolean mask that broadcasts to ``[B, Hq, N, M]``; a row that sees no key has ``out = 0, lse = -inf``. Softmax
     statistics are in fp32 or fp64, products have inputs and outputs in ``dtype``. ``score_mod`` modifies the scaled scores
-    ``[B, Hq, N, M]`` before masking.
+    ``[B, Hq, N, M]`` before masking. ``sinks [Hq]`` are the scores of one more column, which has no value.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
@@ -235,9 +241,15 @@ def dense_attention(
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(statistics) * factor
     scores = (scores if score_mod is None else score_mod(scores)).masked_fill(~seen, -math.inf)
-    lse = scores.logsumexp(-1)
+    columns = [scores] if sinks is None else [scores, sinks.to(statistics)[:, None, None].expand_as(scores[..., :1])]
+    lse = torch.cat(columns, -1).logsumexp(-1)
     probs = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     return Attention(probs.to(dtype) @ v, lse, probs)
+
+
+def capped(softcap: float | None) -> Callable[[Tensor], Tensor] | None:
+    """Returns the ``score_mod`` of :func:`dense_attention` that caps scores."""
+    return None if softcap is None else lambda scores: softcap * torch.tanh(scores / softcap)
 
 
 class Rounding(NamedTuple):

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are Llama's; they stand for all families in most tests
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 2.0},
@@ -22,6 +22,40 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+ROPE_TYPES = tuple(ROPES)
+DEFAULT = {"rope_type": "default", "rope_theta": 100.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, **ROPES["yarn"]}
+MIXED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small models need
+    "granite": {
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "olmo3": {**MIXED, "rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT}},
+    "gemma3_text": {
+        **MIXED,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+            "sliding_attention": DEFAULT,
+        },
+    },
+    "mixtral": EXPERTS,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "phi3": {"rope_parameters": PARTIAL, "sliding_window": 256},
+    "glm": {"rope_parameters": PARTIAL},
+    "glm4": {"rope_parameters": PARTIAL},
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -43,7 +77,14 @@ def tiny_architecture(family: str = "llama", rope: str = "default", **overrides:
     """Returns the keys of a small ``config.json``; ``overrides`` replace any of them."""
     parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPES[rope]}
     window = {"sliding_window": None} if family == "mistral" else {}
-    return {"model_type": family, **SIZES, "rope_parameters": parameters, **window, **overrides}
+    return {
+        "model_type": family,
+        **SIZES,
+        "rope_parameters": parameters,
+        **window,
+        **OTHER_FAMILIES.get(family, {}),
+        **overrides,
+    }
 
 
 def tiny_config(family: str = "llama", rope: str = "default", **overrides: Any) -> PreTrainedConfig:

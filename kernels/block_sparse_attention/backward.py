@@ -3,6 +3,8 @@
     P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
     dQ = scale * dS K   dK = scale * dS^T Q    dV = P^T dO
 
+With a cap of the scores, S are the capped ones, and dS is multiplied by ``1 - (S / softcap)^2``.
+
 A program of the dQ kernel owns a row block and iterates over its list of column blocks. A program of the dK/dV kernel owns a
 column block of a key/value head and iterates over its list of row blocks, for all query heads of the group. Each sum is
 accumulated in the registers of one program in a fixed order: no atomics, no partial results in memory, bitwise reproducible.
@@ -38,6 +40,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.softcap import cap_scores_with_slope, unscaled_limit
 
 
 def launch(
@@ -53,6 +56,7 @@ def launch(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     dq_tile: tuned.Tile | None = None,
     dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +67,7 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     cols, sm = padded_head(head), capability(q.device)
     offset = query_offset(num_queries, num_keys, causal)
-    group = q_heads // kv_heads
+    group, limit = q_heads // kv_heads, unscaled_limit(softcap, scale)
     selection = block_mask, kv_start, num_queries, num_keys, offset, block_size, causal
     row_blocks, col_blocks = block_mask.shape[2:]
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
@@ -77,7 +81,7 @@ def launch(
     _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
         lse, dlse, dq, row_stats, lists, lengths, kv_start, *dq.stride()[:3], row_stats.stride(2),
-        group, *shared, *lists.shape[:2], offset, scale * LOG2_E,
+        group, *shared, *lists.shape[:2], offset, scale * LOG2_E, limit,
         BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -90,7 +94,7 @@ def launch(
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
         row_stats_view(row_stats, num_queries, rows),
         dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
-        *shared, lists.shape[0], offset, scale * LOG2_E,
+        *shared, lists.shape[0], offset, scale * LOG2_E, limit,
         GROUP=group, BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv
@@ -103,7 +107,7 @@ UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", 
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, p_lse, p_dlse, p_dq, p_stats, p_lists, p_lengths, p_kv_start,
     stride_b, stride_h, stride_n, stride_stats,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,34 +133,37 @@ def _dq_kernel(
     PARTS: tl.constexpr = BLOCK // BN
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
-        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2, limit,
                       BN, COLS, False, CAUSAL, PRECISION)  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
-        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2, limit,
                       BN, COLS, True, CAUSAL, PRECISION)  # fmt: skip
     store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
+    dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2, limit,
     BN: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulates the contribution of the key tile at u0 to dQ."""
     k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+    slope = None
+    if limit is not None:
+        s, slope = cap_scores_with_slope(s, limit)
     if MASK:
         s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-    return dq_step(dq, s, dout, k, v, lse2, row_delta, scale2, PRECISION)
+    return dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED[1:-1])
 def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, stats_desc, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2,
+    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -182,12 +189,12 @@ def _dkv_kernel(
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, False, PRECISION)  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
     store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)

@@ -24,6 +24,7 @@ from msattn.kernels.common.checks import (
     query_offset,
     resolve_backend,
     resolve_scale,
+    resolve_softcap,
 )
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -41,6 +42,7 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.registration import Passes, register_sparse_op
+from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, SparseAttention
 
 
@@ -53,6 +55,7 @@ def block_sparse_attention(
     block_size: int = 64,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
@@ -72,6 +75,8 @@ def block_sparse_attention(
         Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before masking (Gemma 2).
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence. Blocks are counted from its end.
     backend : {"triton", "torch"}, optional
@@ -91,9 +96,9 @@ def block_sparse_attention(
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)
     check_per_sequence("kv_start", kv_start, q)
-    scale = resolve_scale(scale, q.shape[3])
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    return SparseAttention(*_operator(q, k, v, block_mask, kv_start, block_size, causal, scale, backend))
+    return SparseAttention(*_operator(q, k, v, block_mask, kv_start, block_size, causal, scale, softcap, backend))
 
 
 def launch(
@@ -105,6 +110,7 @@ def launch(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernels; ``tile`` overrides the tuned tile."""
@@ -124,7 +130,7 @@ def launch(
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), out, lse, lists, lengths, kv_start,
         *out.stride()[:3],
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, lists.shape[0], lists.shape[1],
-        offset, scale * LOG2_E,
+        offset, scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=rows, BN=keys,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
@@ -137,7 +143,7 @@ def launch(
 def _block_sparse_attention_kernel(
     q_desc, k_desc, v_desc, p_out, p_lse, p_lists, p_lengths, p_kv_start,
     stride_b, stride_h, stride_n,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -164,6 +170,8 @@ def _block_sparse_attention_kernel(
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if limit is not None:
+            s = cap_scores(s, limit)
         if n >= full * PARTS:
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)

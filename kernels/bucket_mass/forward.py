@@ -29,8 +29,9 @@ from msattn.kernels.bucket_mass.finalize import (
 )
 from msattn.kernels.bucket_mass.packing import max_key_groups, pack_keys
 from msattn.kernels.common.bucket_checks import check_bucket_mass
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, load_tile, num_sms, padded_head, precision, tile_view, tl, triton
+from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import choose_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketMass
@@ -44,6 +45,7 @@ def bucket_mass(
     num_buckets: int,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     min_distance: int | None = None,
     q_pos: Tensor | None = None,
     k_pos: Tensor | None = None,
@@ -68,6 +70,8 @@ def bucket_mass(
         Keep only keys with ``k_pos <= q_pos``.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before masking (Gemma 2).
     min_distance : int, optional
         Keep only pairs with ``|q_pos - k_pos| > min_distance``, in tokens.
     q_pos, k_pos : Tensor int32 ``[n_q]``, ``[n_k]``, optional
@@ -91,9 +95,9 @@ def bucket_mass(
         In the backward pass, as the operation makes training targets.
     """
     check_bucket_mass(q, k, buckets, num_buckets, min_distance, q_pos, k_pos)
-    scale = resolve_scale(scale, q.shape[3])
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    return BucketMass(*_operator(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, min_distance, backend))
+    return BucketMass(*_operator(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_distance, backend))
 
 
 @torch.library.custom_op("msattn::bucket_mass", mutates_args=())
@@ -106,19 +110,21 @@ def _operator(
     num_buckets: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     min_distance: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
         with torch.cuda.device_of(q):
-            return launch(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, min_distance)
+            return launch(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_distance)
     return reference.bucket_mass(
-        q, k, buckets, num_buckets=num_buckets, causal=causal, scale=scale, min_distance=min_distance, q_pos=q_pos, k_pos=k_pos
+        q, k, buckets, num_buckets=num_buckets, causal=causal, scale=scale, softcap=softcap, min_distance=min_distance,
+        q_pos=q_pos, k_pos=k_pos,
     )  # fmt: skip
 
 
 @_operator.register_fake
-def _(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, min_distance, backend):
+def _(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_distance, backend):
     statistics = statistics_dtype(q)
     mass = q.new_empty((*q.shape[:3], num_buckets), dtype=statistics)
     return mass, q.new_empty(q.shape[:3], dtype=statistics), q.new_empty(q.shape[:3], dtype=torch.int32)
@@ -140,6 +146,7 @@ def launch(
     num_buckets: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     min_distance: int | None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +174,7 @@ def launch(
         q, tile_view(packed.keys, tile.keys), packed.slots, packed.out_rows, packed.copies, packed.first, q_pos, k_pos,
         sums, references, part_lse, part_score, part_slot, *q.stride(),
         q_heads // kv_heads, num_queries, num_buckets, packed.slots.shape[2] // tile.keys, splits, min_distance or 0,
-        scale * LOG2_E, HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
+        scale * LOG2_E, unscaled_limit(softcap, scale), HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
         BM=tile.rows, BN=tile.keys, BD=cols, GROUP_SIZE=group_size, PRECISION=precision(q.dtype),
         ROW_WARPS=min(tile.warps, tile.rows // 16), Q_IN_REGISTERS=cols * q.element_size() <= 256,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=min(255, 65536 // (32 * tile.warps * tile.programs)),
@@ -217,7 +224,7 @@ def _positions(
 def _mass_kernel(
     q, keys, slots, out_rows, copies, first, q_pos, k_pos, sums, references, part_lse, part_score, part_slot,
     stride_qb, stride_qh, stride_qn, stride_qd,
-    group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2,
+    group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2, limit,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GROUP_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     ROW_WARPS: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
@@ -248,8 +255,10 @@ def _mass_kernel(
         b_q = tl.where(m_tile, b_q, 0.0)
     if MASKED:
         b_q_pos = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None]
-    sample = tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION)
-    reference = tl.floor(tl.max(sample, 1) * scale2)[:, None]  # the same for all splits
+    sample = tl.max(tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION), 1)
+    if limit is not None:
+        sample = cap_scores(sample, limit)
+    reference = tl.floor(sample * scale2)[:, None]  # the same for all splits
     p_sum = sums + kv_row * (num_buckets + num_splits * SEGMENTS) * rows
     row_in_layout = _accumulator_order(row[:, None, None], ROW_WARPS)  # [1, BM, 1]
 
@@ -268,6 +277,8 @@ def _mass_kernel(
     if MASKED:
         b_k_pos = tl.load(k_pos + tl.load(slots + first_tile * BN + column, mask=run > 0, other=0))
     for n in tl.range(first_tile, first_tile + run):
+        if limit is not None:
+            s = cap_scores(s, limit)
         if MASKED:
             s = mask_by_distance(s, b_q_pos - b_k_pos[None, :], min_distance, CAUSAL, FAR)  # pyrefly: ignore[unbound-name]
         s = tl.reshape(s, [BM, GROUPS, GROUP_SIZE // 2, 4, 2])

@@ -2,6 +2,8 @@
 
     P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
 
+With a cap of the scores, S are the capped ones, and dS is multiplied by the slope of the cap (:mod:`.softcap`).
+
 A program of the dQ kernel owns query rows. It also stores their row statistics, fp32 ``[B, Hq, 2, N]``: the LSE in base 2, and
 ``row_delta = rowsum(dO * O) - dlse`` (delta in FlashAttention, less the gradient of the LSE). Queries count from the start of
 the sequence. A program of the dK/dV kernel owns keys and loads these statistics through a tensor descriptor, whose loads can be
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.primitives import load_lse2, load_tile, tile_view, tl, triton
+from msattn.kernels.common.softcap import cap_scores_with_slope
 
 MIN_STATS_ROWS = tl.constexpr(32)  # of a descriptor tile: 128 bytes in fp32, the alignment that pipelined tiles need
 
@@ -54,29 +57,34 @@ def load_query_rows(
 
 
 @triton.jit
-def dq_step(dq, s, dout, k, v, lse2, row_delta, scale2, PRECISION: tl.constexpr):
+def dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION: tl.constexpr):
     """Accumulates the contribution of a key tile to dQ.
 
-    ``s [BM, BN]`` are its unscaled scores.
+    ``s [BM, BN]`` are its unscaled scores, ``slope [BM, BN]`` the slope of their cap, if any.
     """
     p = tl.exp2(s * scale2 - lse2[:, None])
     ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - row_delta[:, None])
+    if slope is not None:
+        ds *= slope
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
 def dkv_step(
-    dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
+    dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
     BM: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulates the contribution of BM queries to dK and dV of a key tile.
 
-    The queries are those of head h from t0 on. ``bias [BN]``, if any, is added to the unscaled scores. Scores are computed
-    transposed, [BN, BM], so that P^T and dS^T enter their products from registers.
+    The queries are those of head h from t0 on. ``limit``, if any, caps the unscaled scores, to which ``bias [BN]``, if any, is
+    added. Scores are computed transposed, [BN, BM], so that P^T and dS^T enter their products from registers.
     """
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    slope = None
+    if limit is not None:
+        s, slope = cap_scores_with_slope(s, limit)
     if bias is not None:
         s += bias[:, None]
     if MASK:
@@ -84,6 +92,8 @@ def dkv_step(
     p = tl.exp2(s * scale2 - _load_row_stat(stats_desc, b, h, 0, t0, BM))
     dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
     ds = p * (dp - _load_row_stat(stats_desc, b, h, 1, t0, BM))
+    if slope is not None:
+        ds *= slope
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 

@@ -69,6 +69,30 @@ def resolve_scale(scale: float | None, head_size: int) -> float:
     return float(scale)
 
 
+def resolve_softcap(softcap: float | None) -> float | None:
+    """Returns the limit of soft-capped scores as a float, or None for scores without one.
+
+    Raises
+    ------
+    ValueError
+        If the limit is not positive and finite.
+    """
+    if softcap is None:
+        return None
+    if not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap!r}: expected a positive, finite number, or None")
+    return float(softcap)
+
+
+def check_sinks(sinks: Tensor | None, heads: int, x: Tensor) -> None:
+    """Checks floating-point ``sinks [Hq]``, one for each query head, on the device of ``x``."""
+    if sinks is None:
+        return
+    if not sinks.is_floating_point() or tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks is {sinks.dtype} {tuple(sinks.shape)}: expected floating point ({heads},), one per query head")
+    check_device("sinks", sinks, "q", x)
+
+
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of sums, maxima and LSEs: fp32, or fp64 for fp64 input."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -40,12 +40,15 @@ def register_sparse_op(name: str, triton: Passes, torch_: Passes) -> tuple[Opera
         block_size: int,
         causal: bool,
         scale: float,
+        softcap: float | None,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         if backend == "triton":
             with torch.cuda.device_of(q):
-                return triton.forward(q, k, v, selected, kv_start, block_size, causal, scale)
-        return torch_.forward(q, k, v, selected, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
+                return triton.forward(q, k, v, selected, kv_start, block_size, causal, scale, softcap)
+        return torch_.forward(
+            q, k, v, selected, block_size=block_size, causal=causal, scale=scale, softcap=softcap, kv_start=kv_start
+        )
 
     @torch.library.custom_op(f"msattn::{name}_backward", mutates_args=())
     def backward_operator(
@@ -61,14 +64,16 @@ def register_sparse_op(name: str, triton: Passes, torch_: Passes) -> tuple[Opera
         block_size: int,
         causal: bool,
         scale: float,
+        softcap: float | None,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if backend == "triton":
             with torch.cuda.device_of(q):
                 dout = _aligned_gradient(dout)
-                return triton.backward(dout, dlse, q, k, v, out, lse, selected, kv_start, block_size, causal, scale)
+                inputs = dout, dlse, q, k, v, out, lse, selected
+                return triton.backward(*inputs, kv_start, block_size, causal, scale, softcap)
         inputs = dout, dlse, q, k, v, out, lse, selected
-        return torch_.backward(*inputs, block_size=block_size, causal=causal, scale=scale, kv_start=kv_start)
+        return torch_.backward(*inputs, block_size=block_size, causal=causal, scale=scale, softcap=softcap, kv_start=kv_start)
 
     @backward_operator.register_fake
     def _(dout, dlse, q, k, v, *others):

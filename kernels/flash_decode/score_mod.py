@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.primitives import LN_2, tl, triton
+from msattn.kernels.common.primitives import tl, triton
+from msattn.kernels.common.softcap import cap_scores
 from msattn.kernels.types import ScoreMod
 
 
@@ -74,12 +75,7 @@ def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> 
 
 @triton.jit
 def _softcap_kernel(score, b, h, i, j, limit):
-    x = score / limit
-    decay = tl.exp2(tl.abs(x) * (-2 / LN_2))
-    far = (1 - decay) / (1 + decay)
-    x2 = x * x
-    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))  # 1 - decay cancels for small x
-    return limit * tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
+    return cap_scores(score, limit)
 
 
 def _softcap(score, b, h, i, j, limit):

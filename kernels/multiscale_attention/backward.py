@@ -5,6 +5,8 @@ A dQ kernel runs first, then a dK/dV kernel for the means and again for the keys
     P = n exp(scale * Q K^T) / exp(lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
     dQ = scale * dS K   dK = scale * dS^T Q    dV = P^T dO
 
+With a cap of the scores, S are the capped ones, and dS is multiplied by ``1 - (S / softcap)^2``.
+
 For pooled blocks, K and V are means and n is the number of keys of each. A program of the dQ kernel owns a row block and
 iterates over its list like the forward pass. A program of the dK/dV kernel for means owns a tile of a key/value head: the
 means, at one level, of adjacent column blocks. It iterates over the row blocks, of all query heads of the group, that read any
@@ -40,6 +42,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.softcap import cap_scores_with_slope, unscaled_limit
 from msattn.kernels.multiscale_attention.levels import (
     add_log_sizes,
     first_tile,
@@ -68,6 +71,7 @@ def launch(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     dq_tile: tuned.Tile | None = None,
     dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +85,7 @@ def launch(
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
     group, offset = q_heads // kv_heads, query_offset(num_queries, num_keys, causal)
     sizes = kv_heads, num_queries, num_keys, *zoom.shape[2:]
-    means = pool_means(k, v, kv_start, block_size)
+    means, limit = pool_means(k, v, kv_start, block_size), unscaled_limit(softcap, scale)
 
     lists, counts = row_lists(*selection)
     tile = dq_tile or tuned.pick("multiscale_attention_dq", cols, q.dtype, sm)
@@ -90,7 +94,7 @@ def launch(
     _dq_kernel[(batch * q_heads * zoom.shape[2] * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
         means, lse, dlse, dq, row_stats, lists, counts, kv_start, *dq.stride()[:3], row_stats.stride(2),
-        group, *sizes, *lists.shape[:2], offset, scale * LOG2_E,
+        group, *sizes, *lists.shape[:2], offset, scale * LOG2_E, limit,
         BM=rows, BN=keys, BP=tile.keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -105,7 +109,7 @@ def launch(
             tile_view(q, rows), tile_view(x, keys), tile_view(y, keys), tile_view(dout, rows),
             row_stats_view(row_stats, num_queries, rows),
             dmeans, dk, dv, lists, counts, kv_start, *dk.stride()[:3], *dv.stride()[:3],
-            *sizes, lists.shape[0], offset, scale * LOG2_E,
+            *sizes, lists.shape[0], offset, scale * LOG2_E, limit,
             GROUP=group, BM=rows, BN=keys, POOLED=pooled, **constants, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return dq, dk, dv
@@ -119,7 +123,7 @@ def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, p_means,
     p_lse, p_dlse, p_dq, p_stats, p_lists, p_counts, p_kv_start,
     stride_b, stride_h, stride_n, stride_stats,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -149,9 +153,12 @@ def _dq_kernel(
         k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
         v = load_means(p_means, row, 1, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        slope = None
+        if limit is not None:
+            s, slope = cap_scores_with_slope(s, limit)
         if level == 0:
             s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
-        dq = dq_step(dq, s, dout, k, v, lse2 - level, row_delta, scale2, PRECISION)
+        dq = dq_step(dq, s, slope, dout, k, v, lse2 - level, row_delta, scale2, PRECISION)
         level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # early, to prefetch the loads
 
     p_list += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
@@ -162,9 +169,12 @@ def _dq_kernel(
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        slope = None
+        if limit is not None:
+            s, slope = cap_scores_with_slope(s, limit)
         if u0 + BN > full_end:
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-        dq = dq_step(dq, s, dout, k, v, lse2, row_delta, scale2, PRECISION)
+        dq = dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION)
     store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
@@ -172,7 +182,7 @@ def _dq_kernel(
 def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, stats_desc, p_dmeans, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2,
+    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
@@ -208,13 +218,13 @@ def _dkv_kernel(
         entry = tl.load(p_list - n // PARTS)
         bias = tl.where((entry >> column) & 1 != 0, log_size, float("-inf")) if POOLED else None
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, False, PRECISION)  # fmt: skip
     # The remaining row blocks are on the diagonal, where no block is pooled.
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(p_list - n // PARTS)
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
+        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     dk *= scale2 * LN_2
 

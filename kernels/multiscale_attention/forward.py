@@ -33,6 +33,7 @@ from msattn.kernels.common.checks import (
     query_offset,
     resolve_backend,
     resolve_scale,
+    resolve_softcap,
 )
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -50,6 +51,7 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.registration import Passes, register_sparse_op
+from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.multiscale_attention import backward
 from msattn.kernels.multiscale_attention.levels import (
     add_log_sizes,
@@ -72,6 +74,7 @@ def multiscale_attention(
     block_size: int = 64,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
@@ -94,6 +97,9 @@ def multiscale_attention(
         Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before the log of
+        the number of tokens is added (Gemma 2).
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence. Blocks and groups are counted from its end.
     backend : {"triton", "torch"}, optional
@@ -114,9 +120,9 @@ def multiscale_attention(
     check_qkv(q, k, v)
     check_zoom(zoom, q, k, block_size)
     check_per_sequence("kv_start", kv_start, q)
-    scale = resolve_scale(scale, q.shape[3])
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    return SparseAttention(*_operator(q, k, v, zoom, kv_start, block_size, causal, scale, backend))
+    return SparseAttention(*_operator(q, k, v, zoom, kv_start, block_size, causal, scale, softcap, backend))
 
 
 def launch(
@@ -128,6 +134,7 @@ def launch(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernels; ``tile`` overrides the tuned tile."""
@@ -147,7 +154,7 @@ def launch(
         pool_means(k, v, kv_start, block_size), out, lse, lists, counts, kv_start,
         *out.stride()[:3],
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, *lists.shape[:2],
-        query_offset(num_queries, num_keys, causal), scale * LOG2_E,
+        query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=rows, BN=keys, BP=tile.keys,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
@@ -159,7 +166,7 @@ def launch(
 def _multiscale_attention_kernel(
     q_desc, k_desc, v_desc, p_means, p_out, p_lse, p_lists, p_counts, p_kv_start,
     stride_b, stride_h, stride_n,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -186,6 +193,8 @@ def _multiscale_attention_kernel(
     for n in tl.range(0, tl.cdiv(pooled, BP)):  # type: ignore[misc]
         k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if limit is not None:
+            s = cap_scores(s, limit)
         if level == 0:
             s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
         v = load_means(p_means, row, 1, HEAD, COLS)
@@ -200,6 +209,8 @@ def _multiscale_attention_kernel(
         u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if limit is not None:
+            s = cap_scores(s, limit)
         if u0 + BN > full_end:
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)

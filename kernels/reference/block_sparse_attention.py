@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_block_mask
-from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import masked_attention, row_lists, sequences
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.reference.common import cap_scores, masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
 
@@ -21,6 +21,7 @@ def block_sparse_attention(
     block_size: int = 64,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     kv_start: Tensor | None = None,
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.block_sparse_attention`.
@@ -35,14 +36,14 @@ def block_sparse_attention(
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)
     check_per_sequence("kv_start", kv_start, q)
-    scale = resolve_scale(scale, q.shape[3])
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
     for b, h, i, j, exists, seen in _selected_chunks(q, k, block_mask, block_size, causal, kv_start):
         keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
-        rows_out, rows_lse = masked_attention(q[b, h, i].to(statistics), keys, values, seen, scale)
+        rows_out, rows_lse = masked_attention(q[b, h, i].to(statistics), keys, values, seen, scale, softcap=softcap)
         rows = b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]
         out[rows] = rows_out[exists].to(q.dtype)
         lse[rows] = rows_lse[exists]
@@ -62,11 +63,13 @@ def block_sparse_attention_backward(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v.
 
-    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE.
+    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE. With a cap, it is multiplied by the slope of
+    the cap, ``1 - (S / softcap)^2``.
     """
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
@@ -74,9 +77,12 @@ def block_sparse_attention_backward(
     for b, h, i, j, exists, seen in _selected_chunks(q, k, block_mask, block_size, causal, kv_start):
         queries, dout_rows, out_rows = (x[b, h, i].to(statistics) for x in (q, dout, out))
         keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
-        probs = (queries @ keys.mT * scale - lse[b, h, i][..., None]).masked_fill(~seen, -math.inf).exp()
+        scores = cap_scores(queries @ keys.mT * scale, softcap)
+        probs = (scores - lse[b, h, i][..., None]).masked_fill(~seen, -math.inf).exp()
         row_delta = ((dout_rows * out_rows).sum(-1) - dlse[b, h, i])[..., None]
         dscores = (probs * (dout_rows @ values.mT - row_delta)).masked_fill(~seen, 0) * scale
+        if softcap is not None:
+            dscores *= 1 - (scores / softcap).square()
         dq[b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]] = (dscores @ keys)[exists]
         key_rows = ((b * k.shape[1] + h // group) * k.shape[2] + j).flatten()
         dk.view(-1, k.shape[3]).index_add_(0, key_rows, (dscores.mT @ queries).flatten(0, 1))  # deterministic on a CPU

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.bucket_checks import check_bucket_decode
-from msattn.kernels.common.checks import resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import masked_attention
 from msattn.kernels.types import BucketIndex, SparseAttention
 
@@ -21,6 +21,7 @@ def bucket_decode(
     recent: int | Tensor,
     sink: int = 1,
     scale: float | None = None,
+    softcap: float | None = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
     counts: Tensor | None = None,
@@ -33,7 +34,7 @@ def bucket_decode(
         If an argument is invalid, a probe is out of range, offsets are outside ``index.order``, or lengths outside the cache.
     """
     check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len, counts)
-    scale = resolve_scale(scale, q.shape[3])
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     batch, q_heads, _, head_size = q.shape
     kv_heads, num_keys = k.shape[1:3]
     statistics = statistics_dtype(q)
@@ -54,7 +55,8 @@ def bucket_decode(
     out, lse = q.new_empty(grouped.shape), q.new_empty(grouped.shape[:3], dtype=statistics)
     for b in range(batch):  # one sequence at a time, to bound memory
         keys, values = (x[b][head, key[b]].to(statistics) for x in (k, v))  # [Hkv, S, D]
-        attended, lse[b] = masked_attention(grouped[b].to(statistics), keys, values, read[b][:, None], scale)
+        queries = grouped[b].to(statistics)
+        attended, lse[b] = masked_attention(queries, keys, values, read[b][:, None], scale, softcap=softcap)
         out[b] = attended.masked_fill(lse[b][..., None] == -math.inf, 0)  # the filler is arbitrary if no key is read
     return SparseAttention(out.reshape(q.shape), lse.reshape(batch, q_heads, 1))
 

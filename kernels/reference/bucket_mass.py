@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.bucket_checks import check_bucket_mass
-from msattn.kernels.common.checks import resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import SCORES_AT_ONCE
+from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.reference.common import SCORES_AT_ONCE, cap_scores
 from msattn.kernels.types import BucketMass
 
 
@@ -19,6 +19,7 @@ def bucket_mass(
     num_buckets: int,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     min_distance: int | None = None,
     q_pos: Tensor | None = None,
     k_pos: Tensor | None = None,
@@ -31,7 +32,7 @@ def bucket_mass(
         If an argument is invalid, or a bucket number is out of range.
     """
     check_bucket_mass(q, k, buckets, num_buckets, min_distance, q_pos, k_pos)
-    scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
+    scale, softcap, statistics = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), statistics_dtype(q)
     batch, q_heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
     if not (int(buckets.min()) >= -1 and int(buckets.max()) < num_buckets):
@@ -56,7 +57,7 @@ def bucket_mass(
             seen = seen & (distance.abs() > min_distance)
         queries = grouped[:, :, :, part].to(statistics)
         scores = (queries.flatten(2, 3) @ keys).mul_(scale).unflatten(2, queries.shape[2:4])  # [B, Hkv, G, rows, n_k]
-        scores.masked_fill_(~seen, -math.inf)
+        scores = cap_scores(scores, softcap).masked_fill_(~seen, -math.inf)
         row_max, top = scores.max(-1)
         nothing = row_max == -math.inf
         weights = scores.sub_(row_max.masked_fill(nothing, 0)[..., None]).exp_()

@@ -46,14 +46,27 @@ def row_lists(selected: Tensor, scores_each: int) -> Iterator[tuple[Tensor, Tens
         yield b, h, r, on, c.where(on, c[:, :1])
 
 
+def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
+    """Returns ``softcap * tanh(scores / softcap)`` of scaled scores; None leaves them unchanged."""
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns ``out, lse`` of masked attention, with materialized scores.
 
-    Shapes are ``q [R, n, D]``, ``k, v [R, m, D]``, and ``seen [R, n, m]`` for the mask. ``bias`` is added to the scaled scores.
+    Shapes are ``q [R, n, D]``, ``k, v [R, m, D]``, and ``seen [R, n, m]`` for the mask. ``bias`` is added to the scaled and
+    capped scores.
     """
-    scores = q @ k.mT * scale if bias is None else q @ k.mT * scale + bias
+    scores = cap_scores(q @ k.mT * scale, softcap)
+    scores = scores if bias is None else scores + bias
     scores = scores.masked_fill(~seen, -math.inf)
     nothing = ~seen.any(-1)
     lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)  # finite also in empty rows, so that gradients are finite

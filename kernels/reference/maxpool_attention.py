@@ -6,8 +6,15 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_block_size
-from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
+from msattn.kernels.common.checks import (
+    check_per_sequence,
+    check_qkv,
+    check_sinks,
+    resolve_scale,
+    resolve_softcap,
+    statistics_dtype,
+)
+from msattn.kernels.reference.common import SCORES_AT_ONCE, cap_scores, sequences
 from msattn.kernels.types import MaxPoolAttention
 
 
@@ -19,6 +26,8 @@ def maxpool_attention(
     block_size: int = 64,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
 ) -> MaxPoolAttention:
     """Reference of :func:`msattn.kernels.maxpool_attention`.
@@ -33,11 +42,14 @@ def maxpool_attention(
     check_qkv(q, k, v)
     check_block_size(block_size)
     check_per_sequence("kv_start", kv_start, q)
-    scale = resolve_scale(scale, q.shape[3])
+    check_sinks(sinks, q.shape[1], q)
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     statistics = statistics_dtype(q)
     blocks = [-(-x.shape[2] // block_size) for x in (q, k)]
     out = torch.zeros_like(q)
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
+    sink_logits = q.new_full(q.shape[1:2], -math.inf, dtype=statistics) if sinks is None else sinks.to(statistics)
+    lse = sink_logits[:, None].expand(q.shape[:3]).clone()
+    sink_logits = sink_logits.view(k.shape[1], -1, 1)
     pooled = q.new_zeros((*q.shape[:2], *blocks), dtype=statistics)
 
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
@@ -51,10 +63,11 @@ def maxpool_attention(
             begin, end = int(t[0]), int(t[-1]) + 1
             last = min(m, end + delta) if causal else m
             scores = queries[..., begin:end, :].to(statistics) @ keys[..., :last, :].mT * scale
+            scores = cap_scores(scores, softcap)
             if causal:
                 scores.masked_fill_(torch.arange(last, device=q.device) > t[:, None] + delta, -math.inf)
             maxima = _into_blocks(scores, -1, block_size).amax(-1)  # [B, Hkv, G, rows, c]
-            row_lse = scores.logsumexp(-1)
+            row_lse = scores.logsumexp(-1).logaddexp(sink_logits)
             probs = scores.sub_(row_lse[..., None]).exp_()
             block_map = _into_blocks(maxima - row_lse[..., None], -2, block_size).amax(-2).exp()  # [B, Hkv, G, r, c]
             rows = slice(first_query + begin, first_query + end)

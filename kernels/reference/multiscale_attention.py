@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.block_checks import ZOOMS, check_zoom
-from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, statistics_dtype
-from msattn.kernels.reference.common import masked_attention, row_lists, sequences
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.reference.common import cap_scores, masked_attention, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
 PARTS = max(ZOOMS)  # parts of a block
@@ -44,6 +44,7 @@ def multiscale_attention(
     block_size: int = 64,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
     kv_start: Tensor | None = None,
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.multiscale_attention`.
@@ -60,7 +61,7 @@ def multiscale_attention(
     check_zoom(zoom, q, k, block_size)
     check_per_sequence("kv_start", kv_start, q)
     _check_values(zoom)
-    scale = resolve_scale(scale, q.shape[3])
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
     zoom_of = zoom.expand(q.shape[0], -1, -1, -1)
@@ -72,7 +73,7 @@ def multiscale_attention(
         for x in _selected_chunks(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
             row_q, row_k, row_v = (tensor[at].to(statistics) for tensor, at in ((queries, place), (keys, read), (values, read)))
-            rows_out, rows_lse = masked_attention(row_q, row_k, row_v, x.seen, scale, x.bias)
+            rows_out, rows_lse = masked_attention(row_q, row_k, row_v, x.seen, scale, x.bias, softcap)
             rows = tuple(index.expand_as(x.i)[x.exists] for index in place)
             part_out[rows] = rows_out[x.exists].to(q.dtype)
             part_lse[rows] = rows_lse[x.exists]
@@ -92,11 +93,13 @@ def multiscale_attention_backward(
     block_size: int,
     causal: bool,
     scale: float,
+    softcap: float | None,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v.
 
-    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE.
+    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE. With a cap, it is multiplied by the slope of
+    the cap, ``1 - (S / softcap)^2``.
     """
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
@@ -111,10 +114,12 @@ def multiscale_attention_backward(
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
             row_q, row_dout, row_out = (tensor[place].to(statistics) for tensor in (queries, douts, outs))
             row_k, row_v = (tensor[read].to(statistics) for tensor in (keys, values))
-            scores = row_q @ row_k.mT * scale + x.bias - lses[place][..., None]
-            probs = scores.masked_fill(~x.seen, -math.inf).exp()
+            scores = cap_scores(row_q @ row_k.mT * scale, softcap)
+            probs = (scores + x.bias - lses[place][..., None]).masked_fill(~x.seen, -math.inf).exp()
             row_delta = ((row_dout * row_out).sum(-1) - dlses[place])[..., None]
             dscores = (probs * (row_dout @ row_v.mT - row_delta)).masked_fill(~x.seen, 0) * scale
+            if softcap is not None:
+                dscores *= 1 - (scores / softcap).square()
             dqueries[tuple(index.expand_as(x.i)[x.exists] for index in place)] = (dscores @ row_k)[x.exists]
             entry_rows = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
             dkeys.view(-1, k.shape[3]).index_add_(0, entry_rows, (dscores.mT @ row_q).flatten(0, 1))  # deterministic on a CPU

@@ -294,9 +294,9 @@ def test_layers_that_a_router_does_not_hold_are_left_out() -> None:
 
 
 def test_default_layers() -> None:
-    assert task.chosen_layers(None, 32) == [0, 10, 21, 31]
-    assert task.chosen_layers(None, 2) == [0, 1]
-    assert task.chosen_layers([5, 1, 5], 32) == [1, 5]
+    assert task.chosen_layers(None, list(range(32))) == [0, 10, 21, 31]
+    assert task.chosen_layers(None, [5, 11]) == [5, 11]
+    assert task.chosen_layers([5, 1, 5], list(range(32))) == [1, 5]
 
 
 SMALL = ["model=tiny", "eval=analysis", "tracker=none", "device=cpu", "eval.analysis.length=320", "eval.analysis.num_queries=4"]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
 
 from msattn.trainer import models
 from msattn.trainer.config import (
@@ -191,7 +190,7 @@ def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
     routing = decoding._untrained_router(cfg, model)
     first = torch.zeros(2, 1, dtype=torch.long)
 
-    def filled() -> StaticCache:
+    def filled() -> Any:
         return random_cache(model, 2, 100, new_tokens=8, seed=0)
 
     dense = with_growing_layers(model, filled())

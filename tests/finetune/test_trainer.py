@@ -153,7 +153,7 @@ def test_the_sliced_loss_equals_the_whole_loss(monkeypatch: pytest.MonkeyPatch) 
     hidden.grad = head.weight.grad = None
     rows.clear()
     monkeypatch.setattr(tuner, "LOGIT_BYTES", 4 * 32 * 7)
-    loss = language_loss(head, hidden, targets, weights)
+    loss = language_loss(head, hidden, targets, weights, vocabulary=32)
     assert rows == [7, 7, 7, 5]
     loss.backward()
     assert max(rows) == 7
@@ -165,7 +165,7 @@ def test_the_sliced_loss_equals_the_whole_loss(monkeypatch: pytest.MonkeyPatch) 
 def test_autocast_does_not_round_the_loss() -> None:
     head, hidden, targets = nn.Linear(8, 32, bias=False), torch.randn(2, 300, 8), torch.randint(32, (2, 300))
     with torch.autocast("cpu", torch.bfloat16):
-        loss = language_loss(head, hidden, targets, torch.ones(2, 300))
+        loss = language_loss(head, hidden, targets, torch.ones(2, 300), vocabulary=32)
         logits = head(hidden)
     torch.testing.assert_close(loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
 

@@ -14,9 +14,12 @@ from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common.block_lists import compact_columns, compact_rows
 from msattn.kernels.testing import (
+    CAPPED_CASES,
+    CAPPED_SCALE,
     CASES,
     Case,
     assert_within_budget,
+    capped,
     dense_attention,
     full_product,
     gradient_rounding,
@@ -38,27 +41,33 @@ def seen_tokens(mask: Tensor, case: Case, device: str) -> Tensor:
 
 
 def dense_gradients(
-    inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dlse: Tensor, dtype: torch.dtype
+    inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dlse: Tensor, dtype: torch.dtype, scale: float, softcap: float | None
 ) -> tuple[Tensor, ...]:
     """Gradients of dense attention in ``dtype``; 0 for rows without visible keys."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
     empty = ~seen.any(-1)
-    out, lse, _ = dense_attention(leaves[0], leaves[1], leaves[2], seen | empty[..., None], dtype=dtype)
+    q, k, v = leaves
+    out, lse, _ = dense_attention(q, k, v, seen | empty[..., None], scale, dtype, capped(softcap))
     weights = dout.to(out.dtype).masked_fill(empty[..., None], 0), dlse.to(lse.dtype).masked_fill(empty, 0)
     return torch.autograd.grad((out, lse), leaves, weights)
 
 
-def check(case: Case, mask: Tensor, backend: Backend, device: str, with_gradients: bool = True) -> None:
+def check(
+    case: Case, mask: Tensor, backend: Backend, device: str, with_gradients: bool = True, softcap: float | None = None
+) -> None:
     """Checks outputs, and gradients through out and lse, against dense attention.
 
     Query gradients of rows without visible keys are exactly 0.
     """
     q, k, v = inputs = [x.requires_grad_() for x in case.qkv(device)]
     seen = seen_tokens(mask, case, device)
+    scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE
     with torch.no_grad():
-        exact, full = dense_attention(q, k, v, seen), dense_attention(q, k, v, seen, dtype=torch.float32)
-        eager = dense_attention(q, k, v, seen, dtype=case.dtype)
-    got = block_sparse_attention(q, k, v, mask, **case.options(device), backend=backend)
+        exact, full, eager = (
+            dense_attention(q, k, v, seen, scale, dtype, capped(softcap))
+            for dtype in (torch.float64, torch.float32, case.dtype)
+        )
+    got = block_sparse_attention(q, k, v, mask, **case.options(device), scale=scale, softcap=softcap, backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == torch.float32
     assert_within_budget("out", got.out.detach(), exact.out, eager.out)
@@ -67,8 +76,10 @@ def check(case: Case, mask: Tensor, backend: Backend, device: str, with_gradient
         return
     weights = torch.randn_like(got.out), torch.randn_like(got.lse)
     gradients = torch.autograd.grad(got, inputs, weights)
-    wanted, eager_ones = (dense_gradients(inputs, seen, *weights, dtype) for dtype in (torch.float64, case.dtype))
-    roundings = gradient_rounding(q.detach(), k.detach(), v.detach(), weights[0], case.head_size**-0.5)
+    wanted, eager_ones = (
+        dense_gradients(inputs, seen, *weights, dtype, scale, softcap) for dtype in (torch.float64, case.dtype)
+    )
+    roundings = gradient_rounding(q.detach(), k.detach(), v.detach(), weights[0], scale)
     for name, x, x_exact, x_eager, rounding in zip(("dq", "dk", "dv"), gradients, wanted, eager_ones, roundings, strict=True):
         assert x.dtype == case.dtype
         assert_within_budget(name, x, x_exact, x_eager, **rounding._asdict())
@@ -86,6 +97,21 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
         mask[:, :, -1] = False
     # Interpreted gradients take most of the time, so every second case checks the outputs alone.
     check(case, mask, backend, device, with_gradients=device == "cuda" or backend == "torch" or number % 2 == 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, random_block_mask(1, case.q_heads, *case.blocks, 0.4, device), backend, device, softcap=softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_softcap_at_4095_tokens(head_size: int, softcap: float, poisoned: None) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case(2, 7, 1, 4095, 4095, head_size, dtype, True, (0, 30))
+        check(case, random_block_mask(1, 7, *case.blocks, 0.3, "cuda"), "triton", "cuda", softcap=softcap)
 
 
 @pytest.mark.gpu
@@ -181,12 +207,19 @@ def test_nothing_selected(backend: Backend, device: str) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(n=st.integers(1, 150), more=st.integers(0, 90), causal=st.booleans(), block=st.sampled_from([16, 64]))
-def test_full_mask_equals_dense_attention(n: int, more: int, causal: bool, block: int) -> None:
+@given(
+    n=st.integers(1, 150),
+    more=st.integers(0, 90),
+    causal=st.booleans(),
+    block=st.sampled_from([16, 64]),
+    softcap=st.sampled_from([None, 0.5, 5.0]),
+)
+def test_full_mask_equals_dense_attention(n: int, more: int, causal: bool, block: int, softcap: float | None) -> None:
     case = Case(1, 2, 1, n, n + more, 16, causal=causal, block_size=block)
     q, k, v = case.qkv()
-    got = block_sparse_attention(q, k, v, torch.ones(1, 1, *case.blocks, dtype=torch.bool), **case.options())
-    want = dense_attention(q, k, v, case.visible(), dtype=torch.float32)
+    mask = torch.ones(1, 1, *case.blocks, dtype=torch.bool)
+    got = block_sparse_attention(q, k, v, mask, **case.options(), softcap=softcap)
+    want = dense_attention(q, k, v, case.visible(), dtype=torch.float32, score_mod=capped(softcap))
     torch.testing.assert_close(got.out, want.out)
     torch.testing.assert_close(got.lse, want.lse)
 
@@ -242,7 +275,7 @@ def test_operator(backend: Backend, steady_device: str) -> None:
 
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=steady_device)]
     mask = random_block_mask(1, 1, 2, 2, 0.5, steady_device)
-    torch.library.opcheck(module._operator, (*inputs, mask, starts([3], steady_device), 32, True, 0.1, backend))
+    torch.library.opcheck(module._operator, (*inputs, mask, starts([3], steady_device), 32, True, 0.1, 5.0, backend))
     compiled = torch.compile(block_sparse_attention, fullgraph=True, backend="aot_eager")
     got, want = (f(q, k, v, mask, block_size=32, backend=backend) for f in (compiled, block_sparse_attention))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -250,8 +283,9 @@ def test_operator(backend: Backend, steady_device: str) -> None:
     torch.testing.assert_close(gradients, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.0])
 @pytest.mark.parametrize("padding", [None, (0, 7)])
-def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
+def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None, softcap: float | None) -> None:
     case = Case(2, 2, 1, 18, 20, 8, torch.float64, True, padding, 16)
     mask = random_block_mask(1, 2, *case.blocks, 0.5)
     mask[:, :, :, 0] = True
@@ -259,7 +293,7 @@ def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] |
     rows = slice(7, None)  # rows before these have an LSE of -inf in one sequence
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        got = block_sparse_attention(q, k, v, mask, **case.options())
+        got = block_sparse_attention(q, k, v, mask, **case.options(), softcap=softcap)
         return got.out, got.lse[:, :, rows]
 
     assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
@@ -291,6 +325,7 @@ def test_accepts_output_gradients_of_any_layout(device: str) -> None:
         ({"block_mask": torch.ones(1, 3, 1, 1, dtype=torch.bool)}, "heads must be 4 or 2 or 1"),
         ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
         ({"scale": float("nan")}, "scale=nan"),
+        ({"softcap": -1.0}, "softcap=-1.0"),
     ],
 )
 def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:

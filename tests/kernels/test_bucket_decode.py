@@ -13,7 +13,15 @@ from msattn.kernels import bucket_decode as module
 from msattn.kernels import reference
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
-from msattn.kernels.testing import assert_within_budget, dense_attention, random_buckets, random_qkv, starts
+from msattn.kernels.testing import (
+    CAPPED_SCALE,
+    assert_within_budget,
+    capped,
+    dense_attention,
+    random_buckets,
+    random_qkv,
+    starts,
+)
 from msattn.kernels.types import Backend, BucketIndex
 
 BACKENDS = ["torch", "triton"]
@@ -66,16 +74,18 @@ def keys_read(case: Case, index: BucketIndex, probes: Tensor) -> Tensor:
     return read.to(probes.device)
 
 
-def check(case: Case, backend: Backend, device: str) -> None:
+def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
     q, k, v, index, probes = case.inputs(device)
     read = keys_read(case, index, probes)
     seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
-    exact = dense_attention(q, k, v, seen)
-    eager = dense_attention(q, k, v, seen, dtype=case.dtype)
-    full = dense_attention(q, k, v, seen, dtype=torch.float32)
+    scale = None if softcap is None else CAPPED_SCALE
+    exact, eager, full = (
+        dense_attention(q, k, v, seen, scale, dtype, capped(softcap)) for dtype in (torch.float64, case.dtype, torch.float32)
+    )
     for x in (k, v):
         x.masked_fill_(~read[..., None], float("nan"))  # unread keys may hold any value
-    got = bucket_decode(q, k, v, index, probes, **case.options(device), backend=backend)
+    options = case.options(device)
+    got = bucket_decode(q, k, v, index, probes, **options, scale=scale, softcap=softcap, backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == torch.float32
     assert_within_budget("out", got.out, exact.out, eager.out)
@@ -102,6 +112,23 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
     check(case, backend, device)
+
+
+CAPPED_CASES = [(CASES[n], limit) for n, limit in ((2, 5.0), (1, 50.0), (6, 5.0), (0, 5.0), (3, 5.0), (4, 50.0), (7, 5.0))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device, softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_softcap_at_4095_keys(head_size: int, softcap: float, poisoned: None) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        check(Case(2, 7, 1, 4095, head_size, dtype, 64, 20, (2, 100), filled=(4095, 3000)), "triton", "cuda", softcap)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -165,9 +192,12 @@ def test_probing_all_buckets_is_dense_attention(backend: Backend, device: str) -
     num_buckets=st.integers(1, 12),
     recent=st.integers(0, 100),
     sink=st.integers(0, 5),
+    softcap=st.sampled_from([None, 1.0]),
     seed=st.integers(0, 2**16),
 )
-def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, recent: int, sink: int, seed: int) -> None:
+def test_order_and_repetition_change_nothing(
+    num_keys: int, num_buckets: int, recent: int, sink: int, softcap: float | None, seed: int
+) -> None:
     """The order of keys and probes is irrelevant; a repeated probe counts once."""
     q, k, v = random_qkv(1, 2, 1, 1, num_keys, 16, seed=seed)
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
@@ -177,8 +207,9 @@ def test_order_and_repetition_change_nothing(num_keys: int, num_buckets: int, re
     again = shuffled[labels[shuffled].argsort(stable=True)].int()[None, None]
     probes = torch.randint(-1, num_buckets, (1, 1, 3), dtype=torch.int32)
     twice = torch.cat([probes.flip(-1), probes], -1)
-    straight = bucket_decode(q, k, v, BucketIndex(offsets, order), probes, recent=recent, sink=sink)
-    mixed = bucket_decode(q, k, v, BucketIndex(offsets, again), twice, recent=recent, sink=sink)
+    options: dict[str, Any] = {"recent": recent, "sink": sink, "softcap": softcap}
+    straight = bucket_decode(q, k, v, BucketIndex(offsets, order), probes, **options)
+    mixed = bucket_decode(q, k, v, BucketIndex(offsets, again), twice, **options)
     for x, y in zip(straight, mixed, strict=True):
         torch.testing.assert_close(x, y)
 
@@ -257,12 +288,12 @@ def test_expanded_tensors_are_not_copied(device: str, monkeypatch: pytest.Monkey
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     recent, lengths = starts([5, 9], device), starts([70, 30], device)
-    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, None, lengths, backend)
+    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, 5.0, None, lengths, backend)
     counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
     torch.library.opcheck(module._operator, arguments)
     torch.library.opcheck(module._counting_operator, (*arguments, counts))
     compiled = torch.compile(bucket_decode, fullgraph=True, backend="aot_eager")
-    choices: list[dict[str, Any]] = [{"recent": recent, "kv_len": lengths}, {"recent": 5}]
+    choices: list[dict[str, Any]] = [{"recent": recent, "kv_len": lengths}, {"recent": 5, "softcap": 2.0}]
     for options in choices:
         got = compiled(q, k, v, index, probes, **options, backend=backend)
         for x, y in zip(got, bucket_decode(q, k, v, index, probes, **options, backend=backend), strict=True):
@@ -309,6 +340,7 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
         ({"recent": torch.zeros(1)}, "recent is torch.float32"),
         ({"sink": -2}, "sink=-2"),
         ({"scale": 0.0}, "scale=0.0"),
+        ({"softcap": 0.0}, "softcap=0.0"),
         ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is torch.int32"),
         ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
         ({"counts": torch.zeros(1, 2)}, "counts is torch.float32"),

@@ -1,6 +1,7 @@
 """Tests of `bucket_mass`: agreement with fp64, edge cases, operator."""
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from msattn.kernels import reference
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.bucket_mass import forward as module
 from msattn.kernels.bucket_mass.packing import pack_keys
-from msattn.kernels.testing import assert_within_budget, dense_attention, random_buckets, random_qkv
+from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_buckets, random_qkv
 from msattn.kernels.types import Backend
 
 BACKENDS = ["torch", "triton"]
@@ -60,7 +61,7 @@ def by_bucket(probs: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
     return probs @ member.repeat_interleave(probs.shape[1] // buckets.shape[1], 1).to(probs.dtype)
 
 
-def check(case: Case, backend: Backend, device: str) -> None:
+def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
     q, k, buckets = case.inputs(device)
     q_pos, k_pos = case.positions(device)
     distance = q_pos[:, None].long() - k_pos[None, :].long()
@@ -69,9 +70,10 @@ def check(case: Case, backend: Backend, device: str) -> None:
         seen = seen & (distance >= 0)
     if case.min_distance is not None:
         seen = seen & (distance.abs() > case.min_distance)
-    exact, eager = (dense_attention(q, k, k, seen, dtype=dtype) for dtype in (torch.float64, torch.float32))
+    scale = None if softcap is None else CAPPED_SCALE
+    exact, eager = (dense_attention(q, k, k, seen, scale, dtype, capped(softcap)) for dtype in (torch.float64, torch.float32))
     k = k.masked_fill((buckets < 0)[..., None], float("nan"))  # excluded keys may hold any value
-    got = bucket_mass(q, k, buckets, **case.options(q_pos, k_pos), backend=backend)
+    got = bucket_mass(q, k, buckets, **case.options(q_pos, k_pos), scale=scale, softcap=softcap, backend=backend)
     assert got.mass.dtype == got.lse.dtype == torch.float32
     assert got.top_key.dtype == torch.int32
     assert_within_budget("lse", got.lse, exact.lse, eager.lse)
@@ -106,6 +108,23 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
     check(case, backend, device)
 
 
+CAPPED_CASES = [(CASES[n], limit) for n, limit in ((3, 5.0), (2, 50.0), (4, 5.0), (0, 5.0), (1, 5.0), (5, 50.0), (8, 5.0))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device, softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_softcap_at_4095_keys(head_size: int, softcap: float, poisoned: None) -> None:
+    for dtype, (causal, distance) in itertools.product((torch.bfloat16, torch.float16), ((False, None), (True, 9))):
+        check(Case(2, 7, 1, 111, 4095, head_size, dtype, 64, causal, distance), "triton", "cuda", softcap)
+
+
 def test_reference_at_length() -> None:
     check(Case(1, 4, 1, 500, 4095, 64, num_buckets=256), "torch", "cpu")
 
@@ -121,12 +140,18 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, pois
 
 
 @settings(max_examples=25, deadline=None)
-@given(n_q=st.integers(1, 40), n_k=st.integers(1, 90), num_buckets=st.integers(1, 12), seed=st.integers(0, 2**16))
-def test_mass_sums_to_one(n_q: int, n_k: int, num_buckets: int, seed: int) -> None:
+@given(
+    n_q=st.integers(1, 40),
+    n_k=st.integers(1, 90),
+    num_buckets=st.integers(1, 12),
+    softcap=st.sampled_from([None, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_mass_sums_to_one(n_q: int, n_k: int, num_buckets: int, softcap: float | None, seed: int) -> None:
     """Rows sum to 1, or to 0 if all keys are excluded; empty buckets have mass 0."""
     q, k, _ = random_qkv(1, 2, 1, n_q, n_k, 16, seed=seed)
     buckets = random_buckets(1, 1, n_k, num_buckets, seed=seed)
-    got = bucket_mass(q, k, buckets, num_buckets=num_buckets)
+    got = bucket_mass(q, k, buckets, num_buckets=num_buckets, softcap=softcap)
     some = bool((buckets >= 0).any())
     torch.testing.assert_close(got.mass.sum(-1), torch.full((1, 2, n_q), float(some)))
     assert got.mass.min() >= 0
@@ -203,6 +228,19 @@ def test_large_scores_lose_no_accuracy(backend: Backend, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_saturated_scores(backend: Backend, device: str) -> None:
+    """Scores far beyond the cap are equal, so that a bucket's mass is its share of the keys; any key is a top key."""
+    q, k, _ = random_qkv(1, 2, 1, 5, 60, 64, device=device)
+    buckets = random_buckets(1, 1, 60, 7, device).clamp(min=0)
+    q[..., 0], k[..., 0] = 100.0, 160.0  # every score grows by 2000
+    got = bucket_mass(q, k, buckets, num_buckets=7, softcap=30.0, backend=backend)
+    shares = torch.bincount(buckets.flatten(), minlength=7).float() / 60
+    torch.testing.assert_close(got.mass, shares.expand_as(got.mass))
+    torch.testing.assert_close(got.lse, torch.full_like(got.lse, 30 + math.log(60)))
+    assert ((got.top_key >= 0) & (got.top_key < 60)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_all_keys_excluded(backend: Backend, device: str) -> None:
     q, k, _ = random_qkv(1, 2, 1, 5, 20, device=device)
     got = bucket_mass(q, k, torch.full((1, 1, 20), -1, dtype=torch.int32, device=device), num_buckets=7, backend=backend)
@@ -214,7 +252,7 @@ def test_all_keys_excluded(backend: Backend, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, steady_device: str) -> None:
     q, k, buckets = Case(1, 4, 2, 20, 70, 64).inputs(steady_device)
-    torch.library.opcheck(module._operator, (q, k, buckets, None, None, 10, True, 0.1, 3, backend))
+    torch.library.opcheck(module._operator, (q, k, buckets, None, None, 10, True, 0.1, 5.0, 3, backend))
     compiled = torch.compile(bucket_mass, fullgraph=True, backend="aot_eager")
     got = compiled(q, k, buckets, num_buckets=10, causal=True, backend=backend)
     for x, y in zip(got, bucket_mass(q, k, buckets, num_buckets=10, causal=True, backend=backend), strict=True):
@@ -246,6 +284,7 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
         ({"num_buckets": 0}, "num_buckets=0"),
         ({"min_distance": -1}, "min_distance=-1"),
         ({"scale": -1.0}, "scale=-1.0"),
+        ({"softcap": -1.0}, "softcap=-1.0"),
         ({"backend": "cuda"}, "backend='cuda'"),
         ({"q": torch.zeros(1, 3, 5, 64)}, "q has 3 heads"),
         ({"buckets": torch.zeros(1, 2, 20)}, "buckets is torch.float32"),

@@ -25,6 +25,7 @@ from msattn.kernels.operations import OPERATIONS
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # maximum bytes per block, by compute capability
 HEADS = {80: (("bfloat16", 128),), 90: (("float16", 128),)}
 FURTHER_HEADS = {80: (("bfloat16", 256),), 90: (("float32", 64), ("float16", 64))}
+CAPS = (None, 30.0)
 PARTS = 3  # processes
 Variant = TypeVar("Variant")
 Heads = dict[int, tuple[tuple[str, int], ...]]
@@ -51,7 +52,9 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     tile = _tile("maxpool_attention", dtype, head_size, sm)
     block_size = _block_size(head_size)
-    op.launch(q, k, v, starts([8]) if block_size == 128 else None, block_size, True, 0.1, tile)
+    kv_start = starts([8]) if block_size == 128 else None
+    for softcap, sinks in zip(CAPS, (None, torch.zeros(4, dtype=dtype)), strict=True):
+        op.launch(q, k, v, sinks, kv_start, block_size, True, 0.1, softcap, tile)
 
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -66,9 +69,10 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
     blocks = -(-200 // block_size)
     mask = random_block_mask(1, 2, blocks, blocks, 0.5)
     options = mask, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
-    op.launch(q, k, v, *options, tile)
-    if _compiles_backward(head_size, sm):
-        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+    for softcap in CAPS:
+        op.launch(q, k, v, *options, softcap, tile)
+        if _compiles_backward(head_size, sm):
+            backward.launch(q, lse, q, k, v, q, lse, *options, softcap, *tiles)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -82,7 +86,8 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     few, many = (5, None, None, None, None), (100, starts([9, 3]), starts([8, 0]), starts([200, 7]), counts)
     probes, recent, kv_start, kv_len, counts = _choose([few, many], head_size, sm)
     chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
-    op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, kv_start, kv_len, counts)
+    for softcap in CAPS:
+        op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, softcap, kv_start, kv_len, counts)
 
 
 def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -93,7 +98,8 @@ def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:
     num_queries, num_keys, num_buckets, causal, min_distance = _choose([prompt, token], head_size, sm)
     q, k, _ = random_qkv(1, 4, 2, num_queries, num_keys, head_size, dtype)
     buckets = torch.zeros(1, 2, num_keys, dtype=torch.int32)
-    op.launch(q, k, buckets, None, None, num_buckets, causal, 0.1, min_distance)
+    for softcap in CAPS:
+        op.launch(q, k, buckets, None, None, num_buckets, causal, 0.1, softcap, min_distance)
 
 
 def _merge_states(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -114,9 +120,10 @@ def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     zoom = torch.ones(1, 2, blocks, blocks, dtype=torch.uint8)
     options = zoom, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
     lse = torch.zeros(1, 4, 200)
-    op.launch(q, k, v, *options, tile)
-    if _compiles_backward(head_size, sm):
-        backward.launch(q, lse, q, k, v, q, lse, *options, *tiles)
+    for softcap in CAPS:
+        op.launch(q, k, v, *options, softcap, tile)
+        if _compiles_backward(head_size, sm):
+            backward.launch(q, lse, q, k, v, q, lse, *options, softcap, *tiles)
 
 
 def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:

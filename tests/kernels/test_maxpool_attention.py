@@ -1,6 +1,7 @@
 """Tests maxpool_attention: accuracy against fp64, edge cases, operator."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from msattn.kernels import reference
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.testing import (
+    CAPPED_CASES,
+    CAPPED_SCALE,
     CASES,
     Case,
     assert_within_budget,
     block_numbers,
+    capped,
     dense_attention,
     full_product,
     max_over_blocks,
@@ -31,12 +35,14 @@ def exact_map(probs: torch.Tensor, case: Case) -> torch.Tensor:
     return max_over_blocks(probs, *block_numbers(*sizes), case.blocks)
 
 
-def check(case: Case, backend: Backend, device: str) -> None:
+def check(case: Case, backend: Backend, device: str, softcap: float | None = None, sinks: torch.Tensor | None = None) -> None:
     q, k, v = case.qkv(device)
-    seen = case.visible(device)
-    exact, full = dense_attention(q, k, v, seen), dense_attention(q, k, v, seen, dtype=torch.float32)
-    eager = dense_attention(q, k, v, seen, dtype=case.dtype)
-    got = maxpool_attention(q, k, v, **case.options(device), backend=backend)
+    scale = None if softcap is None else CAPPED_SCALE
+    exact, full, eager = (
+        dense_attention(q, k, v, case.visible(device), scale, dtype, capped(softcap), sinks)
+        for dtype in (torch.float64, torch.float32, case.dtype)
+    )
+    got = maxpool_attention(q, k, v, **case.options(device), scale=scale, softcap=softcap, sinks=sinks, backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == got.pooled.dtype == torch.float32
     assert_within_budget("out", got.out, exact.out, eager.out)
@@ -48,6 +54,29 @@ def check(case: Case, backend: Backend, device: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
     check(case, backend, device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device, softcap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [CASES[n] for n in (8, 1, 5, 0, 2, 4)], ids=str)
+def test_sinks_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    """Each row's probabilities are normalized with the sink, before the maximum over rows."""
+    check(case, backend, device, sinks=3 * torch.randn(case.q_heads, device=device).to(case.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_softcap_and_sinks_at_4095_tokens(head_size: int, softcap: float, poisoned: None) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case(2, 7, 1, 4095, 4095, head_size, dtype, True, (0, 30))
+        check(case, "triton", "cuda", softcap)
+        check(case, "triton", "cuda", softcap, 3 * torch.randn(7, device="cuda").to(dtype))
 
 
 @pytest.mark.slow
@@ -96,11 +125,18 @@ def test_rows_without_visible_keys(backend: Backend, device: str) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(n=st.integers(1, 150), more=st.integers(0, 90), causal=st.booleans(), block=st.sampled_from([16, 64]))
-def test_bounds_of_the_block_map(n: int, more: int, causal: bool, block: int) -> None:
-    """Values are in [0, 1], row maxima at least 1 / keys, and 0 above the diagonal."""
+@given(
+    n=st.integers(1, 150),
+    more=st.integers(0, 90),
+    causal=st.booleans(),
+    block=st.sampled_from([16, 64]),
+    softcap=st.sampled_from([None, 0.5, 5.0]),
+)
+def test_bounds_of_the_block_map(n: int, more: int, causal: bool, block: int, softcap: float | None) -> None:
+    """Values are in [0, 1], row maxima at least 1 / keys, and 0 above the diagonal; capped scores bound the LSE."""
     q, k, v = random_qkv(1, 2, 1, n, n + more, 16)
-    pooled = maxpool_attention(q, k, v, block_size=block, causal=causal).pooled
+    _, lse, pooled = maxpool_attention(q, k, v, block_size=block, causal=causal, softcap=softcap, scale=1.0)
+    assert softcap is None or lse.max() <= softcap + math.log(n + more) + 1e-5
     assert pooled.min() >= 0
     assert pooled.max() <= 1 + 1e-6
     assert (pooled.amax(-1) >= 1 / (n + more) - 1e-6).all()
@@ -132,7 +168,7 @@ def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import maxpool_attention as module
 
     q, k, v = random_qkv(1, 2, 1, 70, device=device)
-    arguments = (q, k, v, starts([3], device), 64, True, 0.1, backend)
+    arguments = (q, k, v, torch.randn(2, device=device), starts([3], device), 64, True, 0.1, 5.0, backend)
     torch.library.opcheck(module._operator, arguments)
     compiled = torch.compile(maxpool_attention, fullgraph=True, backend="aot_eager")
     for x, y in zip(compiled(q, k, v, backend=backend), maxpool_attention(q, k, v, backend=backend), strict=True):
@@ -161,6 +197,11 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
     [
         ({"block_size": 48}, "block_size=48"),
         ({"scale": -1.0}, "scale=-1.0"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"softcap": float("nan")}, "softcap=nan"),
+        ({"softcap": float("inf")}, "softcap=inf"),
+        ({"sinks": torch.zeros(3)}, "sinks is torch.float32 \\(3,\\)"),
+        ({"sinks": torch.zeros(2, dtype=torch.int32)}, "sinks is torch.int32"),
         ({"kv_start": torch.zeros(2)}, "kv_start is torch.float32"),
         ({"backend": "cuda"}, "backend='cuda'"),
         ({"q": torch.zeros(1, 3, 20, 64)}, "q has 3 heads"),

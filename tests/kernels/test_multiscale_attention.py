@@ -18,6 +18,8 @@ from msattn.kernels.common.checks import query_offset
 from msattn.kernels.multiscale_attention import forward as module
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.testing import (
+    CAPPED_CASES,
+    CAPPED_SCALE,
     CASES,
     Attention,
     Case,
@@ -88,7 +90,9 @@ def means(x: Tensor, z: int, kv_start: Tensor | None, rounded_to: torch.dtype) -
     return (mean + (mean.to(rounded_to).to(mean) - mean).detach()).to(x.dtype)
 
 
-def dense_definition(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, case: Case) -> Attention:
+def dense_definition(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, case: Case, scale: float, softcap: float | None
+) -> Attention:
     """Attention by definition, in the dtype of q, with all scores in memory.
 
     A mean of n keys with n times the weight equals n copies of the mean.
@@ -99,7 +103,8 @@ def dense_definition(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, case: Case
     views = []
     for z in ZOOMS:
         keys, values = (means(x, z, kv_start, case.dtype).repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
-        scores = torch.where(tokens == z, (q @ keys.mT).to(statistics) * case.head_size**-0.5, scores)
+        level = (q @ keys.mT).to(statistics) * scale
+        scores = torch.where(tokens == z, level if softcap is None else softcap * torch.tanh(level / softcap), scores)
         views.append((tokens == z, values))
     nothing = (tokens == 0).all(-1)
     lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)
@@ -120,16 +125,19 @@ def gradients(got: Attention | SparseAttention, inputs: list[Tensor], dout: Tens
     return Gradients(*torch.autograd.grad(got[:2], inputs, [dout.to(got.out), dlse.to(got.lse)]))
 
 
-def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradients: bool = True) -> None:
+def check(
+    case: Case, zoom: Tensor, backend: Backend, device: str, with_gradients: bool = True, softcap: float | None = None
+) -> None:
+    scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE
     tokens = zoom_of_tokens(zoom, case, device)
     q, k, v = drawn = [x.requires_grad_(with_gradients) for x in case.qkv(device)]
-    got = multiscale_attention(q, k, v, zoom, **case.options(device), backend=backend)
+    got = multiscale_attention(q, k, v, zoom, **case.options(device), scale=scale, softcap=softcap, backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == torch.float32
     inputs, forms = {}, {}
     for dtype in {torch.float64, torch.float32, case.dtype}:
         q, k, v = inputs[dtype] = [x.detach().to(dtype).requires_grad_(with_gradients) for x in drawn]
-        forms[dtype] = dense_definition(q, k, v, tokens, case)
+        forms[dtype] = dense_definition(q, k, v, tokens, case, scale, softcap)
     assert_within_budget("out", got.out, forms[torch.float64].out, forms[case.dtype].out)
     assert_within_budget("lse", got.lse, forms[torch.float64].lse, forms[torch.float32].lse)
     if not with_gradients:
@@ -138,7 +146,7 @@ def check(case: Case, zoom: Tensor, backend: Backend, device: str, with_gradient
     actual = gradients(got, drawn, dout, dlse)
     exact, eager = (gradients(forms[x], inputs[x], dout, dlse) for x in (torch.float64, case.dtype))
     q, k, v = (x.detach() for x in drawn)
-    roundings = gradient_rounding(q, k, v, dout, case.head_size**-0.5)
+    roundings = gradient_rounding(q, k, v, dout, scale)
     for name, x, y, z, rounding in zip(Gradients._fields, actual, exact, eager, roundings, strict=True):
         assert_within_budget(name, x, y, z, **rounding._asdict())
     assert (actual.dq[(tokens == 0).all(-1)] == 0).all()
@@ -168,6 +176,20 @@ def test_tiles_of_means_across_zooms(last: int, device: str) -> None:
         zoom = torch.tensor(zooms, dtype=torch.uint8, device=device).repeat(31)[:31].repeat(1, 1, 1, 1)
         zoom[..., -1] = last
         check(case, zoom, "triton", device, with_gradients=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, random_zoom(1, case.q_heads, case.blocks, device=device), backend, device, softcap=softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [5.0, 50.0])
+def test_softcap_at_4095_tokens(softcap: float, poisoned: None) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case(2, 7, 1, 4095, 4095, 128, dtype, True, (0, 30))
+        check(case, random_zoom(1, 7, case.blocks, 0.3, "cuda"), "triton", "cuda", softcap=softcap)
 
 
 @pytest.mark.gpu
@@ -290,7 +312,7 @@ def test_sequences_are_independent(backend: Backend, device: str) -> None:
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=device)]
     zoom = random_zoom(1, 1, (2, 2), device=device)
-    torch.library.opcheck(module._operator, (q, k, v, zoom, starts([3], device), 32, True, 0.1, backend))
+    torch.library.opcheck(module._operator, (q, k, v, zoom, starts([3], device), 32, True, 0.1, 5.0, backend))
     compiled = torch.compile(multiscale_attention, fullgraph=True, backend="aot_eager")
     got, want = (f(q, k, v, zoom, block_size=32, backend=backend) for f in (compiled, multiscale_attention))
     torch.testing.assert_close(tuple(got), tuple(want), rtol=0, atol=0)
@@ -311,8 +333,9 @@ def test_accepts_output_gradients_of_any_layout(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.0])
 @pytest.mark.parametrize("attention", [reference.multiscale_attention, multiscale_attention])
-def test_reference_gradients_match_finite_differences(attention: Callable[..., SparseAttention]) -> None:
+def test_reference_gradients_match_finite_differences(attention: Callable[..., SparseAttention], softcap: float | None) -> None:
     """Covers autograd and the explicit backward, a smaller last group, and padding."""
     inputs = [x.requires_grad_() for x in random_qkv(2, 2, 1, 24, 45, 8, torch.float64)]
     zoom = random_zoom(2, 1, (2, 3))
@@ -320,7 +343,7 @@ def test_reference_gradients_match_finite_differences(attention: Callable[..., S
     zoom[0, :, 0] = 0
 
     def finite(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = attention(q, k, v, zoom, block_size=16, kv_start=starts([0, 3]))
+        out, lse = attention(q, k, v, zoom, block_size=16, kv_start=starts([0, 3]), softcap=softcap)
         return out, lse.masked_fill(lse == -torch.inf, 0)
 
     assert torch.autograd.gradcheck(finite, inputs, fast_mode=True)

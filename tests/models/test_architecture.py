@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from msattn.trainer.models.architecture import generation_config, pretrained_config
-from msattn.trainer.models.families import check_supported
+from msattn.trainer.models.families import check_supported, served_layers
 from msattn.trainer.models.rope import inverse_frequencies
 from msattn.trainer.storage.model_files import ModelFiles
 
@@ -152,6 +152,127 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
+
+PHI4_MINI_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 24 + [40.0] * 24}
+OTHER_MODELS: dict[str, tuple[dict[str, Any], int, int]] = {  # with the number of layers that may be sparse, and of channels
+    "SmolLM3-3B": (
+        {
+            **sizes(2048, 11008, 36, 16, 4, 128256),
+            "model_type": "smollm3",
+            "max_position_embeddings": 65536,
+            "layer_types": ["full_attention"] * 36,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "mlp_bias": False,
+        },
+        36,
+        128,
+    ),
+    "granite-3.3-8b-instruct": (
+        {
+            **sizes(4096, 12800, 40, 32, 8, 49159),
+            "model_type": "granite",
+            "max_position_embeddings": 131072,
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 16.0,
+            "residual_multiplier": 0.22,
+            "rope_theta": 10000000.0,
+        },
+        40,
+        128,
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            **sizes(2048, 6144, 48, 32, 4, 151936),
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "rope_theta": 1000000.0,
+        },
+        48,
+        128,
+    ),
+    "Phi-4-mini-instruct": (
+        {
+            **sizes(3072, 8192, 32, 24, 8, 200064),
+            "model_type": "phi3",
+            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": PHI4_MINI_ROPE,
+            "rope_theta": 10000.0,
+            "sliding_window": 262144,
+        },
+        32,
+        96,
+    ),
+    "GLM-4-9B-0414": (
+        {
+            **sizes(4096, 13696, 40, 32, 2, 151552),
+            "model_type": "glm4",
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+        },
+        40,
+        64,
+    ),
+    "gemma-3-1b-it": (
+        {
+            **sizes(1152, 6912, 26, 4, 1, 262144),
+            "model_type": "gemma3_text",
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 32768,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+        },
+        4,
+        256,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_published_configurations_of_other_families(name: str, tmp_path: Path) -> None:
+    document, served, rotated = OTHER_MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config: Any = pretrained_config(ModelFiles("model.path=a folder", tmp_path))
+    check_supported(config)
+    assert len(served_layers(config)) == served
+    assert 2 * len(inverse_frequencies(config)[0]) == rotated
+    for key in {*document} & {
+        "no_rope_layers",
+        "attention_multiplier",
+        "num_experts",
+        "sliding_window",
+        "query_pre_attn_scalar",
+    }:
+        assert getattr(config, key) == document[key]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -107,9 +107,7 @@ def test_head_dim_defaults_to_hidden_size_over_heads() -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
-        ("mistral", {"sliding_window": 64}, "layers 0, 1 attend through a sliding window of 64"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "layers 1 attend"),
-        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}, "layers 0 attend"),
+        ("mistral", {"sliding_window": 64}, "no layer can be sparse; of layer 0: it attends through a sliding window of 64"),
         ("gemma2", {}, "attn_logit_softcapping=50"),
         ("gpt_neox", {}, "model_type=gpt_neox: accepted are the decoders llama, mistral, qwen2, qwen3"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: accepted are multiples of num_key_value_heads=3"),

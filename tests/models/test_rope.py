@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from msattn.trainer.models.families import ROPE_TYPES
 from msattn.trainer.models.rope import cos_sin, inverse_frequencies, rotate, unrotate
-from tests.factory import tiny_config, tiny_model
+from tests.factory import ROPE_TYPES, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("kind", ROPE_TYPES)
@@ -52,6 +51,6 @@ def test_cos_sin_equal_the_models() -> None:
 
 def test_unknown_rope_types_are_refused() -> None:
     config = tiny_config("llama")
-    config.rope_parameters["rope_type"] = "longrope"
-    with pytest.raises(ValueError, match="rope_type=longrope: accepted are default"):
+    config.rope_parameters["rope_type"] = "proportional"
+    with pytest.raises(ValueError, match="rope_type=proportional: accepted are default"):
         inverse_frequencies(config)

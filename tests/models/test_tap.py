@@ -11,10 +11,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import ROPE_TYPES
 from msattn.trainer.models.rope import rotate, unrotate
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
+from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

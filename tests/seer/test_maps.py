@@ -22,7 +22,7 @@ def test_stored_layers_are_evenly_spaced(count, shown):
 
 @pytest.mark.slow
 def test_stored_maps_are_those_of_the_head_without_invisible_blocks(tmp_path):
-    maps = BlockMaps(num_layers=5, num_heads=4)
+    maps = BlockMaps(list(range(5)), num_heads=4)
     size = 6
     true = torch.rand(1, 4, size, size).tril()
     gate = torch.rand(1, 2, size, size).tril()  # one per query group
@@ -41,7 +41,7 @@ def test_stored_maps_are_those_of_the_head_without_invisible_blocks(tmp_path):
 
 
 def test_large_maps_are_max_pooled():
-    maps, size = BlockMaps(num_layers=1, num_heads=1), 2 * MAX_SIDE
+    maps, size = BlockMaps([0], num_heads=1), 2 * MAX_SIDE
     true = torch.zeros(1, 1, size, size)
     true[0, 0, size - 1, 7] = 0.5
     maps.add(layer_inputs(0, size * BLOCK, heads=2), BLOCK, true, true, true > 0)

@@ -47,7 +47,9 @@ def forward_pass(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> No
 
 def assign(layer: BucketLayer, keys: Tensor, new: Tensor, kv_start: Tensor | None) -> None:
     """Assigns the buckets of ``new``, the last of ``keys``."""
-    x: Any = SimpleNamespace(layer=0, k=keys, k_nope=new, num_keys=keys.shape[2], kv_start=kv_start, positions=None)
+    x: Any = SimpleNamespace(
+        layer=0, k=keys, k_nope=new, num_keys=keys.shape[2], kv_start=kv_start, positions=None, rotates=True
+    )
     layer.assign(ModuloRouter(), x)
 
 
@@ -272,6 +274,12 @@ def test_install_replaces_the_layers_of_a_cache() -> None:
     held = list(cache.layers)
     install_layers(cache, router, num_layers=LAYERS, dense_layers=(0,))
     assert cache.layers == held, "a layer with buckets also serves dense attention"
-    config = transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=8)
+    sliding = DynamicCache(config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=8))
+    sliding.update(keys, -keys, 0)
+    install_layers(sliding, router, num_layers=LAYERS, served=[0, 2])
+    names = ["GrowingLayer", "DynamicSlidingWindowLayer", "BucketLayer"]
+    assert [type(layer).__name__ for layer in sliding.layers] == names, "a window that is not full holds all keys"
+    full = DynamicCache(config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=3))
+    full.update(keys, -keys, 0)
     with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
-        install_layers(DynamicCache(config=config), router, num_layers=LAYERS)
+        install_layers(full, router, num_layers=LAYERS)

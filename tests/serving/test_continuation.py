@@ -10,10 +10,9 @@ from transformers import DynamicCache
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.models.families import ROPE_TYPES
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.serving.cache import GrowingLayer
-from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
+from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
 from tests.test_attach import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, random_partition
 
 HALF = SelectConfig(sparsity=0.5, dense_below=0)

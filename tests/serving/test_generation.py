@@ -10,9 +10,8 @@ from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.models.families import FAMILIES
 from msattn.trainer.serving.cache import BucketLayer
-from tests.factory import left_padded, random_tokens, tiny_model
+from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.test_attach import gate_for
 

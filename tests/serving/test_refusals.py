@@ -18,10 +18,11 @@ from tests.serving.decoding import ROUTED
 @torch.no_grad()
 def test_caches_that_cannot_be_taken_over_are_named() -> None:
     model, ids = tiny_model(), random_tokens(1, 40)
-    config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=8)
+    sliding = DynamicCache(config=transformers.MistralConfig(num_hidden_layers=2, sliding_window=8))
+    sliding.update(torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16), 0)
     caches = {
         "an offloaded cache": DynamicCache(config=model.config, offloading=True),
-        "DynamicCache with layers of type DynamicSlidingWindowLayer": DynamicCache(config=config),
+        "DynamicCache with layers of type DynamicSlidingWindowLayer": sliding,
         "EncoderDecoderCache": EncoderDecoderCache(DynamicCache(), DynamicCache()),
     }
     with attach(model, select="quest"):

@@ -15,10 +15,9 @@ from transformers import DynamicCache
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
-from msattn.trainer.models.families import FAMILIES
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.serving.steps import DecodingSteps, Step
-from tests.factory import left_padded, random_tokens, tiny_model
+from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.test_attach import gate_for, random_partition
 

@@ -8,17 +8,19 @@ from msattn.trainer import models
 from msattn.trainer.serving.cache import install_layers
 
 if TYPE_CHECKING:
-    from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+    from transformers import Cache, DynamicCache, PreTrainedModel
 
 
-def random_cache(model: "PreTrainedModel", batch: int, length: int, *, new_tokens: int, seed: int) -> "StaticCache":
+def random_cache(model: "PreTrainedModel", batch: int, length: int, *, new_tokens: int, seed: int) -> "Cache":
     """Returns a cache of ``length`` random keys and values of each sequence, with room for ``new_tokens`` more.
 
-    An attached model takes it over without copying it.
+    An attached model takes it over without copying it. It grows where some layers keep the model's own attention.
     """
     from transformers import StaticCache
 
     config: Any = model.config
+    if len(models.served_layers(config)) < models.num_layers(config):
+        return random_dynamic_cache(model, batch, length, seed=seed)
     cache = StaticCache(config=config, max_cache_len=length + new_tokens)
     cache.early_initialization(
         batch_size=batch,
@@ -38,7 +40,8 @@ def random_cache(model: "PreTrainedModel", batch: int, length: int, *, new_token
 
 def with_growing_layers(model: "PreTrainedModel", cache: "Cache") -> "Cache":
     """Returns ``cache`` with layers that append a token without copying the others, also where nothing is attached."""
-    install_layers(cache, None, num_layers=models.num_layers(model.config))
+    config = model.config
+    install_layers(cache, None, num_layers=models.num_layers(config), served=models.served_layers(config))
     return cache
 
 

@@ -138,10 +138,10 @@ def _free_memory() -> None:
 def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
     """Returns untrained classifiers over random centroids, which have the cost of trained ones."""
     config, presets = model.config, cfg.model.presets
-    layers, heads = models.num_layers(config), models.num_kv_heads(config)
+    layers, heads = models.served_layers(config), models.num_kv_heads(config)
     generator = torch.Generator().manual_seed(cfg.seed)
-    centroids = torch.randn(layers, heads, presets.num_buckets, models.head_dim(config), generator=generator)
-    partition = KMeans(F.normalize(centroids, dim=-1), list(range(layers)))
+    centroids = torch.randn(len(layers), heads, presets.num_buckets, models.head_dim(config), generator=generator)
+    partition = KMeans(F.normalize(centroids, dim=-1), layers)
     qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
     return replace(BucketRoutingMethod.configured("classifier, untrained", router, cfg), keys=None)  # it has no thresholds

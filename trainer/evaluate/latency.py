@@ -22,7 +22,7 @@ from msattn.trainer.evaluate.caches import random_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
-from msattn.trainer.models.families import decoder
+from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
@@ -105,7 +105,9 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     bar = progress.add_task("latency", total=sum(len(of_case) for _, _, of_case in plan))
     rows: list[EvalRow] = []
     for length, situation, measured in plan:
-        ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(cfg.seed))
+        ids = torch.randint(
+            text_config(model.config).vocab_size, (1, length), generator=torch.Generator().manual_seed(cfg.seed)
+        )
         done: list[tuple[LatencyCase, LatencyRun]] = []
         for case in measured:
             try:

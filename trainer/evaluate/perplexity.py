@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.models import tap
+from msattn.trainer.models import output_logits, tap
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -98,9 +98,8 @@ def prefill(loaded: "Loaded", input_ids: Tensor) -> Tensor:
 
 
 def logits(loaded: "Loaded", hidden: Tensor) -> Tensor:
-    """Applies the output embeddings to ``hidden [..., hidden]``: ``[..., vocabulary]``."""
-    head: Any = loaded.model.get_output_embeddings()
-    return head(hidden)
+    """Applies the model's head to ``hidden [..., hidden]``: ``[..., vocabulary]``."""
+    return output_logits(loaded.model, hidden)
 
 
 @torch.inference_mode()

@@ -98,7 +98,7 @@ def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: 
     settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []
     if settings:
         setting, select = settings[-1]
-        blocks = BlockMaps(models.num_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
+        blocks = BlockMaps(models.served_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
         maps = PrefillReads(shown[0], setting, select, blocks)
     if methods.bucket_routings:
         buckets = min(routing.router.num_buckets for routing in methods.bucket_routings)

@@ -24,6 +24,7 @@ from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.saap.calibrate import bucket_sizes
@@ -99,7 +100,9 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         num_chunks=settings.num_chunks,
     )
     recalls: dict[tuple[str, str], MethodRecall] = {}
-    advance = partial(progress.advance, progress.add_task("recall", total=len(chunks) * loaded.model.config.num_hidden_layers))
+    advance = partial(
+        progress.advance, progress.add_task("recall", total=len(chunks) * len(served_layers(loaded.model.config)))
+    )
 
     def measured_dense_attention(x: LayerInputs) -> Tensor:
         dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)

@@ -22,11 +22,11 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
     """Returns ``methods`` with the routers of ``cfg.eval.routers`` after the others.
 
     They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
-    number of buckets of ``model.presets`` and route all layers.
+    number of buckets of ``model.presets`` and route all served layers.
     """
     like = methods.bucket_routings[0] if methods.bucket_routings else None
     buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets
-    layers = like.router.layers if like else list(range(models.num_layers(model.config)))
+    layers = like.router.layers if like else models.served_layers(model.config)
     added = []
     for name in cfg.eval.routers:
         router = _router(name, buckets, layers, model.config, cfg.seed).to(model.device)

@@ -6,8 +6,10 @@ block map at the same time, with detached inputs. Weights are float32, because b
 away an update of 1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.models.families import output_logits, text_config
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
 from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distillation import PrecomputedGradients, gate_loss
@@ -92,9 +95,10 @@ class FineTuner(nn.Module):
         half = self.dtype == torch.bfloat16
         with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
             hidden = run_backbone(self.model, input_ids)
-            head: Any = self.model.get_output_embeddings()
             weights = torch.ones_like(input_ids, dtype=torch.float32) if weights is None else weights
-            language = language_loss(head, hidden[:, :-1], input_ids[:, 1:], weights[:, 1:])
+            head = partial(output_logits, self.model)
+            vocabulary = text_config(self.model.config).vocab_size
+            language = language_loss(head, hidden[:, :-1], input_ids[:, 1:], weights[:, 1:], vocabulary=vocabulary)
         parts = {"language": language.detach()}
         if self.gate is None or not self._targets:
             return {"loss": language, "parts": parts}
@@ -135,7 +139,9 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
     return GateTargets(selected, loss.detach(), gradients)
 
 
-def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+def language_loss(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, weights: Tensor, *, vocabulary: int
+) -> Tensor:
     """Computes the weighted mean cross-entropy (nats) of each sequence, and their mean.
 
     The result does not depend on how a batch is split into micro-batches and among ranks. Logits are computed for a slice of
@@ -143,11 +149,11 @@ def language_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, weights: Ten
 
     Parameters
     ----------
-    head : maps hidden states ``[n, hidden]`` to logits ``[n, vocabulary]``.
+    head : maps hidden states ``[n, hidden]`` to logits ``[n, vocabulary]``, a number that bounds the slices.
     hidden : ``[B, N, hidden]``.
     targets, weights : int64 and fp32 ``[B, N]``.
     """
-    rows = max(1, LOGIT_BYTES // (4 * head.out_features))
+    rows = max(1, LOGIT_BYTES // (4 * vocabulary))
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         # Not as a dot product, which autocast would round to bfloat16.

@@ -8,6 +8,7 @@ from msattn.trainer.models.devices import DTYPES, resolve_device, resolve_dtype
 from msattn.trainer.models.families import (
     FAMILIES,
     ROPE_TYPES,
+    attention_layers,
     check_length,
     check_supported,
     head_dim,
@@ -15,7 +16,10 @@ from msattn.trainer.models.families import (
     num_heads,
     num_kv_heads,
     num_layers,
-    sliding_layers,
+    output_logits,
+    rope_parameters,
+    served_layers,
+    text_config,
 )
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import EMBEDDED, Loaded, load, no_progress_bar, random_config
@@ -26,6 +30,7 @@ __all__ = [
     "FAMILIES",
     "ROPE_TYPES",
     "Loaded",
+    "attention_layers",
     "check_length",
     "check_supported",
     "fingerprint",
@@ -36,8 +41,11 @@ __all__ = [
     "num_heads",
     "num_kv_heads",
     "num_layers",
+    "output_logits",
     "random_config",
     "resolve_device",
     "resolve_dtype",
-    "sliding_layers",
+    "rope_parameters",
+    "served_layers",
+    "text_config",
 ]

@@ -13,7 +13,7 @@ from pydantic import StringConstraints
 from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.models.families import family_of, head_dim, num_heads, num_kv_heads, num_layers, text_config
 from msattn.trainer.models.identity import has_values
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import check_regular, checked
@@ -133,8 +133,9 @@ def _check_pickle(path: Path) -> None:
 
 def _check_size(files: ModelFiles, config: "PreTrainedConfig", size: int) -> None:
     """Raises UserError if the model has more weights than ``size`` bytes hold: a bit each if quantized, else a byte."""
-    hidden, heads = config.hidden_size, num_heads(config) + num_kv_heads(config)
-    layer = 2 * hidden * heads * head_dim(config) + 3 * hidden * config.intermediate_size
-    weights = num_layers(config) * layer + config.vocab_size * hidden
+    text, heads = text_config(config), num_heads(config) + num_kv_heads(config)
+    inner = 0 if family_of(config).experts else text.intermediate_size
+    layer = text.hidden_size * (2 * heads * head_dim(config) + 3 * inner)
+    weights = num_layers(config) * layer + text.vocab_size * text.hidden_size
     if weights > size * (8 if is_quantized(config) else 1):
         raise files.error(ValueError(f"{weights:,} weights by config.json in {size:,} bytes"))

@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from msattn.trainer.models.families import decoder, head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.models.families import (
+    decoder,
+    family_of,
+    head_dim,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+    rope_parameters,
+    text_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HASHED_KEYS = (  # the keys that q, k and v depend on and that every version of transformers writes
+HASHED_KEYS = (  # the keys that q, k and v depend on in all families and that every version of transformers writes
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -41,8 +50,8 @@ def fingerprint(
     ``weights_hash`` (of sampled values, independent of the dtype in which the checkpoint is loaded; None for quantized or
     offloaded weights) and ``tokenizer_hash`` (None without a tokenizer).
     """
-    config = model.config
-    shape = {key: getattr(config, key, None) for key in HASHED_KEYS}
+    config = text_config(model.config)
+    shape = {key: getattr(config, key, None) for key in (*HASHED_KEYS, *family_of(config).hashed)}
     return {
         "id": id,
         "revision": revision,
@@ -50,7 +59,7 @@ def fingerprint(
         "num_heads": num_heads(config),
         "num_kv_heads": num_kv_heads(config),
         "head_dim": head_dim(config),
-        "rope": {key: value for key, value in sorted(config.rope_parameters.items()) if value is not None},
+        "rope": {key: value for key, value in sorted(rope_parameters(config).items()) if value is not None},
         "config_hash": _hash(json.dumps(shape, sort_keys=True).encode()),
         "weights_hash": _weights_hash(model),
         "tokenizer_hash": None if tokenizer is None else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()),
@@ -60,9 +69,16 @@ def fingerprint(
 def _weights_hash(model: "PreTrainedModel") -> str | None:
     base = decoder(model)
     layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
-    projections = [module for layer in layers for module in (layer.self_attn.q_proj, layer.mlp.down_proj)]
+    projections = [module for layer in layers for module in _projections(layer)]
     weights: list[Any] = [getattr(module, "weight", None) for module in (base.embed_tokens, *projections, base.norm)]
     return _hash(*map(_sample, weights)) if all(map(has_values, weights)) else None
+
+
+def _projections(layer: Any) -> tuple[Any, Any]:
+    """Returns two projections of a layer: of its queries, and of its MLP or, among experts, of its attention's output."""
+    attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
+    queries = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
+    return queries, mlp.down_proj if hasattr(mlp, "down_proj") else attention.o_proj
 
 
 def has_values(weight: Any) -> bool:

@@ -15,7 +15,7 @@ from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.architecture import generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
-from msattn.trainer.models.families import FAMILIES, check_supported
+from msattn.trainer.models.families import FAMILIES, check_supported, text_config
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
@@ -91,8 +91,8 @@ def _config_and_tokenizer(cfg: ModelConfig, files: ModelFiles) -> "tuple[PreTrai
     check_supported(config)
     tokenizer = _tokenizer(cfg, files)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
-    if tokens > config.vocab_size:
-        raise UserError(f"vocab_size={config.vocab_size}: the tokenizer has {tokens} tokens")
+    if tokens > text_config(config).vocab_size:
+        raise UserError(f"vocab_size={text_config(config).vocab_size}: the tokenizer has {tokens} tokens")
     return config, tokenizer
 
 
@@ -117,7 +117,8 @@ def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
     family = architecture.pop("model_type", None)
     if family not in FAMILIES:
         raise UserError(f"model.architecture.model_type={family}: accepted are {', '.join(FAMILIES)}")
-    accepted = [*AutoConfig.for_model(family).to_dict(), "head_dim", "rope_theta", "rope_scaling"]
+    default = AutoConfig.for_model(family)
+    accepted = [*default.to_dict(), *default.attribute_map, "head_dim", "rope_theta", "rope_scaling"]
     for key in architecture:
         if key not in accepted:
             raise UserError(f"unknown key model.architecture.{key}{nearest(key, accepted)}")

@@ -1,23 +1,29 @@
 """Rotary position embeddings as the model applies them, and their inverse.
 
-Channels ``d`` and ``d + D/2`` of a head of size D form a pair that is rotated by the angle ``p * inv_freq[d]`` at position
-``p`` (Su et al., RoFormer, in the half-split layout of transformers). YaRN also scales cos and sin by a constant, so the
-rotation is not orthogonal; :func:`unrotate` inverts :func:`rotate` including this factor.
+The first r channels of a head of size D rotate; r is D in most families, and 0 in layers without RoPE. Channels ``d`` and
+``d + r/2`` form a pair that is rotated by the angle ``p * inv_freq[d]`` at position ``p`` (Su et al., RoFormer, in the
+half-split layout of transformers); in interleaved layouts a pair is channels ``2 d`` and ``2 d + 1``. YaRN also scales cos and
+sin by a constant, so the rotation is not orthogonal; :func:`unrotate` inverts :func:`rotate` including this factor.
 """
 
 import copy
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from msattn.trainer.models.families import ROPE_TYPES, head_dim
+from msattn.trainer.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from msattn.trainer.models.tap import LayerInputs
+
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE types whose angles depend on the length of the sequence at the time
 
 
 class KeysNotKnown(RuntimeError):
@@ -30,26 +36,28 @@ class Rotation:
 
     Attributes
     ----------
-    inv_freq : fp32 ``[D / 2]``, radians per token.
+    inv_freq : fp32 ``[r / 2]``, radians per token.
     scaling : factor of cos and sin.
+    interleaved : layout of the pairs.
     """
 
     inv_freq: Tensor
     scaling: float
+    interleaved: bool = False
 
     @classmethod
     def of(cls, config: "PreTrainedConfig", device: torch.device) -> "Rotation | None":
-        """Returns the rotation of a model; None for dynamic RoPE, whose angles depend on the length when a key was cached."""
-        if config.rope_parameters["rope_type"] == "dynamic":
+        """Returns the rotation of a model; None if its angles depend on the length when a key was cached."""
+        if rope_parameters(config)["rope_type"] in LENGTH_DEPENDENT:
             return None
         inv_freq, scaling = inverse_frequencies(config, device=device)
-        return cls(inv_freq.to(device), scaling)
+        return cls(inv_freq.to(device), scaling, family_of(config).interleaved)
 
     def invert(self, k: Tensor, positions: Tensor) -> Tensor:
         """Returns keys ``[B, H, N, D]`` before their rotation at integer ``positions [B | 1, N]``."""
-        cos, sin = cos_sin(self.inv_freq.to(k.device), positions)
+        cos, sin = cos_sin(self.inv_freq.to(k.device), positions, interleaved=self.interleaved)
         cos, sin = ((each * self.scaling).to(k.dtype).float() for each in (cos, sin))  # rounded as in the model
-        return unrotate(k.float(), cos, sin).to(k.dtype)
+        return unrotate(k.float(), cos, sin, interleaved=self.interleaved).to(k.dtype)
 
 
 def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
@@ -62,6 +70,8 @@ def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None, en
     KeysNotKnown : older keys are needed, but the ``rotation`` or the positions are not known.
     """
     end = x.num_keys if end is None else end
+    if not x.rotates:
+        return x.k[:, :, first:end]
     num_cached = x.num_keys - x.k_nope.shape[2]
     new = x.k_nope[:, :, max(first - num_cached, 0) : max(end - num_cached, 0)]
     if first >= num_cached:
@@ -74,39 +84,49 @@ def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None, en
     return torch.cat([cached, new], dim=2)
 
 
-def _rotate_half(x: Tensor) -> Tensor:
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     """Maps each pair ``(a, b)`` to ``(-b, a)``."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Applies RoPE to queries or keys.
 
     Parameters
     ----------
     x : Tensor [B, H, N, D]
-    cos, sin : Tensor [B or 1, N, D]
-        As transformers' rotary embedding returns them (both halves filled, attention factor included).
+    cos, sin : Tensor [B or 1, N, r]
+        Of each rotated channel, attention factor included. The channels after the first r stay.
+    interleaved : layout of the pairs.
 
     Returns
     -------
     Tensor [B, H, N, D]
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return x * cos + _rotate_half(x) * sin
+    return _with_first_channels(x, cos, lambda first: first * cos + _quarter_turn(first, interleaved) * sin)
 
 
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Inverts :func:`rotate`, with the same shapes; the division also removes an attention factor."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return (x * cos - _rotate_half(x) * sin) / (cos * cos + sin * sin)
+    square = cos * cos + sin * sin
+    return _with_first_channels(x, cos, lambda first: (first * cos - _quarter_turn(first, interleaved) * sin) / square)
+
+
+def _with_first_channels(x: Tensor, cos: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Applies ``change`` to the channels of ``x`` that rotate."""
+    size = cos.shape[-1]
+    return change(x) if size == x.shape[-1] else torch.cat((change(x[..., :size]), x[..., size:]), dim=-1)
 
 
 def inverse_frequencies(
     config: "PreTrainedConfig", dim: int | None = None, device: torch.device | str | None = None
 ) -> tuple[Tensor, float]:
-    """Returns the angle per position by which the model's RoPE rotates each pair.
+    """Returns the angle per position by which the model's RoPE rotates each pair, in full-attention layers.
 
     Parameters
     ----------
@@ -117,32 +137,51 @@ def inverse_frequencies(
 
     Returns
     -------
-    inv_freq : Tensor [dim / 2] fp32, radians per token
+    inv_freq : Tensor fp32, radians per token, of ``dim / 2`` pairs times the share of channels that rotate.
     attention_scaling : float
-        Factor that the model multiplies cos and sin by (1 except for YaRN).
+        Factor that the model multiplies cos and sin by (1 except for YaRN and LongRoPE).
 
     Raises
     ------
-    ValueError : a RoPE type other than default, linear, dynamic, llama3, yarn.
+    ValueError : a RoPE type other than default, linear, dynamic, llama3, yarn, longrope.
+
+    Notes
+    -----
+    LongRoPE has two sets of frequencies; these are those of long sequences.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope: dict = config.rope_parameters
+    rope, size = rope_parameters(config), head_dim(config)
     kind = rope["rope_type"]
     if kind not in ROPE_TYPES:
         raise ValueError(f"rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
-    dim = dim or head_dim(config)
+    dim = dim or size
     if kind == "default":
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
-    sized = copy.deepcopy(config)
-    sized.head_dim = dim
-    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](sized, device)
+    sized = copy.deepcopy(text_config(config))
+    sized.head_dim, sized.rope_parameters = dim, dict(rope)
+    if kind == "longrope":  # a factor for each pair
+        for name in ("short_factor", "long_factor"):
+            sized.rope_parameters[name] = [rope[name][i * size // dim] for i in range(len(rope[name]) * dim // size)]
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](sized, device, seq_len=sys.maxsize)
+    else:
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](sized, device)
     return inv_freq.float(), float(scaling)
 
 
-def cos_sin(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def channel_pairs(config: "PreTrainedConfig") -> Tensor:
+    """Returns the two channels of each pair, int64 ``[D / 2, 2]``: those that rotate, by frequency, then the others."""
+    size = head_dim(config)
+    rotated = int(size * rope_parameters(config).get("partial_rotary_factor", 1.0))
+    channels, rest = torch.arange(rotated), torch.arange(rotated, size)
+    pairs = channels.view(-1, 2) if family_of(config).interleaved else channels.view(2, -1).T
+    return torch.cat([pairs, rest.view(2, -1).T])
+
+
+def cos_sin(inv_freq: Tensor, positions: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Returns cos and sin at integer ``positions [..., T]``: fp32 ``[..., T, 2 * len(inv_freq)]``, without attention factor."""
     angles = positions.unsqueeze(-1).float() * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
+    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()

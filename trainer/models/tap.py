@@ -2,10 +2,12 @@
 
 Inside ``tap(model, attend)`` every attention layer passes its :class:`LayerInputs` to ``attend`` and uses the returned output.
 This is built on transformers' extension points: an attention function and a mask function registered under one name, and module
-hooks for the tensors that those do not receive (queries and keys before RoPE, cos and sin, the cache). Leaving the context
-removes all hooks and restores the configuration.
+hooks for the tensors that those do not receive (queries and keys before RoPE, cos and sin, the cache). Layers that are not
+served (:func:`msattn.trainer.models.families.served_layers`) keep the attention function, the mask and the cache that the model
+had before. Leaving the context removes all hooks and restores the configuration.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import decoder
+from msattn.trainer.models.families import Family, attention_layers, decoder, family_of, max_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "msattn_tap"
 DENSE = "msattn_dense"
 _entering = threading.Lock()  # of two threads that attach one model, the second one is refused
+_before: dict[int, str] = {}  # attention implementation that a tapped configuration had before, by its id
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ class LayerInputs:
     layer : index of the layer.
     q, k, v : Tensor [B, Hq, N, D], [B, Hkv, M, D], [B, Hkv, M, D], after RoPE.
     q_nope, k_nope : Tensor [B, Hq, N, D], [B, Hkv, N, D]
-        Queries and keys of the current tokens before RoPE, after the q/k norm if the model has one.
-    cos, sin : Tensor [B or 1, N, D], of the current tokens.
+        Queries and keys of the current tokens before RoPE, after the q/k norm if the model has one. In a layer without RoPE
+        they are those that are scored, with all that the model applies to them.
+    cos, sin : Tensor [B or 1, N, r], of the current tokens and of the r channels that rotate; r is 0 in a layer without RoPE.
     scale : factor of the scores.
     kv_start : int32 Tensor [B] or None
         Number of padded positions before each sequence; None without padding.
@@ -65,6 +69,11 @@ class LayerInputs:
     positions: Tensor | None = None
     pooled_keys: Tensor | None = None
     kv_len: Tensor | None = None
+
+    @property
+    def rotates(self) -> bool:
+        """Returns whether the layer has RoPE."""
+        return self.cos.shape[-1] > 0
 
     @property
     def num_queries(self) -> int:
@@ -102,14 +111,13 @@ class NotCopied:
 class _LayerTap(NotCopied):
     """Hooks of one attention module, which keep q and k before RoPE until the attention function runs."""
 
-    def __init__(self, module: Any, attend: Attend) -> None:
-        self.attend = attend
+    def __init__(self, module: Any, attend: Attend, family: Family, rotates: bool) -> None:
+        self.module, self.attend, self.family, self.rotates = module, attend, family, rotates
         self.current = _Pass()
-        self.handles = [
-            module.register_forward_pre_hook(self._enter, with_kwargs=True),
-            getattr(module, "q_norm", module.q_proj).register_forward_hook(self._keep_q),
-            getattr(module, "k_norm", module.k_proj).register_forward_hook(self._keep_k),
-        ]
+        self.handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        if rotates:
+            queries, keys = family.modules_before_rope(module)
+            self.handles += [queries.register_forward_hook(self._keep_q), keys.register_forward_hook(self._keep_k)]
 
     @torch.compiler.disable
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -131,19 +139,16 @@ class _LayerTap(NotCopied):
         cache = None if now.past_key_values is None else now.past_key_values.layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
             raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static one")
-        assert now.q_nope is not None
-        assert now.k_nope is not None
-        assert now.position_embeddings is not None
-        batch, _, tokens, size = q.shape
+        q_nope, k_nope, cos, sin = self._before_rope(q, k)
         inputs = LayerInputs(
             layer=layer,
             q=q,
             k=k,
             v=v,
-            q_nope=now.q_nope.view(batch, tokens, -1, size).transpose(1, 2),
-            k_nope=now.k_nope.view(batch, tokens, -1, size).transpose(1, 2),
-            cos=now.position_embeddings[0],
-            sin=now.position_embeddings[1],
+            q_nope=q_nope,
+            k_nope=k_nope,
+            cos=cos,
+            sin=sin,
             scale=scale,
             kv_start=kv_start,
             cache=cache,
@@ -152,10 +157,27 @@ class _LayerTap(NotCopied):
         now.clear()  # so that a layer's tensors are freed after its attention
         return self.attend(inputs)
 
+    def _before_rope(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns queries and keys of the current tokens before RoPE, cos and sin."""
+        now = self.current
+        if not self.rotates:
+            angles = q.new_empty(1, q.shape[2], 0)
+            return q, k[:, :, k.shape[2] - q.shape[2] :], angles, angles
+        assert now.q_nope is not None
+        assert now.k_nope is not None
+        assert now.position_embeddings is not None
+        q_nope, k_nope = self.family.heads_before_rope(self.module, (now.q_nope, now.k_nope), q)
+        return q_nope, k_nope, *self.family.cos_sin(now.position_embeddings)
+
     def remove(self) -> None:
         self.current.clear()
         for handle in self.handles:
             handle.remove()
+
+
+def is_tapped(config: Any) -> bool:
+    """Returns whether the decoder with this configuration is tapped."""
+    return config._attn_implementation == IMPLEMENTATION
 
 
 def _tapped_attention(
@@ -165,31 +187,62 @@ def _tapped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    msattn_tap: _LayerTap,
-    **unused: object,  # transformers passes further arguments to every attention function
-) -> tuple[Tensor, None]:
-    """Computes attention for transformers; ``attention_mask`` is the ``kv_start`` that :func:`_mask_to_kv_start` returned."""
+    msattn_tap: _LayerTap | None = None,
+    **others: Any,  # transformers passes further arguments to every attention function
+) -> tuple[Tensor, Tensor | None]:
+    """Computes attention for transformers; ``attention_mask`` is what :func:`_mask_of_layers` returned."""
+    if msattn_tap is None:
+        return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **others)
     if attention_mask is not None and attention_mask.ndim != 1:
         raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
     out = msattn_tap(int(module.layer_idx), query, key, value, attention_mask, scaling)  # pyrefly: ignore[bad-argument-type]
     return out.transpose(1, 2), None
 
 
+def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Returns the attention function that a layer of a tapped model had before."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(_before[id(module.config)], eager)
+
+
+def _mask_of_layers(
+    *,
+    config: Any,
+    mask_function: Callable,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **arguments: Any,  # transformers passes further arguments to every mask function
+) -> Any:
+    """Returns the mask of served layers, ``kv_start`` or None, or of layers with a window; a mask function for transformers.
+
+    transformers allows to skip a mask unless something is combined with it: packed sequences, or images that see all of
+    themselves. A window as long as the model's positions hides nothing.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+    if local_size is None or local_size >= max_length(config):
+        if mask_function is not causal_mask_function and (local_size is None or not allow_is_causal_skip):
+            raise UserError("position_ids: packed sequences are not supported; accepted is one left-padded sequence per row")
+        return _mask_to_kv_start(**arguments)
+    before = _before[id(config)]
+    if before not in ALL_MASK_ATTENTION_FUNCTIONS:  # as transformers, for implementations that need no mask
+        return None
+    of_window: dict[str, Any] = {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
+    return ALL_MASK_ATTENTION_FUNCTIONS[before](config=config, mask_function=mask_function, **of_window, **arguments)
+
+
 def _mask_to_kv_start(
     *,
     q_length: int,
     kv_length: int,
-    mask_function: Callable,
     attention_mask: Tensor | None,
     q_offset: int | Tensor | None = None,
     kv_offset: int = 0,
-    **unused: object,  # transformers passes further arguments to every mask function
+    **unused: object,
 ) -> Tensor | None:
-    """Converts a 2D padding mask to ``kv_start``, or None without padding; a mask function for transformers."""
-    from transformers.masking_utils import causal_mask_function
-
-    if mask_function is not causal_mask_function:
-        raise UserError("position_ids: packed sequences are not supported; accepted is one left-padded sequence per row")
+    """Converts a 2D padding mask to ``kv_start``, or None without padding."""
     if kv_offset != 0:
         raise UserError("past_key_values: accepted is a cache that keeps the full context, not a sliding one")
     if attention_mask is None or attention_mask.ndim == 1:  # generate converts the mask before it calls the model
@@ -230,20 +283,20 @@ def _register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _mask_to_kv_start)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask_of_layers)
 
 
 @contextmanager
 def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
-    """Replaces the attention of every layer of ``model`` by ``attend`` inside the context.
+    """Replaces the attention of every served layer of ``model`` by ``attend`` inside the context.
 
     Supports ``generate`` with a growing cache, left padding, gradients, and passes of several threads at the same time. A
     layer's tensors are released after its attention.
 
     Parameters
     ----------
-    model : a Llama, Mistral, Qwen2 or Qwen3 decoder, with or without its language model head, or a PEFT model of one
-    attend : called once per layer and forward pass
+    model : a decoder of a supported family, with or without its language model head, or a PEFT model of one
+    attend : called once per served layer and forward pass
 
     Raises
     ------
@@ -251,19 +304,23 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
         mask, packed sequences or a static cache.
     """
     _register()
-    taps: list[_LayerTap] = []
+    base = decoder(model)
+    config, taps = base.config, list[_LayerTap]()
     try:
         with _entering:
-            before = model.config._attn_implementation
+            before = config._attn_implementation
             if before == IMPLEMENTATION:
                 raise UserError("model: it is already attached; leave that context (or call disable) first")
-            for layer in decoder(model).layers:
-                taps.append(_LayerTap(layer.self_attn, attend))
-            model.config._attn_implementation = IMPLEMENTATION
+            for layer in attention_layers(config):
+                if layer.kept is None:
+                    taps.append(_LayerTap(base.layers[layer.layer].self_attn, attend, family_of(config), layer.rotates))
+            _before[id(config)] = before
+            config._attn_implementation = IMPLEMENTATION
         try:
             yield
         finally:
-            model.config._attn_implementation = before
+            config._attn_implementation = before
+            del _before[id(config)]
     finally:
         for item in taps:
             item.remove()
@@ -272,10 +329,13 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
 def use_dense_attention(model: "PreTrainedModel") -> None:
     """Sets the attention of ``model`` to :func:`causal_attention` without padding, for training with or without compilation.
 
-    Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the fast SDPA backends.
+    Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the fast SDPA backends. A model of
+    which some layers are not served keeps its own attention.
     """
     from transformers import AttentionInterface
 
+    if any(layer.kept for layer in attention_layers(model.config)):
+        return
     AttentionInterface.register(DENSE, _dense_attention)
     model.set_attn_implementation(DENSE)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def fit_kmeans(cfg: FitKMeansConfig) -> Path:
-    """Runs the job of ``msattn fit-kmeans``: clusters the keys of every layer and writes the artifact.
+    """Runs the job of ``msattn fit-kmeans``: clusters the keys of every served layer and writes the artifact.
 
     Rank r of n under ``torchrun`` fits the layers r, r + n, ... Every rank runs the model on all prompts and keeps the keys of
     its own layers. All ranks must see the same ``outputs`` folder.
@@ -65,7 +65,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     with ranks.main_process_first():  # it removes parts that were made with other settings
         parts = FinishedParts(folder.parent / "runs" / "kmeans" / "layers", settings, resume=cfg.resume)
     ranks.wait_for_everyone()
-    own_layers = list(range(models.num_layers(loaded.model.config)))[ranks.process_index :: ranks.num_processes]
+    own_layers = models.served_layers(loaded.model.config)[ranks.process_index :: ranks.num_processes]
     fit_layers(cfg, loaded.model, chunks, parts, own_layers, device=device, quiet=not ranks.is_main_process)
     ranks.wait_for_everyone()
     if ranks.is_main_process:
@@ -80,7 +80,7 @@ def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: i
     num_keys = num_sampled(cfg, num_chunks * (cfg.data.seq_len - 1))
     if num_buckets > num_keys:
         raise UserError(f"kmeans.num_buckets={num_buckets}: accepted are at most {num_keys}, the number of keys")
-    heads = -(-models.num_layers(config) // processes) * models.num_kv_heads(config)
+    heads = -(-len(models.served_layers(config)) // processes) * models.num_kv_heads(config)
     needed = heads * num_keys * models.head_dim(config) * model.dtype.itemsize
     free = free_memory() // processes
     if needed > free:
@@ -181,7 +181,7 @@ def write_artifact(
     kmeans_settings: dict[str, Any],
 ) -> None:
     """Writes the parts of all layers as one artifact, logs their stats and removes the parts."""
-    layers = list(range(models.num_layers(loaded.model.config)))
+    layers = models.served_layers(loaded.model.config)
     tensors, stats = zip(*(parts.load(layer_part(layer)) for layer in layers), strict=True)
     metrics = mean_stats(list(stats))
     artifacts.write(
@@ -203,7 +203,7 @@ def write_artifact(
     )
     run_name = f"{cfg.model.name}-{cfg.name}-kmeans"
     with Tracker.of_job(cfg, "fit-kmeans", folder=parts.folder.parent, run_name=run_name, after_work=True) as tracker:
-        for layer, layer_stats in enumerate(stats):
+        for layer, layer_stats in zip(layers, stats, strict=True):
             tracker.log(mean_stats([layer_stats]), step=layer)
         tracker.summary(metrics)
         tracker.log_artifact(folder)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from msattn.trainer import data
+from msattn.trainer import data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -71,7 +71,7 @@ class OnlineTargets:
 
     def pass_bytes(self) -> int:
         """Returns the memory that a pass of the model over one prompt takes, in bytes; the MLP takes the most."""
-        config = self.model.config
+        config = models.text_config(self.model.config)
         width = 4 * config.hidden_size + 3 * config.intermediate_size
         return self.cfg.data.seq_len * width * self.model.dtype.itemsize
 
@@ -118,7 +118,7 @@ class OnlineBatches:
         first_slot = prompt * cfg.steps_per_prompt
         device = source.partition.centroids.device
         input_ids = source.chunks[visit % len(source.chunks)]["input_ids"].to(device)
-        group = source.model.config.num_attention_heads // self.num_heads
+        group = models.num_heads(source.model.config) // self.num_heads
         candidates = CANDIDATES * -(-cfg.batch_queries // group)  # of each query head
         drawn = random_positions(len(input_ids), candidates, self._generator(visit))
         positions = [next(drawn).sort().values.to(device, torch.int32) for _ in range(cfg.steps_per_prompt)]

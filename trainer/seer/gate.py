@@ -4,12 +4,14 @@ In each layer and head, queries and keys before RoPE are pooled over blocks, pro
 the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.common.checks import first_query
@@ -32,15 +34,19 @@ if TYPE_CHECKING:
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
-def frequency_matched_projection(head_dim: int, hidden: int) -> Tensor:
+def frequency_matched_projection(head_dim: int, hidden: int, channels: Tensor | None = None) -> Tensor:
     """Returns the projection ``[hidden, head_dim]`` that keeps each rotated pair of dimensions at its RoPE frequency.
 
     Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair ``j * head_dim / hidden`` of the
     model. The weights are scaled so that products scaled by ``hidden ** -0.5`` keep their magnitude when ``hidden`` is not
     ``head_dim``.
+
+    Parameters
+    ----------
+    channels : int64 ``[head_dim / 2, 2]``, the channels of the model's pairs; None: ``j`` and ``j + head_dim / 2``.
     """
-    pairs = torch.arange(hidden // 2) * head_dim // hidden
-    source = torch.cat([pairs, pairs + head_dim // 2])
+    channels = torch.arange(head_dim).view(2, -1).T if channels is None else channels
+    source = channels[torch.arange(hidden // 2) * head_dim // hidden].T.flatten()
     weight = torch.zeros(hidden, head_dim)
     weight[torch.arange(hidden), source] = (head_dim / hidden) ** 0.25
     return weight
@@ -54,6 +60,7 @@ class AttnGate(nn.Module):
     head_dim, num_heads, num_kv_heads : shape of the layer's attention.
     cfg : poolings, width and heads. With ``heads="kv"`` a gate head serves a whole query group, and its input is the
         concatenation of the group's pooled queries.
+    channels : as for :func:`frequency_matched_projection`.
 
     Notes
     -----
@@ -63,14 +70,16 @@ class AttnGate(nn.Module):
     queries, each with its own best column.
     """
 
-    def __init__(self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig) -> None:
+    def __init__(
+        self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig, channels: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         self.num_kv_heads = num_kv_heads
         self.heads = num_heads if cfg.heads == "query" else num_kv_heads
         self.hidden = cfg.hidden or head_dim
         self.shared_queries = num_heads // self.heads  # query heads in the input of a gate head
-        projection = frequency_matched_projection(head_dim, self.hidden)
+        projection = frequency_matched_projection(head_dim, self.hidden, channels)
         query, key = (
             projection.repeat(1, parts) * (INITIAL_SCALE / parts)
             for parts in (self.shared_queries * len(cfg.q_pool), len(cfg.k_pool))
@@ -89,14 +98,15 @@ class AttnGate(nn.Module):
         pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=self.cfg.block_size, start=first)
         return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
 
-    def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor, kv_start: Tensor | None = None) -> Tensor:
+    def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor | None, kv_start: Tensor | None = None) -> Tensor:
         """Computes block scores before masking and softmax.
 
         Parameters
         ----------
         q_nope : ``[B, Hq, N, D]`` before RoPE (after a q/k norm).
         k_nope : ``[B, Hkv, M, D]``; queries are the last ``N`` of ``M`` positions.
-        inv_freq : fp32 ``[hidden / 2]``, inverse frequencies of the model's RoPE base at the gate's width.
+        inv_freq : fp32 ``[hidden / 2]``, inverse frequencies of the model's RoPE base at the gate's width, 0 for channels that
+            do not rotate; None in a layer without RoPE.
         kv_start : int32 ``[B]``, left padding.
 
         Returns
@@ -117,7 +127,7 @@ class AttnGate(nn.Module):
         num_queries: int,
         num_keys: int,
         *,
-        inv_freq: Tensor,
+        inv_freq: Tensor | None,
         kv_start: Tensor | None = None,
     ) -> Tensor:
         """Computes the result of :meth:`forward` from its :meth:`pooled_inputs`."""
@@ -125,7 +135,7 @@ class AttnGate(nn.Module):
             gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
             key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
             gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
-            if self.cfg.rope:
+            if self.cfg.rope and inv_freq is not None:
                 gate_q, gate_k = self._rotate(gate_q, gate_k, inv_freq, num_queries, num_keys, kv_start)
             return (gate_q * self.hidden**-0.5) @ gate_k.transpose(-1, -2)
 
@@ -141,18 +151,36 @@ class AttnGate(nn.Module):
 
 @dataclass(frozen=True)
 class GateDetails:
-    """Schema of the manifest entries of :meth:`Gate.details`."""
+    """Schema of the manifest entries of :meth:`Gate.details`; artifacts without ``layers`` have a gate for each layer."""
 
     gate: GateConfig
     thresholds: Thresholds | None
+    layers: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers or self.layers[0] < 0):
+            raise ValueError("layers must increase from 0 or more")
+
+
+class ModulesByLayer(nn.ModuleDict):
+    """Modules of some of a model's layers, by the number of the layer."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        super().__init__({str(layer): module for layer, module in modules.items()})
+
+    def __getitem__(self, layer: int) -> nn.Module:  # type: ignore[override]
+        if str(layer) not in self:
+            raise ValueError(f"layer={layer}: there are gates for layers {', '.join(self)}")
+        return super().__getitem__(str(layer))
 
 
 class Gate(nn.Module):
-    """Gates of all layers of a model, trained by ``msattn train-gate`` and used by ``msattn.attach``.
+    """Gates of all layers of a model that may be sparse, trained by ``msattn train-gate`` and used by ``msattn.attach``.
 
     Attributes
     ----------
-    layers : an :class:`AttnGate` for each attention layer.
+    layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
+    num_layers : layers of the model.
     inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
     thresholds : calibrated thresholds of each layer (:func:`msattn.trainer.seer.calibrate.calibrate`); None before training.
     artifact : the artifact that was loaded; None for a gate that was built.
@@ -161,22 +189,37 @@ class Gate(nn.Module):
     inv_freq: Tensor
 
     def __init__(
-        self, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int, cfg: GateConfig, inv_freq: Tensor
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cfg: GateConfig,
+        inv_freq: Tensor,
+        *,
+        layers: list[int] | None = None,
+        channels: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.num_layers = num_layers
+        self.layer_numbers = list(range(num_layers)) if layers is None else list(layers)
         self.cfg = cfg
         self.artifact: artifacts.Artifact | None = None
         self.thresholds: dict[str, Any] | None = None
-        self.layers = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, cfg) for _ in range(num_layers))
+        self.layers = ModulesByLayer(
+            {layer: AttnGate(head_dim, num_heads, num_kv_heads, cfg, channels) for layer in self.layer_numbers}
+        )
         self.register_buffer("inv_freq", inv_freq.float())
 
     @classmethod
     def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "Gate":
         """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor."""
         head_dim = models.head_dim(config)
-        inv_freq, _ = rope.inverse_frequencies(config, dim=cfg.hidden or head_dim)
-        heads = models.num_heads(config), models.num_kv_heads(config)
-        return cls(models.num_layers(config), *heads, head_dim, cfg, inv_freq)
+        hidden = cfg.hidden or head_dim
+        inv_freq, _ = rope.inverse_frequencies(config, dim=hidden)
+        inv_freq = F.pad(inv_freq, (0, hidden // 2 - len(inv_freq)))  # channels that do not rotate have frequency 0
+        shape = models.num_layers(config), models.num_heads(config), models.num_kv_heads(config), head_dim
+        return cls(*shape, cfg, inv_freq, layers=models.served_layers(config), channels=rope.channel_pairs(config))
 
     @classmethod
     def load(cls, path: str | Path) -> "Gate":
@@ -191,13 +234,16 @@ class Gate(nn.Module):
         base, details = artifact.manifest["model"], artifact.manifest["details"]
         checked_details = checked(details, GateDetails, f"artifact {path}: details")
         cfg, thresholds, num_layers = checked_details.gate, checked_details.thresholds, base["num_layers"]
+        layers = list(range(num_layers)) if checked_details.layers is None else checked_details.layers
+        if layers[-1] >= num_layers:
+            raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
         if thresholds is not None and len(thresholds.layers) != num_layers:
             raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
-        if len(artifact.tensors) != 1 + 2 * num_layers:  # before modules are built
-            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, accepted are {1 + 2 * num_layers}")
+        if len(artifact.tensors) != 1 + 2 * len(layers):  # before modules are built
+            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, accepted are {1 + 2 * len(layers)}")
         with torch.device("meta"):
             sizes = (num_layers, base["num_heads"], base["num_kv_heads"], base["head_dim"])
-            gate = cls(*sizes, cfg, torch.empty((cfg.hidden or base["head_dim"]) // 2))
+            gate = cls(*sizes, cfg, torch.empty((cfg.hidden or base["head_dim"]) // 2), layers=layers)
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
         gate.load_state_dict(artifact.tensors, assign=True)
         gate.artifact, gate.thresholds = artifact, details["thresholds"]
@@ -209,14 +255,14 @@ class Gate(nn.Module):
 
     def details(self) -> dict[str, Any]:
         """Returns the manifest entries from which :meth:`load` rebuilds this gate."""
-        return {"gate": asdict(self.cfg), "thresholds": self.thresholds}
+        return {"gate": asdict(self.cfg), "thresholds": self.thresholds, "layers": self.layer_numbers}
 
     def model_shape(self) -> dict[str, int]:
         """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
-        layer = cast(AttnGate, self.layers[0])
+        layer = cast(AttnGate, self.layers[self.layer_numbers[0]])
         size = layer.key_weight.shape[2] // len(self.cfg.k_pool)
         heads = {"num_heads": layer.heads * layer.shared_queries, "num_kv_heads": layer.num_kv_heads}
-        return {"num_layers": len(self.layers), **heads, "head_dim": size}
+        return {"num_layers": self.num_layers, **heads, "head_dim": size}
 
     def logits(self, x: "LayerInputs") -> Tensor:
         """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
@@ -227,7 +273,7 @@ class Gate(nn.Module):
             If keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
         """
         _check_keys(x)
-        return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self.inv_freq, kv_start=x.kv_start)
+        return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
 
     @torch.no_grad()
     def scores(self, x: "LayerInputs") -> Tensor:
@@ -245,7 +291,7 @@ class Gate(nn.Module):
         if x.pooled_keys is not None:
             pooled_q = layer.pooled_queries(x.q_nope, x.num_keys, x.kv_start)
             inputs = (pooled_q, x.pooled_keys, x.num_queries, x.num_keys)
-            logits = layer.pooled_logits(*inputs, inv_freq=self.inv_freq, kv_start=x.kv_start)
+            logits = layer.pooled_logits(*inputs, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
             return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
         _check_keys(x)
         return gate_scores(
@@ -253,12 +299,16 @@ class Gate(nn.Module):
             x.k_nope,
             layer.query_weight,
             layer.key_weight,
-            self.inv_freq if cfg.rope else None,
+            self._inv_freq(x),
             q_pool=cfg.q_pool,
             k_pool=cfg.k_pool,
             block_size=cfg.block_size,
             kv_start=x.kv_start,
         )
+
+    def _inv_freq(self, x: "LayerInputs") -> Tensor | None:
+        """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the model that do not rotate."""
+        return self.inv_freq if x.rotates and self.cfg.rope else None
 
 
 def _check_keys(x: "LayerInputs") -> None:

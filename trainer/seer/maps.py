@@ -33,14 +33,15 @@ class BlockMaps:
 
     Attributes
     ----------
-    num_layers, num_heads : size of the model.
+    layers : the layers to choose three from.
+    num_heads : query heads of the model.
     maps : ``{(layer, head): [true map, gate scores, blocks read]}``, fp32 on the CPU with sides of at most ``side``; NaN
         where no query of the row sees a key.
     heads : number of query heads that are stored.
     side : pixels; larger maps are max-pooled to this size.
     """
 
-    num_layers: int
+    layers: list[int]
     num_heads: int
     heads: int = 2
     side: int = MAX_SIDE
@@ -48,7 +49,7 @@ class BlockMaps:
 
     def shows(self, layer: int) -> bool:
         """Returns True if ``layer`` is one of the three."""
-        return layer in evenly_spaced(self.num_layers, 3)
+        return layer in [self.layers[i] for i in evenly_spaced(len(self.layers), 3)]
 
     def add(self, x: LayerInputs, block_size: int, true: Tensor, gate: Tensor, read: Tensor) -> None:
         """Stores the maps of a layer if it is one of the three.

@@ -96,7 +96,7 @@ def _train(
 
 def _evaluate(gate: Gate, loaded: models.Loaded, heldout: data.Chunks, folder: Path, tracker: Tracker) -> dict[str, float]:
     """Measures the recall of ``gate`` on held-out chunks and writes a picture of block maps into ``folder``."""
-    maps = BlockMaps(len(gate.layers), models.num_heads(loaded.model.config))
+    maps = BlockMaps(gate.layer_numbers, models.num_heads(loaded.model.config))
     recalls = gate_recall(gate, loaded.model, rank_shard(heldout, len(heldout)), maps)
     if PartialState().is_main_process:
         picture = folder / f"step-{tracker.step:06d}.png"

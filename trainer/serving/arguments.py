@@ -11,7 +11,15 @@ from torch import nn
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.values import has_type, require
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import check_supported, head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.models.families import (
+    attention_layers,
+    check_supported,
+    head_dim,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+    served_layers,
+)
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.untrained import UntrainedRouter
@@ -72,8 +80,10 @@ def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
 
 
 def check_gate(gate: Gate, config: "PreTrainedConfig") -> None:
-    """Raises UserError for gates of a model of another shape, or with weights that are not finite."""
+    """Raises UserError for gates of a model of another shape or of other layers, or with weights that are not finite."""
     _check_shape("gate", gate.model_shape(), config)
+    served = served_layers(config)
+    require(gate.layer_numbers == served, "gate.layer_numbers", gate.layer_numbers, f"accepted are the layers {served}")
     _check_finite("gate", gate)
 
 
@@ -83,6 +93,7 @@ def check_router(router: QModel | KMeans | UntrainedRouter, config: "PreTrainedC
         _check_shape("qmodel", {"num_kv_heads": router.kv_heads}, config)
         fits = set(router.layers) <= set(range(num_layers(config)))
         require(fits, "qmodel.layers", router.layers, f"accepted are layers from 0 to {num_layers(config) - 1}")
+        _check_served(router.layers, config)
         return
     partition = router.partition if isinstance(router, QModel) else router
     layers, centroids = partition.layers, partition.centroids
@@ -94,6 +105,7 @@ def check_router(router: QModel | KMeans | UntrainedRouter, config: "PreTrainedC
     )
     fits = len(layers) == len(centroids) == len({*layers} & {*range(num_layers(config))})
     require(fits, "qmodel.layers", layers, f"accepted are {len(centroids)} different layers from 0 to {num_layers(config) - 1}")
+    _check_served(layers, config)
     _check_shape("qmodel", {"num_kv_heads": centroids.shape[1], "head_dim": centroids.shape[3]}, config)
     if isinstance(router, QModel) and router.weight_in.shape[1] != num_kv_heads(config):
         _check_shape("qmodel", {"num_heads": router.weight_in.shape[1]}, config)
@@ -116,6 +128,12 @@ def check_numbers(
     require(0 <= sink <= MOST_TOKENS, "sink", sink, f"accepted are 0 to {MOST_TOKENS:,} tokens")
     ok = all(0 <= layer < layers for layer in dense_layers)
     require(ok, "dense_layers", dense_layers, f"accepted are 0 to {layers - 1}")
+
+
+def _check_served(layers: Sequence[int], config: "PreTrainedConfig") -> None:
+    """Raises UserError if one of ``layers`` keeps the model's own attention."""
+    for layer in attention_layers(config):
+        require(layer.kept is None or layer.layer not in layers, "qmodel.layers", layer.layer, f"not accepted: {layer.kept}")
 
 
 def _check_shape(name: str, made_for: Mapping[str, int], config: "PreTrainedConfig") -> None:

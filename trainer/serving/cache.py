@@ -13,18 +13,26 @@ newer keys belong to the dense window, so that no key is lost and none is counte
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
+from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.saap.pages import PageRouter, page_of_keys
 from msattn.trainer.saap.routing import Router
@@ -362,28 +370,30 @@ def install_layers(
     router: Router | PageRouter | None,
     *,
     num_layers: int,
+    served: Sequence[int] | None = None,
     dense_layers: tuple[int, ...] = (0,),
     rebuild_every: int = REBUILD_EVERY,
 ) -> None:
     """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
     Those of a :class:`~msattn.trainer.saap.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept. Layers
-    in ``dense_layers`` count as not routed.
+    in ``dense_layers`` count as not routed. Only the layers ``served`` (None: all) are replaced.
 
     Raises
     ------
     UserError : the cache does not keep the full context on the model's device, as quantized, offloaded and sliding ones.
     """
-    check_cache(cache)
+    replaced = range(num_layers) if served is None else served
+    check_cache(cache, replaced, num_layers)
     routed = set() if router is None else set(router.layers) - set(dense_layers)
-    for number in range(num_layers):
-        held: Any = cache.layers[number] if number < len(cache.layers) else None
+    cache.layers += [DynamicLayer() for _ in range(num_layers - len(cache.layers))]
+    for number in replaced:
+        held: Any = cache.layers[number]
         fresh = _new_layer(router if number in routed else None, rebuild_every)
         if isinstance(held, type(fresh)):
             continue
-        if held is not None:
-            fresh.take_over(held)
-        cache.layers[number : number + 1] = [fresh]
+        fresh.take_over(held)
+        cache.layers[number] = fresh
 
 
 def _new_layer(router: Router | PageRouter | None, rebuild_every: int) -> GrowingLayer:
@@ -394,11 +404,14 @@ def _new_layer(router: Router | PageRouter | None, rebuild_every: int) -> Growin
     return BucketLayer(router.num_buckets, rebuild_every)
 
 
-def check_cache(cache: Any) -> None:
-    """Raises UserError for a cache that :func:`install_layers` cannot take over."""
+def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
+    """Raises UserError for a cache of which :func:`install_layers` cannot take over the layers ``replaced``."""
     if not isinstance(cache, DynamicCache | StaticCache):
         raise UserError(f"past_key_values: {type(cache).__name__} is not supported; accepted are DynamicCache and StaticCache")
-    other = sorted({type(layer).__name__ for layer in cache.layers if not _is_replaceable(layer)})
+    if len(replaced) < num_layers and isinstance(cache, StaticCache):
+        raise UserError("past_key_values: accepted is a DynamicCache, because some layers keep the model's own attention")
+    held = [cache.layers[number] for number in replaced if number < len(cache.layers)]
+    other = sorted({type(layer).__name__ for layer in held if not _is_replaceable(layer)})
     lazy = getattr(cache, "layer_class_to_replicate", None)
     if not cache.layers and lazy is not None and lazy is not DynamicLayer:
         other = [lazy.__name__]
@@ -414,12 +427,13 @@ def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: tor
     ------
     UserError : there is not enough free memory; the message says how many bytes are needed.
     """
-    length, capacity = cache.get_seq_length(), cache.layers[0].key_buffer.capacity
+    layers = served_layers(config)
+    length, capacity = cache.get_seq_length(), cache.layers[layers[0]].key_buffer.capacity
     if device.type != "cuda" or length + tokens <= capacity:
         return
-    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * num_layers(config)
+    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(layers)
     wanted, held = grown_capacity(length + tokens), size_of_token * capacity
-    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // num_layers(config)  # layers grow in turn
+    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // len(layers)  # layers grow in turn
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reusable
     if needed > free:
@@ -440,7 +454,9 @@ def _check_kind(held: Buffer, new: Tensor) -> None:
 
 
 def _is_replaceable(layer: Any) -> bool:
-    return type(layer) in (DynamicLayer, StaticLayer) or isinstance(layer, GrowingLayer)
+    """Returns whether a layer of a cache holds all keys, as one with a window does until that is full."""
+    whole = type(layer) in (DynamicLayer, StaticLayer) or isinstance(layer, GrowingLayer)
+    return whole or (type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window)
 
 
 def decode_attention(

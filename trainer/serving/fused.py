@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm
+from msattn.trainer.models.families import family_of
 from msattn.trainer.models.tap import NotCopied
 
 
@@ -70,8 +71,10 @@ def _is_fusable(x: Tensor, weight: Tensor) -> bool:
 
 
 def _fused_modules(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """Returns the modules of a decoder that have a fused forward pass, and that pass."""
+    """Returns the modules of a decoder that have a fused forward pass, and that pass; none of norms that round elsewhere."""
     found: list[tuple[nn.Module, Callable[..., Any]]] = []
+    if not family_of(decoder.config).llama_layers:  # pyrefly: ignore[bad-argument-type]
+        return found
     for module in decoder.modules():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             found.append((module, FusedNorm(module)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers
+from msattn.trainer.models.families import head_dim, num_kv_heads, num_layers, served_layers
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -74,19 +74,20 @@ def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> Non
 
     Parameters
     ----------
-    cache : its layers are of :class:`msattn.trainer.serving.cache.GrowingLayer`.
-    every_layer : check every layer, once for each cache. The first and the last one show whether a pass was interrupted.
+    cache : its served layers are of :class:`msattn.trainer.serving.cache.GrowingLayer`.
+    every_layer : check all of these, once for each cache. The first and the last one show whether a pass was interrupted.
 
     Raises
     ------
     UserError : another number of layers, layers of unequal length, or keys and values of another shape.
     """
-    layers, length = cache.layers, cache.get_seq_length()
+    layers, served = cache.layers, served_layers(config)
+    length = layers[served[0]].get_seq_length()
     if len(layers) != num_layers(config):
         raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers(config)}, as in the model")
     accepted = [batch, num_kv_heads(config), length, head_dim(config)]
-    for layer in layers if every_layer else (layers[0], layers[-1]):
-        for buffer in (layer.key_buffer, layer.value_buffer):
+    for number in served if every_layer else (served[0], served[-1]):
+        for buffer in (layers[number].key_buffer, layers[number].value_buffer):
             held = list(buffer.memory.shape) if buffer.length else accepted.copy()
             held[2] = min(buffer.length, held[2])
             if held != accepted:

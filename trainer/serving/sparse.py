@@ -17,10 +17,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import check_length, num_layers
+from msattn.trainer.models.families import check_length, num_layers, served_layers
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, dense_attention
+from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention, is_tapped
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import FEW_TOKENS, BucketLayer, GrowingLayer, check_memory, install_layers
@@ -220,9 +220,10 @@ class Sparse(NotCopied):
         config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
         static = is_new and getattr(cache, "is_compileable", False)
         if is_new:
-            dense = tuple(set(range(num_layers(config))) - self.routed_layers)
+            layers, served = num_layers(config), served_layers(config)
+            dense = tuple(set(range(layers)) - self.routed_layers)
             router, every = (None, 1) if self.routed is None else (self.routed.router, self.routed.rebuild_every)
-            install_layers(cache, router, num_layers=num_layers(config), dense_layers=dense, rebuild_every=every)
+            install_layers(cache, router, num_layers=layers, served=served, dense_layers=dense, rebuild_every=every)
         cached = cache.get_seq_length()
         tokens = check_inputs(module, kwargs, cached=cached, static=static)
         if tokens is None:  # the model has a message of its own
@@ -243,7 +244,7 @@ class Sparse(NotCopied):
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
         """Raises UserError where the model would silently run without this attention, or without attention weights."""
-        if config._attn_implementation != IMPLEMENTATION:
+        if not is_tapped(config):
             raise UserError(
                 f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse attention off; call it outside "
                 "the attached context"

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
-from msattn.trainer.models.families import project_heads
+from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, left_padding
 from msattn.trainer.serving.buffer import Buffer
 from msattn.trainer.serving.cache import GrowingLayer
@@ -154,8 +154,7 @@ class DecodingSteps(NotCopied):
         self.decoder, self.sparse = decoder, sparse
         self.cuda_graphs = cuda_graphs and next(decoder.parameters()).is_cuda
         self.original = decoder.forward
-        devices = sorted({str(parameter.device) for parameter in decoder.parameters()})
-        self.split = None if len(devices) == 1 else f"the model is split over {', '.join(devices)}"
+        self.never = _never_steps(decoder)
         self.current = _Current()
         self._steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -219,8 +218,8 @@ class DecodingSteps(NotCopied):
             raise NoGraph("gradients are recorded")
         if torch.is_autocast_enabled(self.device_type):
             raise NoGraph("autocast is on")
-        if self.split is not None:
-            raise NoGraph(self.split)
+        if self.never is not None:
+            raise NoGraph(self.never)
         if self.sparse.rotation is None:
             raise NoGraph("the angles of dynamic RoPE depend on the length")
 
@@ -416,7 +415,7 @@ class StepAttention(NotCopied):
         assert keys is not None
         assert values is not None
         cos, sin = kwargs["position_embeddings"]
-        q_nope, k_nope, v = project_heads(self.module, hidden)
+        q_nope, k_nope, v = _project_heads(self.module, hidden)
         if not q_nope.dtype == cos.dtype == keys.dtype:
             raise NoGraph(f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}")
         q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, step.position)
@@ -429,6 +428,27 @@ class StepAttention(NotCopied):
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 
 
+def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries ``[B, Hq, 1, D]``, keys and values ``[B, Hkv, 1, D]`` of a layer like Llama's, before RoPE."""
+    shape = (*hidden_states.shape[:2], -1, attention.head_dim)
+    q, k, v = (getattr(attention, f"{name}_proj")(hidden_states).view(shape) for name in "qkv")
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _never_steps(decoder: Any) -> str | None:
+    """Returns the reason for which no token of a decoder is decoded in a step, or None."""
+    devices = sorted({str(parameter.device) for parameter in decoder.parameters()})
+    if len(devices) > 1:
+        return f"the model is split over {', '.join(devices)}"
+    if not family_of(decoder.config).llama_layers:
+        return f"the layers of model_type={decoder.config.model_type} are not captured"
+    if kept := next((layer for layer in attention_layers(decoder.config) if layer.kept), None):
+        return f"layer {kept.layer} keeps the model's own attention ({kept.kept})"
+    return None
+
+
 @contextmanager
 def decoding_steps(decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -> Iterator[None]:
     """Replaces the forward passes of a decoder on a GPU and of its modules inside the context; see :class:`DecodingSteps`."""
@@ -438,7 +458,7 @@ def decoding_steps(decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -
         return
     with fused(decoder), ExitStack() as replacements:
         steps = DecodingSteps(decoder, sparse, cuda_graphs=cuda_graphs)
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(layers) if steps.never is None else ():
             replacements.enter_context(replaced(layer.self_attn, StepAttention(layer.self_attn, number, steps)))
         replacements.enter_context(replaced(decoder, steps))
         yield

@@ -180,6 +180,9 @@ def _fit(
 def check_model_has(cfg: EvalRunConfig, loaded: "Loaded") -> None:
     """Raises UserError if ``eval.analysis.layers`` or ``heads`` names one that the model does not have."""
     config, settings = loaded.model.config, cfg.eval.analysis
+    for layer in models.attention_layers(config):
+        if layer.kept and layer.layer in (settings.layers or ()):
+            raise UserError(f"eval.analysis.layers={settings.layers}: layer {layer.layer} is never sparse: {layer.kept}")
     for key, name, count in (
         ("layers", "layers", models.num_layers(config)),
         ("heads", "key/value heads", models.num_kv_heads(config)),

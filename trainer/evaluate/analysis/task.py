@@ -37,7 +37,7 @@ NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
 def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
     """Returns the rows of all measurements. Partitions of a kind without an artifact are fitted on training text."""
     settings, config = cfg.eval.analysis, loaded.model.config
-    layers = chosen_layers(settings.layers, models.num_layers(config))
+    layers = chosen_layers(settings.layers, models.served_layers(config))
     heads = sorted(set(settings.heads or range(models.num_kv_heads(config))))
     keys = partitions.training_keys(loaded, cfg, methods, layers, progress)
     routings = partitions.routings(loaded, cfg, methods, keys, progress)
@@ -85,11 +85,12 @@ def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) 
         raise UserError(f"eval.analysis.length={length}: accepted is more than recent + sink = {window.size} tokens")
 
 
-def chosen_layers(given: list[int] | None, count: int) -> list[int]:
-    """Returns the layers to measure of a model with ``count`` layers, in order."""
+def chosen_layers(given: list[int] | None, served: list[int]) -> list[int]:
+    """Returns the layers to measure of a model in which those in ``served`` may be sparse, in order."""
     if given is not None:
         return sorted(set(given))
-    return torch.linspace(0, count - 1, min(NUM_LAYERS, count)).round().int().tolist()
+    chosen = torch.linspace(0, len(served) - 1, min(NUM_LAYERS, len(served))).round().int().tolist()
+    return [served[i] for i in chosen]
 
 
 def compared_sizes(routings: list[BucketRoutingMethod], layer: int) -> list[BucketRoutingMethod]:

@@ -1,0 +1,147 @@
+"""Tests of `apply_sinks`: agreement with fp64 softmax that has the sinks as one more column, gradients, edge cases."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from msattn.kernels.attention_sinks import apply_sinks
+from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.bucket_decode import bucket_decode
+from msattn.kernels.bucket_mass import bucket_mass
+from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.flash_decode import flash_decode
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.kernels.testing import (
+    CASES,
+    Case,
+    assert_within_budget,
+    capped,
+    dense_attention,
+    random_block_mask,
+    random_buckets,
+    random_qkv,
+    starts,
+    tokens_of_blocks,
+)
+from msattn.kernels.types import SparseAttention
+
+
+def random_sinks(heads: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draws sinks from far below the LSE of a row to far above it."""
+    return (6 * torch.randn(heads, device=device)).to(dtype)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, softcap: float | None, device: str) -> None:
+    """Covers rows without visible keys, whose LSE is the sink, and outputs in half precision."""
+    q, k, v = case.qkv(device)
+    sinks = random_sinks(case.q_heads, device, case.dtype)
+    mask = random_block_mask(1, 1, *case.blocks, 0.4, device)
+    sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, starts(case.padding, device)
+    seen = case.visible(device) & tokens_of_blocks(mask, *sizes, case.block_size)
+    exact, full, eager = (
+        dense_attention(q, k, v, seen, None, dtype, capped(softcap), sinks)
+        for dtype in (torch.float64, torch.float32, case.dtype)
+    )
+    state = block_sparse_attention(q, k, v, mask, **case.options(device), softcap=softcap)
+    got = apply_sinks(state, sinks)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == torch.float32
+    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+    assert_within_budget("out", got.out, exact.out, eager.out)  # its band is two roundings, of attention and of the product
+    empty = ~seen.expand(-1, case.q_heads, -1, -1).any(-1)
+    assert (got.out[empty] == 0).all()
+    assert torch.equal(got.lse[empty], sinks.float()[:, None].expand_as(got.lse)[empty])
+
+
+def test_gradients_match_fp64_softmax_with_one_more_column() -> None:
+    """Gradients of q, k, v and of the sinks, with rows that see no key."""
+    drawn = *random_qkv(2, 4, 2, 20, 20, 8, torch.float64), random_sinks(4, "cpu", torch.float64)
+    q, k, v, sinks = inputs = [x.requires_grad_() for x in drawn]
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    mask[:, :, 1] = False
+    seen = torch.ones(20, 20, dtype=torch.bool).tril()
+    seen[16:] = False
+    got = apply_sinks(block_sparse_attention(q, k, v, mask, block_size=16), sinks)
+    want = dense_attention(q, k, v, seen, sinks=sinks)
+    dout, dlse = torch.randn_like(got.out), torch.randn_like(got.lse)
+    gradients, wanted = (torch.autograd.grad(x[:2], inputs, (dout, dlse)) for x in (got, want))
+    for x, y in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_gradients_match_finite_differences() -> None:
+    state = [torch.randn(2, 3, 5, 4, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)]
+    inputs = [x.requires_grad_() for x in (*state, random_sinks(3, "cpu", torch.float64))]
+    assert torch.autograd.gradcheck(lambda out, lse, sinks: tuple(apply_sinks(SparseAttention(out, lse), sinks)), inputs)
+
+
+def test_decoding(device: str) -> None:
+    """Buckets and dense decoding, in either variant, take sinks after their splits are merged."""
+    q, k, v = random_qkv(2, 4, 2, 1, 130, device=device)
+    sinks = random_sinks(4, device)
+    want = dense_attention(q, k, v, torch.ones(130, dtype=torch.bool, device=device), sinks=sinks)
+    index = build_bucket_index(random_buckets(2, 2, 130, 7, device).clamp(min=0), 7)
+    probes = torch.arange(7, dtype=torch.int32, device=device).expand(2, 2, -1)
+    states = [
+        flash_decode(q, k, v, splits=3, backend="triton"),
+        flash_decode(q, k, v, variant="global", splits=3, backend="triton"),
+        bucket_decode(q, k, v, index, probes, recent=5, backend="triton"),
+    ]
+    for state in states:
+        got = apply_sinks(state, sinks)
+        torch.testing.assert_close(got.out, want.out.float())
+        torch.testing.assert_close(got.lse, want.lse.float())
+
+
+def test_maxpool_attention_takes_the_same_sinks(device: str) -> None:
+    """Both give padding and other rows without visible keys the sink as their LSE; the block map is not rescaled by rows."""
+    q, k, v = random_qkv(2, 2, 1, 70, 40, device=device)
+    options: dict[str, Any] = {"kv_start": starts([0, 13], device), "block_size": 32}
+    sinks = random_sinks(2, device)
+    plain = maxpool_attention(q, k, v, **options)
+    want = apply_sinks(SparseAttention(plain.out, plain.lse), sinks)
+    for backend in ("torch", "triton"):
+        got = maxpool_attention(q, k, v, **options, sinks=sinks, backend=backend)
+        torch.testing.assert_close(got.out, want.out)
+        torch.testing.assert_close(got.lse, want.lse)
+        assert (got.pooled <= plain.pooled).all()
+
+
+def test_bucket_mass_is_rescaled_by_rows(device: str) -> None:
+    """The mass of each bucket in a softmax with sinks, as its documentation states."""
+    q, k, _ = random_qkv(1, 4, 2, 20, 70, device=device)
+    buckets, sinks = random_buckets(1, 2, 70, 7, device).clamp(min=0), random_sinks(4, device)
+    plain = bucket_mass(q, k, buckets, num_buckets=7)
+    probs = dense_attention(q, k, k, torch.ones(70, dtype=torch.bool, device=device), sinks=sinks).probs
+    member = torch.nn.functional.one_hot(buckets.long(), 7).repeat_interleave(2, 1).double()
+    torch.testing.assert_close(plain.mass * (plain.lse - sinks[:, None]).sigmoid()[..., None], (probs @ member).float())
+
+
+def test_compiles(device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 20, head_size=16, device=device)
+    sinks = random_sinks(2, device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> SparseAttention:
+        return apply_sinks(flash_decode(q, k, v, causal=True, backend="torch"), sinks)
+
+    compiled: Callable[..., SparseAttention] = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, sinks), attend(q, k, v, sinks))
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        (torch.zeros(3), r"sinks is torch.float32 \(3,\): expected floating point \(2,\)"),
+        (torch.zeros(1, 2), r"sinks is torch.float32 \(1, 2\)"),
+        (torch.zeros(2, dtype=torch.int64), "sinks is torch.int64"),
+        (torch.zeros(2, device="meta"), "sinks.device=meta"),
+    ],
+)
+def test_refuses(sinks: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apply_sinks(SparseAttention(torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)), sinks)

@@ -1,0 +1,80 @@
+"""The whole line on small random models of the families that differ most: train-gate, fit-kmeans, train-qmodel, eval."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import msattn
+from msattn import cli
+from msattn.trainer.models import EMBEDDED
+from msattn.trainer.models.families import served_layers
+from tests.factory import random_tokens, tiny_model
+
+WORDS = "the river ran past an old mill and nobody knew where it came from".split()
+COMMON = ["--data", "text", "device=cpu", "tracker=none", "dtype=float32", "data.seq_len=192"]
+SMALL = ["gate.block_size=16", "train.steps=2", "train.batch_size=1"]
+EVAL = [
+    "eval.tasks=[perplexity,recall]",
+    "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.0, 0.5]}",
+    "eval.recall={length: 160, num_chunks: 1, num_queries: 8, sparsities: [0.5], probes: [2]}",
+    "eval.baselines=[quest]",
+    "select.block_size=16",
+]
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    assert not ended.value.code
+
+
+@pytest.fixture
+def model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model in the folder ``model``, beside a folder ``text``."""
+    monkeypatch.chdir(tmp_path)
+    model = tiny_model(family, vocab_size=4096, eos_token_id=2)
+    model.save_pretrained("model")
+    PreTrainedTokenizerFast.from_pretrained(EMBEDDED).save_pretrained("model")
+    Path("text").mkdir()
+    Path("text/essay.txt").write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(6000)))
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["smollm3", "gemma3_text", "phi3", "glm4", "mixtral"])
+def test_training_evaluation_and_attach(family: str, model: Any) -> None:
+    served = served_layers(model.config)
+    run("train-gate", "--model", "model", *COMMON, *SMALL)
+    run("fit-kmeans", "--model", "model", *COMMON, "kmeans.num_buckets=4", "kmeans.num_prompts=4")
+    sizes = ["qmodel.num_prompts=4", "qmodel.queries_per_prompt=16", "qmodel.batch_queries=8", "qmodel.hidden=8"]
+    run("train-qmodel", "--model", "model", *COMMON, *sizes, "train.steps=4", "qmodel.long_range=16")
+    run("eval", "--model", "model", *COMMON, *EVAL)
+    (results,) = Path("outputs").rglob("results.json")
+    rows = json.loads(results.read_text())["rows"]
+    dense, full = (next(row for row in rows if row["method"] == name) for name in ("dense", "gate"))
+    assert full["score"] == pytest.approx(dense["score"], rel=1e-4)
+    assert all(row["extra"]["layers"] in (served, served[1:]) for row in rows if row["task"] == "recall")
+    gate, qmodel = msattn.load("outputs/model/base/gate"), msattn.load("outputs/model/base/qmodel")
+    assert gate.layer_numbers == qmodel.layers == served
+    ids = random_tokens(1, 120)
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with msattn.attach(model, gate=gate, qmodel=qmodel, dense_below=0, recent=8) as sparse, torch.no_grad():
+        model.generate(ids, **options)
+        assert sparse.stats()["sparsity"] > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text"])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_fine_tuning(family: str, sparse: bool, model: Any) -> None:
+    if sparse:
+        run("train-gate", "--model", "model", *COMMON, *SMALL)
+    tuning = ["train.steps=2", "train.batch_size=1", "train.micro_batch_size=1", "train.num_workers=0", "name=long"]
+    select = ["artifacts.gate=outputs/model/base/gate", "select.sparsity=0.5"] if sparse else ["select.sparsity=0"]
+    run("finetune", "--model", "model", *COMMON, *tuning, *select)
+    assert Path("outputs/model/long/model/config.json").exists()
+    assert Path("outputs/model/long/gate").exists() == sparse
