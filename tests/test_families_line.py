@@ -14,7 +14,7 @@ from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.families import served_layers
 from tests.factory import random_tokens, tiny_model
 
-WORDS = "the river ran past an old mill and nobody knew where it came from".split()
+WORDS = ["the", "river", "ran", "past", "an", "old", "mill", "and", "nobody", "knew", "where", "it", "came", "from"]
 COMMON = ["--data", "text", "device=cpu", "tracker=none", "dtype=float32", "data.seq_len=192"]
 SMALL = ["gate.block_size=16", "train.steps=2", "train.batch_size=1"]
 EVAL = [

@@ -140,7 +140,7 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
         field = differing[0]
         warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
     elif unknown:
-        warning = f"{origin}: this model's weights are quantized or offloaded, so they were not compared"
+        warning = f"{origin}: this model's weights are quantized or offloaded, or divided among ranks, and were not compared"
     else:
         return None
     if strict or set(differing) & set(SHAPE_FIELDS):
