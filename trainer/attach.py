@@ -19,6 +19,7 @@ from msattn.trainer.models.break_even import break_even, decoding_break_even
 from msattn.trainer.models.devices import compute_devices
 from msattn.trainer.models.families import decoder, head_dim, num_heads, num_kv_heads
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.parallel import HeadShard, head_shard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import PhaseTimer
@@ -165,6 +166,10 @@ def attach(
     numbers = _numbers(model, router, probes=reads.probes, recent=recent, sink=sink, dense_layers=dense_layers)
     if router is not None and reads.probes is None and numbers["probes"] == router.num_buckets:
         _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
+    shard = head_shard(model)
+    if shard.ranks > 1:
+        selection, router = _of_rank(shard, given, selection, router)
+        gate = None if selection is None else selection.gate
     device = _move_to_model(model, gate, router)
     group = num_heads(model.config) // num_kv_heads(model.config)
     statistics = Statistics(PhaseTimer(device) if measure_time else None, reads=group if independent else 1)
@@ -181,6 +186,7 @@ def attach(
         statistics,
         dense_below=_dense_below(given, device) if dense_below is None else dense_below,
         rotation=Rotation.of(model.config, device),
+        kv_heads=num_kv_heads(model.config) // shard.ranks,
         measure_recall=measure_recall,
     )
     with tap(model, sparse.dispatch), decoding_steps(decoder(model), sparse, cuda_graphs=cuda_graphs):
@@ -388,6 +394,22 @@ def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None,
     if sparsity is not None:
         raise UserError(f"sparsity={sparsity}: a Selection has its own policy")
     return select
+
+
+def _of_rank(
+    shard: HeadShard, given: Selection | SelectConfig | None, selection: Selection | None, router: AnyRouter | None
+) -> tuple[Selection | None, AnyRouter | None]:
+    """Returns selection and router for the heads that this rank of a tensor-parallel model computes.
+
+    Raises
+    ------
+    UserError : the weights of a ``Selection`` object cannot be divided.
+    """
+    if selection is not None and selection.gate is not None:
+        if isinstance(given, Selection):
+            raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
+        selection = _build_selection(given, selection.gate.shard(shard), None)
+    return selection, None if router is None else router.shard(shard)
 
 
 def _dense_below(select: Selection | SelectConfig | None, device: torch.device) -> int:

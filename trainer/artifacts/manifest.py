@@ -142,7 +142,7 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
     elif made_for.get("weights_hash") is None:
         warning = f"{origin}: its manifest does not identify the weights of that model, so they were not compared"
     elif unknown:
-        warning = f"{origin}: this model's weights are quantized or offloaded, so they were not compared"
+        warning = f"{origin}: this model's weights are quantized or offloaded, or divided among ranks, and were not compared"
     else:
         return None
     if strict or set(differing) & set(SHAPE_FIELDS):

@@ -8,6 +8,7 @@ from torch import Tensor
 from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.routing.buckets import RouterDetails, layer_index, top_buckets
 from msattn.trainer.storage.documents import checked
 
@@ -53,6 +54,12 @@ class KMeans(artifacts.ArtifactModule):
         kmeans = cls(artifact.tensors["centroids"], details.layers, details.rope)
         kmeans.artifact = artifact
         return kmeans
+
+    def shard(self, part: HeadShard) -> "KMeans":
+        """Returns the partition of a part of the heads, for tensor parallelism."""
+        own = KMeans(part.of(self.centroids, 1), self.layers, self.rope)
+        own.artifact = self.artifact
+        return own
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """Returns the nearest centroid of each key, int32 ``[B, Hkv, N]``; keys ``[B, Hkv, N, D]`` before and after RoPE."""

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.routing.buckets import layer_index
 from msattn.trainer.routing.calibrate import Thresholds
 from msattn.trainer.saap.kmeans import KMeans, router_details
@@ -105,6 +106,14 @@ class QModel(artifacts.ArtifactModule):
         qmodel.load_state_dict(tensors, assign=True)
         qmodel.artifact, qmodel.thresholds = artifact, None if calibration is None else asdict(calibration)
         return qmodel.requires_grad_(False).eval()
+
+    def shard(self, part: HeadShard) -> "QModel":
+        """Returns the classifiers and the partition of a part of the heads, for tensor parallelism."""
+        heads, hidden = self.weight_in.shape[1] // part.ranks, self.weight_in.shape[3]
+        own = QModel(self.partition.shard(part), heads, hidden, residual=self.residual)
+        own.load_state_dict({name: part.of(x, 1) for name, x in self.state_dict().items()})
+        own.artifact, own.thresholds = self.artifact, self.thresholds
+        return own.requires_grad_(False).eval()
 
     @property
     def rope(self) -> bool:

@@ -1,8 +1,12 @@
 """Base of the routers that have no weights, which an evaluation compares with trained ones."""
 
+import copy
+from typing import Self
+
 from torch import nn
 
 from msattn.trainer.config.values import require
+from msattn.trainer.models.parallel import HeadShard
 
 
 class UntrainedRouter(nn.Module):
@@ -25,3 +29,9 @@ class UntrainedRouter(nn.Module):
         super().__init__()
         require(num_buckets >= 1, "num_buckets", num_buckets, "accepted are 1 or more buckets")
         self.num_buckets, self.layers, self.kv_heads = num_buckets, list(layers), kv_heads
+
+    def shard(self, part: HeadShard) -> Self:
+        """Returns the router of a part of the heads, for tensor parallelism."""
+        own = copy.copy(self)
+        own.kv_heads = self.kv_heads // part.ranks
+        return own

@@ -18,6 +18,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
+from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.routing.buckets import ServingNumbers
 from msattn.trainer.routing.calibrate import Thresholds
 from msattn.trainer.routing.pages import PageRouter, page_products
@@ -119,6 +120,14 @@ class DecodeGate(PageRouter, artifacts.ArtifactModule):
         gate.artifact = artifact
         gate.thresholds = None if details.thresholds is None else asdict(details.thresholds)
         return gate.requires_grad_(False)
+
+    def shard(self, part: HeadShard) -> "DecodeGate":
+        """Returns the gates of a part of the heads, for tensor parallelism."""
+        heads = self.num_heads // part.ranks, self.kv_heads // part.ranks
+        own = DecodeGate(len(self.gates), *heads, self.head_dim, self.cfg, self.inv_freq, self.num_buckets)
+        own.load_state_dict({name: x if name == "inv_freq" else part.of(x, 0) for name, x in self.state_dict().items()})
+        own.artifact, own.thresholds = self.artifact, self.thresholds
+        return own.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of the artifact: weights and inverse frequencies, fp32."""

@@ -21,6 +21,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
+from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.seer.blocks import row_span, visible_blocks
 from msattn.trainer.seer.calibrate import Thresholds
 from msattn.trainer.storage.documents import checked
@@ -255,6 +256,15 @@ class Gate(artifacts.ArtifactModule):
         gate.load_state_dict(artifact.tensors, assign=True)
         gate.artifact, gate.thresholds = artifact, details["thresholds"]
         return gate.requires_grad_(False)
+
+    def shard(self, part: HeadShard) -> "Gate":
+        """Returns the gates of a part of the heads, for tensor parallelism."""
+        shape = self.model_shape()
+        heads, kv_heads = shape["num_heads"] // part.ranks, shape["num_kv_heads"] // part.ranks
+        own = Gate(self.num_layers, heads, kv_heads, shape["head_dim"], self.cfg, self.inv_freq, layers=self.layer_numbers)
+        own.load_state_dict({name: x if name == "inv_freq" else part.of(x, 0) for name, x in self.state_dict().items()})
+        own.artifact, own.thresholds = self.artifact, self.thresholds
+        return own.requires_grad_(False)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of the artifact: weights and inverse frequencies, fp32."""

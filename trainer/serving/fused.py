@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm
@@ -66,7 +67,7 @@ class FusedMLP(NotCopied):
 
 def _is_fusable(x: Tensor, weight: Tensor) -> bool:
     """Returns whether a fused kernel serves ``x``; weights of offloaded modules are on another device between passes."""
-    same = x.dtype == weight.dtype and x.dtype in FLOATS and x.device == weight.device
+    same = not isinstance(weight, DTensor) and x.dtype == weight.dtype and x.dtype in FLOATS and x.device == weight.device
     return x.is_cuda and same and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import attention_layers, head_dim, num_kv_heads, num_layers, served_layers
+from msattn.trainer.models.families import attention_layers, head_dim, num_layers, served_layers
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -71,12 +71,13 @@ def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
     return embeddings
 
 
-def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> None:
+def check_held(cache: Any, config: Any, batch: int, kv_heads: int, *, every_layer: bool) -> None:
     """Checks that the keys and values of a cache are those of ``batch`` sequences of this model.
 
     Parameters
     ----------
     cache : its served layers are of :class:`msattn.trainer.serving.cache.GrowingLayer`.
+    kv_heads : key/value heads that this process computes.
     every_layer : check all of these, once for each cache. The first and the last one show whether a pass was interrupted.
 
     Raises
@@ -87,7 +88,7 @@ def check_held(cache: Any, config: Any, batch: int, *, every_layer: bool) -> Non
     length = layers[served[0]].get_seq_length()
     if len(layers) != num_layers(config):
         raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers(config)}, as in the model")
-    accepted = [batch, num_kv_heads(config), length, head_dim(config)]
+    accepted = [batch, kv_heads, length, head_dim(config)]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):
             held = list(buffer.memory.shape) if buffer.length else accepted.copy()

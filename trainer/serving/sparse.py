@@ -40,10 +40,12 @@ class Sparse(NotCopied):
         *,
         dense_below: int,
         rotation: Rotation | None,
+        kv_heads: int,
         measure_recall: bool,
     ) -> None:
         self.selection, self.routed, self.statistics = selection, routed, statistics
         self.dense_below, self.rotation, self.measure_recall = dense_below, rotation, measure_recall
+        self.kv_heads = kv_heads  # of this rank
         self.gate = None if selection is None else selection.gate
         self.routed_layers: frozenset[int] = frozenset() if routed is None else routed.layers
         self.attached = True
@@ -228,7 +230,7 @@ class Sparse(NotCopied):
         tokens = check_inputs(module, kwargs, cached=cached, static=static)
         if tokens is None:  # the model has a message of its own
             return
-        check_held(cache, config, len(tokens), every_layer=is_new)
+        check_held(cache, config, len(tokens), self.kv_heads, every_layer=is_new)
         if is_new:
             self._check_partition(cache)
             self._prepared.add(cache)

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.kernels.decoder_layer import rotate_and_append
@@ -442,6 +443,8 @@ def _never_steps(decoder: Any) -> str | None:
     devices = sorted({str(parameter.device) for parameter in decoder.parameters()})
     if len(devices) > 1:
         return f"the model is split over {', '.join(devices)}"
+    if any(isinstance(parameter, DTensor) for parameter in decoder.parameters()):
+        return "the model is divided among ranks (tensor parallelism)"
     if not family_of(decoder.config).llama_layers:
         return f"the layers of model_type={decoder.config.model_type} are not captured"
     if kept := next((layer for layer in attention_layers(decoder.config) if layer.kept), None):

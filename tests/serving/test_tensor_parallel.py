@@ -1,0 +1,76 @@
+"""attach on a model that transformers divides among two ranks (``tp_plan="auto"``): as on the whole model."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.factory import tiny_model
+from tests.jobs import Job
+
+SCRIPT = """
+import sys
+import warnings
+import torch
+from transformers import AutoModelForCausalLM
+from msattn.trainer.attach import attach
+from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.quest_pages import QuestPages
+from msattn.trainer.seer.decode_gate import DecodeGate
+from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.select import Selection
+from tests.factory import random_tokens
+from tests.test_attach import random_partition
+
+warnings.simplefilter("ignore")
+whole, divided = (AutoModelForCausalLM.from_pretrained(sys.argv[1], **plan).eval() for plan in ({}, {"tp_plan": "auto"}))
+gate = Gate.build(whole.config, GateConfig(block_size=16)).requires_grad_(False)
+torch.manual_seed(0)
+for weight in gate.parameters():
+    torch.nn.init.normal_(weight, std=0.3)
+decode_gate = DecodeGate.build(whole.config, GateConfig(phase="decode", block_size=16, k_pool=["max", "min", "avg"]))
+for weight in decode_gate.requires_grad_(False).parameters():
+    torch.nn.init.normal_(weight, std=0.3)
+classifier = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
+classifier.thresholds = {"shares": [0.1], "densities": [1.2]}
+window = {"recent": 8, "sink": 1, "dense_layers": ()}
+attached = {
+    "quest": {"select": {"scores": "quest", "block_size": 16, "sparsity": 0.5}},
+    "gate": {"gate": gate, "select": {"sparsity": 0.5}},
+    "k-means": {"qmodel": random_partition(), "probes": 2, "independent": True, **window},
+    "classifier": {"qmodel": classifier, "keys": 0.1, **window},
+    "decode gate": {"qmodel": decode_gate, "probes": 3, **window},
+    "pages": {"qmodel": QuestPages(6, [0, 1], 2), "probes": 2, **window},
+}
+ids = random_tokens(1, 150)
+
+
+def generate(model, options):
+    with attach(model, dense_below=0, **options) as sparse:
+        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
+        first = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        ids_of_second = torch.cat([first.sequences, ids[:, :20]], dim=1)
+        options |= {"past_key_values": first.past_key_values, "attention_mask": torch.ones_like(ids_of_second)}
+        second = model.generate(ids_of_second, **options)
+        stats = sparse.stats()
+        assert (stats["sparsity"] or 0) > 0.2 or (stats["selectivity"] or 1) < 0.9, stats
+        return torch.stack([*first.logits, *second.logits])
+
+
+with torch.no_grad():
+    for name, options in attached.items():
+        torch.testing.assert_close(generate(divided, options), generate(whole, options), rtol=1e-4, atol=1e-4, msg=name)
+    try:
+        with attach(divided, select=Selection.from_config(SelectConfig(), gate)):
+            pass
+    except UserError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    printed = Job(SCRIPT, tmp_path, tmp_path / "model", processes=2).output()
+    assert "select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig" in printed

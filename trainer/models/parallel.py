@@ -1,0 +1,47 @@
+"""Tensor parallelism of transformers (``tp_plan="auto"``): which heads of each layer a rank computes."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import decoder, family_of, num_kv_heads, served_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class HeadShard(NamedTuple):
+    """The ``rank``-th of ``ranks`` equal parts of the heads, in their order."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def of(self, weights: Tensor, dim: int) -> Tensor:
+        """Returns the part of ``weights``, whose dimension ``dim`` is one of heads."""
+        return weights.chunk(self.ranks, dim)[self.rank].clone()
+
+
+def head_shard(model: "PreTrainedModel") -> HeadShard:
+    """Returns the heads that this rank computes; all of them without tensor parallelism.
+
+    Raises
+    ------
+    UserError : the projections of queries and keys are divided in another way than by heads, or the layers are not Llama's.
+    """
+    attention = decoder(model).layers[served_layers(model.config)[0]].self_attn
+    projections = {name: module.weight for name, module in attention.named_modules() if hasattr(module, "weight")}
+    divided = {name: weight for name, weight in projections.items() if isinstance(weight, DTensor)}
+    if not divided:
+        return HeadShard()
+    if not family_of(model.config).llama_layers:
+        raise UserError(f"model_type={model.config.model_type}: tensor parallelism is not supported for this family")
+    if not all(name in divided and divided[name].placements == (Shard(0),) for name in ("q_proj", "k_proj", "v_proj")):
+        raise UserError(
+            f"model: accepted is tensor parallelism that divides q_proj, k_proj and v_proj by heads, not {divided.keys()}"
+        )
+    mesh = divided["q_proj"].device_mesh
+    if num_kv_heads(model.config) % mesh.size():
+        raise UserError(f"model: accepted are numbers of ranks that divide the {num_kv_heads(model.config)} key/value heads")
+    return HeadShard(mesh.get_local_rank(), mesh.size())
