@@ -82,7 +82,6 @@ COMMANDS = {
             "data.seq_len",
             "gate.phase",
             "gate.loss",
-            "gate.heads",
             "train.steps",
             "train.lr",
             "name",
