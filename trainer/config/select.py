@@ -163,8 +163,12 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
         select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
     elif isinstance(select, Mapping):
         select = SelectConfig(**{key if isinstance(key, str) else repr(key): value for key, value in select.items()})
-    given: dict[str, Any] = {} if sparsity is None else {"sparsity": float(sparsity)}  # fractions do not multiply tensors
-    return replace(select, **given)
+    if sparsity is None:
+        return replace(select)
+    given: dict[str, Any] = {"sparsity": sparsity}
+    checked = replace(select, **given)
+    given["sparsity"] = float(sparsity)  # fractions do not multiply tensors
+    return replace(checked, **given)
 
 
 def policy_class(policy: str) -> type[SelectConfig]:
