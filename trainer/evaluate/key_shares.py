@@ -40,7 +40,7 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Load
         counts = range(min(1, len(curve) - 1), len(curve))  # without a probe no routing is measured
         nearest = {share: min(counts, key=lambda p, share=share: abs(curve[p] - share)) for share in shares}
         probes = {share: count for share, count in nearest.items() if abs(curve[count] - share) <= FARTHEST * share}
-        matched.append(replace(routing, by_share=probes, matched=True))
+        matched.append(replace(routing, by_share=probes))
         found = [f"{count} for {share:.3g} (reads {curve[count]:.3g})" for share, count in nearest.items()]
         left_out = ", ".join(f"{share:.3g}" for share in shares if share not in probes)
         notes.append(

@@ -96,8 +96,8 @@ class BucketRoutingMethod:
     """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
 
     Tasks that measure a single setting take ``probes``, a number of buckets, or ``keys``, a mean share of the keys. A setting
-    is one of the two: an integer is a number of buckets, a float a share of the keys. If ``matched``, every task measures the
-    numbers of probes in ``by_share``, which read about these shares of the keys, instead of other numbers. With ``independent``
+    is one of the two: an integer is a number of buckets, a float a share of the keys. With ``by_share``, the numbers
+    of probes that read about some shares of the keys, every task measures these instead of other numbers. With ``independent``
     each query head reads buckets of its own, which serving shares within a query group.
     """
 
@@ -107,8 +107,7 @@ class BucketRoutingMethod:
     recent: int
     sink: int
     dense_layers: tuple[int, ...]
-    by_share: dict[float, int] = field(default_factory=dict)
-    matched: bool = False
+    by_share: dict[float, int] | None = None
     keys: float | None = None
     independent: bool = False
 
@@ -138,10 +137,10 @@ class BucketRoutingMethod:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets for each key/value head")
         shares = keys if isinstance(self.router, CALIBRATED) else ()
-        counts = probes if not self.matched else [count for count in probes if count == 0]
+        counts = probes if self.by_share is None else [count for count in probes if count == 0]
         return [
             *((f"{count} probe" + "s" * (count != 1), count) for count in counts),
-            *((key_share_label(share), count) for share, count in self.by_share.items()),
+            *((key_share_label(share), count) for share, count in (self.by_share or {}).items()),
             *((f"{100 * share:g} % of far keys", float(share)) for share in shares),
         ]
 

@@ -39,7 +39,8 @@ def head_shard(model: "PreTrainedModel") -> HeadShard:
         raise UserError(f"model_type={model.config.model_type}: tensor parallelism is not supported for this family")
     if not all(name in divided and divided[name].placements == (Shard(0),) for name in ("q_proj", "k_proj", "v_proj")):
         raise UserError(
-            f"model: accepted is tensor parallelism that divides q_proj, k_proj and v_proj by heads, not {divided.keys()}"
+            "model: accepted is tensor parallelism that divides q_proj, k_proj and v_proj by heads; divided are "
+            + ", ".join(divided)
         )
     mesh = divided["q_proj"].device_mesh
     if num_kv_heads(model.config) % mesh.size():

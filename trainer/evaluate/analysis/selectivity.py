@@ -129,10 +129,8 @@ class LayerReads:
         routed = {}
         for routing in routings:
             if x.layer in routing.router.layers:
-                buckets, scores = (
-                    buckets_of_keys(x, routing.router)[0][0],
-                    bucket_scores(x, routing.router, positions.to(x.q.device), routing.recent),
-                )
+                buckets = buckets_of_keys(x, routing.router)[0][0]
+                scores = bucket_scores(x, routing.router, positions.to(x.q.device), routing.recent)
                 routed[routing.name] = RoutedKeys(probes_of(routing.router.num_buckets), buckets, scores)
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
 
