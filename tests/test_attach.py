@@ -20,7 +20,7 @@ from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import MeanPool, Selection, TopK
-from msattn.trainer.serving.cache import BucketLayer
+from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2

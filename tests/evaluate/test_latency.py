@@ -33,7 +33,7 @@ from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.serving.cache import BucketLayer
+from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.factory import tiny_architecture
 
 BUCKETS = 4

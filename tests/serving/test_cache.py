@@ -16,7 +16,9 @@ from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.routing.buckets import route
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.serving.cache import BucketLayer, GrowingLayer, decode_attention, install_layers
+from msattn.trainer.serving.bucket_attention import decode_attention
+from msattn.trainer.serving.cache import install_layers
+from msattn.trainer.serving.cache_layers import BucketLayer, GrowingLayer
 from tests.factory import left_padded, random_tokens, tiny_model
 
 BUCKETS = 5

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.serving.cache import BucketLayer
+from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.test_attach import gate_for

@@ -10,13 +10,8 @@ from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.routing.buckets import Router, bucket_densities, dense_buckets, route, route_by_density
 from msattn.trainer.routing.pages import PageRouter, far_probabilities
-from msattn.trainer.serving.cache import (
-    REBUILD_EVERY,
-    BucketLayer,
-    decode_attention,
-    decode_query_heads,
-    queries_as_batch,
-)
+from msattn.trainer.serving.bucket_attention import decode_attention, decode_query_heads, queries_as_batch
+from msattn.trainer.serving.cache_layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
 
 MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long

@@ -23,7 +23,8 @@ from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention, i
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
-from msattn.trainer.serving.cache import FEW_TOKENS, BucketLayer, GrowingLayer, check_memory, install_layers
+from msattn.trainer.serving.cache import check_memory, install_layers
+from msattn.trainer.serving.cache_layers import FEW_TOKENS, BucketLayer, GrowingLayer
 from msattn.trainer.serving.inputs import check_held, check_inputs
 from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
 from msattn.trainer.serving.statistics import Statistics

@@ -29,7 +29,7 @@ from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, left_padding
 from msattn.trainer.serving.buffer import Buffer
-from msattn.trainer.serving.cache import GrowingLayer
+from msattn.trainer.serving.cache_layers import GrowingLayer
 from msattn.trainer.serving.fused import fused, replaced
 
 if TYPE_CHECKING:

@@ -1,0 +1,366 @@
+"""Layers of a KV cache that keep keys in buckets (SAAP, arXiv 2502.08246, section 5), or in pages.
+
+The bucket of a key never changes. The bucket index that the kernel reads is rebuilt every ``rebuild_every`` tokens; until then
+newer keys belong to the dense window, so that no key is lost and none is counted twice.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.types import BucketIndex
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.rope import Rotation, keys_before_rope
+from msattn.trainer.routing.buckets import Router
+from msattn.trainer.routing.pages import PageRouter, page_of_keys
+from msattn.trainer.serving.buffer import Buffer
+from msattn.trainer.serving.pooled_keys import PooledKeys
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+REBUILD_EVERY = 64
+ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
+FEW_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer, for inference, in buffers with free positions.
+
+    Appending a token writes only that token, whereas DynamicLayer copies the whole cache.
+
+    Attributes
+    ----------
+    key_buffer, value_buffer : Buffer
+        Keys after RoPE, and values, ``[B, Hkv, M, D]``.
+    pooled : dict
+        Pooled keys for gates, by poolings and block size, from the first call of :meth:`pool_keys` on.
+    """
+
+    def __init__(self) -> None:
+        self.key_buffer, self.value_buffer = Buffer(), Buffer()
+        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}
+        super().__init__()
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self.key_buffer.filled
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:  # type: ignore[override]  # the base class has an attribute
+        self.key_buffer = Buffer(keys)
+
+    @property
+    def values(self) -> Tensor | None:
+        return self.value_buffer.filled
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:  # type: ignore[override]
+        self.value_buffer = Buffer(values)
+
+    def get_seq_length(self) -> int:
+        """Returns the number of cached tokens."""
+        return self.key_buffer.length
+
+    def reset(self) -> None:
+        """Removes all tokens."""
+        self.keys = self.values = None
+        self.pooled = {}
+        self.is_initialized = False
+
+    def take_over(self, layer: DynamicLayer | StaticLayer) -> None:
+        """Takes the keys and values of another layer, without copying them."""
+        if not layer.is_initialized:
+            return
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        length = int(layer.get_seq_length())
+        self.key_buffer, self.value_buffer = Buffer(layer.keys, length), Buffer(layer.values, length)
+
+    def pool_keys(self, pools: Sequence[str], block_size: int, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
+        """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`. Gates with equal poolings share them."""
+        kind = (*pools, block_size)
+        if kind not in self.pooled:
+            self.pooled[kind] = PooledKeys(pools, block_size)
+        return self.pooled[kind].update(x, rotation)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had another meaning once."""
+        change = int(tokens_to_remove)  # assisted decoding gives a tensor
+        if change > 0:
+            raise UserError(f"crop({change}): accepted are negative numbers, of the tokens to remove")
+        self._set_length(max(0, self.get_seq_length() + change))
+
+    def _set_length(self, length: int) -> None:
+        """Keeps the first ``length`` tokens."""
+        self.key_buffer.length = self.value_buffer.length = length
+        for pooled in self.pooled.values():
+            pooled.crop(length)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Replaces each row b by row ``beam_idx[b]``."""
+        self._select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows ``indices``."""
+        self._select_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row ``repeats`` times."""
+        if self.key_buffer.memory is not None:
+            self._select_rows(torch.arange(len(self.key_buffer.memory)).repeat_interleave(repeats))
+
+    def _select_rows(self, rows: Tensor) -> None:
+        self.key_buffer.select_rows(rows)
+        self.value_buffer.select_rows(rows)
+        for pooled in self.pooled.values():
+            pooled.select_rows(rows)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE.
+
+        Raises
+        ------
+        UserError : those in the cache have another dtype or lie on another device, as in a cache of another model.
+        """
+        for buffer, new in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
+            _check_kind(buffer, new)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.key_buffer.append(key_states)
+        self.value_buffer.append(value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def reserve_token(self) -> None:
+        """Makes room for one more token, which a kernel will write."""
+        for buffer in (self.key_buffer, self.value_buffer):
+            assert buffer.memory is not None
+            buffer.reserve(buffer.length + 1, buffer.memory)
+
+    def add_token(self) -> None:
+        """Counts a token that a kernel has written."""
+        self.key_buffer.length += 1
+        self.value_buffer.length += 1
+
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
+        buffers = (self.key_buffer, self.value_buffer)
+        return tuple(x for each in buffers if each.memory is not None for x in (each.memory.data_ptr(), each.capacity))
+
+
+class BucketLayer(GrowingLayer):
+    """Keys, values and buckets of one layer, for inference.
+
+    Parameters
+    ----------
+    num_buckets : int
+        Buckets of each key/value head.
+    rebuild_every : int
+        Number of tokens after which the bucket index is rebuilt.
+
+    Attributes
+    ----------
+    bucket_buffer : Buffer
+        int32 ``[B, Hkv, M]``, the bucket of each key that has one; -1 for padding.
+    indexed : int
+        Keys ``[0, indexed)`` are in the bucket index.
+    partition : KMeans or None
+        The partition that the buckets belong to; None until an attached model has used the layer.
+    """
+
+    def __init__(self, num_buckets: int, rebuild_every: int = REBUILD_EVERY) -> None:
+        if rebuild_every < 1:
+            raise ValueError(f"rebuild_every={rebuild_every}: expected a number of tokens, 1 or more")
+        super().__init__()
+        self.num_buckets = num_buckets
+        self.rebuild_every = rebuild_every
+        self.partition: Any = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Removes all tokens."""
+        super().reset()
+        self.bucket_buffer = Buffer()
+        self._order = Buffer()
+        self._offsets: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BucketLayer":
+        """Copies everything but the partition, as for a prefix that several conversations share."""
+        memo[id(self.partition)] = self.partition
+        twin = copy.copy(self)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    @property
+    def indexed(self) -> int:
+        return self._order.length
+
+    @property
+    def summaries(self) -> Tensor | None:
+        """Summaries of the buckets, with free positions; None if there are none."""
+        return None
+
+    @property
+    def index(self) -> BucketIndex:
+        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError without keys."""
+        if self.keys is None:
+            raise RuntimeError("index: the layer has no keys")
+        if self._offsets is None:
+            self._store_index(self.keys.new_empty(*self.keys.shape[:2], 0, dtype=torch.int32))
+        assert self._offsets is not None
+        assert self._order.memory is not None
+        return BucketIndex(self._offsets, self._order.memory)
+
+    def assign(self, router: Router | PageRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
+        """Assigns buckets and rebuilds the index after a prompt, and if ``rebuild_every`` keys or more are not in it.
+
+        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
+        ``rotation``, keys of earlier passes are recovered from the cache, so that they get their buckets only when the index
+        needs them; this takes the positions of a sequence to be consecutive. Without it every pass must assign its own keys.
+
+        Raises
+        ------
+        RuntimeError : ``assign`` was called twice.
+        KeysNotKnown : as :func:`msattn.trainer.models.rope.keys_before_rope`.
+        """
+        start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
+        if start + num_new > num_keys:
+            raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
+        due = num_new > FEW_TOKENS or self.rebuild_due(0)
+        if rotation is not None and not due:
+            return
+        for first in range(start, num_keys, ASSIGNED_AT_ONCE):
+            end = min(first + ASSIGNED_AT_ONCE, num_keys)
+            new = self._buckets(router, x, rotation, first, end)
+            self.bucket_buffer.reserve(num_keys, new)
+            self.bucket_buffer.append(new)
+        if due:
+            self._rebuild_index(x, rotation)
+
+    def _rebuild_index(self, x: "LayerInputs", rotation: Rotation | None) -> None:
+        """Builds the index of all keys that have buckets."""
+        self._store_index(self.bucket_buffer.filled)
+
+    def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
+        """Returns the buckets of the keys at positions ``first`` to ``end - 1``, -1 for padding."""
+        buckets: Tensor = router.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
+        if x.kv_start is None:
+            return buckets
+        positions = torch.arange(first, end, device=buckets.device)
+        return buckets.masked_fill(positions < x.kv_start[:, None, None], -1)
+
+    def rebuild_due(self, new_tokens: int) -> bool:
+        """Returns whether the index is to be rebuilt after ``new_tokens`` more tokens."""
+        return self.get_seq_length() + new_tokens - self.indexed >= self.rebuild_every
+
+    def _store_index(self, buckets: Tensor | None) -> None:
+        """Builds the index of ``buckets``, in the memory of the last one if it has room."""
+        assert buckets is not None
+        offsets, order = build_bucket_index(buckets, self.num_buckets)
+        self._order.length = 0
+        self._order.append(order)
+        if self._offsets is None or self._offsets.shape != offsets.shape:
+            with torch.inference_mode(False):
+                self._offsets = offsets.clone()  # a tensor of inference mode could not be written outside of it
+        else:
+            self._offsets.copy_(offsets)
+
+    def window(self, recent: int) -> int:
+        """Returns the length of the dense window: ``recent``, or the number of keys that are not indexed yet if larger."""
+        return max(recent, self.get_seq_length() - self.indexed)
+
+    def _set_length(self, length: int) -> None:
+        super()._set_length(length)
+        self.bucket_buffer.length = min(length, self.bucket_buffer.length)
+        if self.indexed > length:
+            self._shorten_index(length)
+
+    def _shorten_index(self, length: int) -> None:
+        """Removes keys from position ``length`` on from the index."""
+        self._store_index(self.bucket_buffer.filled)
+
+    def _select_rows(self, rows: Tensor) -> None:
+        super()._select_rows(rows)
+        self.bucket_buffer.select_rows(rows)
+        self._order.select_rows(rows)
+        if self._offsets is not None:
+            with torch.inference_mode(False):
+                selected = self._offsets.index_select(0, rows.to(self._offsets.device))
+            self._offsets = self._offsets.copy_(selected) if selected.shape == self._offsets.shape else selected
+
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
+        return (*super().addresses(), *(x for part in self.index for x in (part.data_ptr(), part.shape[2])))
+
+
+class PagedLayer(BucketLayer):
+    """A :class:`BucketLayer` whose buckets are pages, with a summary of each page.
+
+    The summaries are computed with the index, of the keys that are in it; newer keys belong to the dense window.
+
+    Parameters
+    ----------
+    router : summarizes the pages.
+    rebuild_every : as for :class:`BucketLayer`.
+
+    Attributes
+    ----------
+    summaries : Tensor or None
+        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.routing.pages.PageRouter.summarize`; None without indexed keys.
+    """
+
+    def __init__(self, router: PageRouter, rebuild_every: int = REBUILD_EVERY) -> None:
+        self.router = router
+        super().__init__(router.num_buckets, rebuild_every)
+
+    def reset(self) -> None:
+        """Removes all tokens."""
+        super().reset()
+        self._summaries = Buffer()
+
+    @property
+    def summaries(self) -> Tensor | None:
+        return self._summaries.memory if self.indexed else None
+
+    def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
+        return page_of_keys(first, end, x.kv_start, self.router.page_size, x.k.device).expand(*x.k.shape[:2], -1)
+
+    def _rebuild_index(self, x: "LayerInputs", rotation: Rotation | None) -> None:
+        """Builds index and summaries of all keys."""
+        if self.router.pools:
+            x = replace(x, pooled_keys=self.pool_keys(self.router.pools, self.router.page_size, x, rotation))
+        self._summaries.length = 0
+        self._summaries.append(self.router.summarize(x))
+        self.num_buckets = self._summaries.capacity
+        super()._rebuild_index(x, rotation)
+
+    def _shorten_index(self, length: int) -> None:
+        """Removes the pages that hold a key from position ``length`` on: summaries are those of whole pages."""
+        assert self.bucket_buffer.filled is not None
+        whole = max(0, length - self.router.page_size + 1)  # the page of an earlier key ends before position length
+        self._store_index(self.bucket_buffer.filled[:, :, :whole])
+
+    def _select_rows(self, rows: Tensor) -> None:
+        super()._select_rows(rows)
+        self._summaries.select_rows(rows)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
+        summaries = self.summaries
+        return (*super().addresses(), *(() if summaries is None else (summaries.data_ptr(), summaries.shape[2])))
+
+
+def _check_kind(held: Buffer, new: Tensor) -> None:
+    """Raises UserError unless ``new`` can follow what is held; under autocast dtypes may differ."""
+    x = held.filled
+    if x is None or held.length == 0:
+        return
+    if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
+        there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
+        raise UserError(f"past_key_values: it holds {there}; accepted is {here}, as in this pass")
