@@ -113,7 +113,9 @@ class Handler(BaseHTTPRequestHandler):
         for fragment, status in self.state.faults.items():
             if fragment in call:
                 self.close_connection = True
-                return None if status == CUT else self._send(status, {"error": f"refused {self.headers['Authorization']}"})
+                refusal = {"error": f"refused {self.headers['Authorization']}"}
+                # told of the end, the client does not send its next request into a connection that is about to end
+                return None if status == CUT else self._send(status, refusal, Connection="close")
         return handle(path, body)
 
     def _chunk(self) -> bytes:
