@@ -35,6 +35,7 @@ from msattn.trainer.config.evaluate import (
     PromptsConfig,
     RecallConfig,
     RulerConfig,
+    ThroughputConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import (
@@ -110,6 +111,7 @@ __all__ = [
     "ServingConfig",
     "SparsityConfig",
     "ThresholdConfig",
+    "ThroughputConfig",
     "TokenBudgetConfig",
     "TopKConfig",
     "TrackerConfig",
