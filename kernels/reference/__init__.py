@@ -21,6 +21,7 @@ from msattn.kernels.reference.maxpool_attention import maxpool_attention
 from msattn.kernels.reference.merge_states import merge_states
 from msattn.kernels.reference.multiscale_attention import multiscale_attention, multiscale_attention_backward
 from msattn.kernels.reference.nearest_centroid import bucket_sums, nearest_centroid
+from msattn.kernels.reference.paged_block_sparse_attention import paged_block_sparse_attention
 from msattn.kernels.reference.pool_blocks import pool_blocks
 from msattn.kernels.reference.probe_buckets import probe_buckets
 
@@ -46,6 +47,7 @@ __all__ = [
     "multiscale_attention",
     "multiscale_attention_backward",
     "nearest_centroid",
+    "paged_block_sparse_attention",
     "pool_blocks",
     "probe_buckets",
 ]
