@@ -17,17 +17,18 @@ import torch
 
 from msattn.trainer.attach import attach
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.decoding import ALWAYS_DENSE, TRANSFORMERS, free_memory, untrained_router
 from msattn.trainer.evaluate.latency import untrained_gate
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
 from msattn.trainer.models.families import text_config
+from msattn.trainer.serving.paged.batching import batching_config
 
 if TYPE_CHECKING:
     from rich.progress import Progress
-    from transformers import PreTrainedModel
+    from transformers import ContinuousBatchingConfig, PreTrainedModel
 
     from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
@@ -98,16 +99,15 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     """Returns the methods to measure: dense attention, then the gate and the router together, untrained if there are none."""
     block = next((each for each in methods.block_selections if each.gate), None) or untrained_gate(cfg, model)
     routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or untrained_router(cfg, model)
-    label, setting = routing.own_settings()[0]
     sparsity = getattr(block.select, "sparsity", None)
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
-    window = {"recent": routing.recent, "sink": routing.sink, "dense_layers": routing.dense_layers}
-    reads = {"keys" if isinstance(setting, float) else "probes": setting}
-    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **window, **reads)
+    (read, probes), *_ = routing.settings([routing.probes])  # the engine serves no shares of the keys
+    window = {"probes": probes, "recent": routing.recent, "sink": routing.sink, "dense_layers": routing.dense_layers}
+    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **window)
     return [
         ThroughputCase(TRANSFORMERS, "", nullcontext),
         ThroughputCase(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
-        ThroughputCase(f"{block.name} + {routing.name_at(setting)}", f"{described}, {label}", attached),
+        ThroughputCase(f"{block.name} + {routing.name}", f"{described}, {read}", attached),
     ]
 
 
@@ -129,12 +129,15 @@ def measure(
     UserError : the engine refuses a request, for lack of pages or memory.
     """
     from transformers import GenerationConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
 
     serving: Any = model
     greedy = GenerationConfig(max_new_tokens=settings.tokens, do_sample=False, eos_token_id=-1)
-    with attached() as sparse, cost(model.device) as spent:
+    with attached() as sparse, cost(model.device) as spent, only_errors("ContinuousBatchingLogger"):
         engine = serving.continuous_batching_context_manager(
-            generation_config=greedy, continuous_batching_config=_engine_config(prompts, settings)
+            generation_config=greedy,
+            continuous_batching_config=_engine_config(prompts, settings),
+            workload_hints=WorkloadHints(len(prompts[0]), settings.tokens, len(prompts)),
         )
         with engine as manager:
             _answers(manager, prompts[:1], WARMUP_TOKENS)
@@ -149,19 +152,15 @@ def measure(
     )
 
 
-def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> Any:
+def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> "ContinuousBatchingConfig":
     """Returns the engine's configuration, whose cache has room for all requests unless the number of pages is given."""
-    from transformers.generation import ContinuousBatchingConfig
-
     pages = -(-(len(prompts[0]) + settings.tokens) // settings.page_size) + 1  # of a request
-    return ContinuousBatchingConfig(
+    return batching_config(
         page_size=settings.page_size,
         num_blocks=pages * len(prompts) if settings.pages is None else settings.pages,
         max_batch_tokens=settings.batch_tokens,
         max_requests_per_batch=len(prompts),
-        max_blocks_per_request=pages,
         allow_block_sharing=False,
-        auto_switch_to_flash=False,
     )
 
 

@@ -31,7 +31,7 @@ SAMPLE_UNITS["throughput"] = "requests per row"
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
-    *("launched by", "break-even", "metric", "measure", "imbalance"),
+    *("launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests"),
 )
 
 
@@ -148,11 +148,11 @@ def _decoding(rows: list[EvalRow]) -> dict[str, list[str]]:
 def _throughput(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "requests": [f"{row.extra['batch']}" for row in rows],
-        "tokens": [f"{row.extra['length']:,}" for row in rows],
-        "new tokens/s": [f"{row.score:.4g}" for row in rows],
+        "prompt": [f"{row.extra['length']:,}" for row in rows],
+        "tokens/s": [f"{row.score:.4g}" for row in rows],
         **_speedups(rows),
-        "first token, p50": [_seconds(row.extra["first_token_p50_s"]) for row in rows],
-        "p99": [_seconds(row.extra["first_token_p99_s"]) for row in rows],
+        "first token": [_seconds(row.extra["first_token_p50_s"]) for row in rows],
+        "99 %": [_seconds(row.extra["first_token_p99_s"]) for row in rows],
     }
 
 
