@@ -31,6 +31,13 @@ BLOCK = 64  # of a mask without a selection
 LONGEST = torch.iinfo(torch.int32).max
 
 
+def is_paged(arguments: dict[str, Any]) -> bool:
+    """Returns whether the arguments of a decoder are those of continuous batching."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    return isinstance(arguments.get("cache"), PagedAttentionCache)
+
+
 class PagedAttention:
     """Attention of every layer in passes over paged caches.
 
