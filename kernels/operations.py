@@ -30,6 +30,8 @@ _ALL = (
     Operation("bucket_decode", softcap=True),
     Operation("probe_buckets"),
     Operation("flash_decode", softcap=True),  # as a score_mod
+    Operation("paged_bucket_decode", softcap=True),
+    Operation("paged_flash_decode", softcap=True),
     Operation("conv_decode"),
     Operation("bucket_mass", softcap=True),
     Operation("merge_states"),

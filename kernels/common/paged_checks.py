@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_block_size, check_map_shape
+from msattn.kernels.common.bucket_checks import check_counts, check_dense_window, check_lists
 from msattn.kernels.common.checks import check_device, check_per_sequence, check_tokens
 from msattn.kernels.types import PagedKeys
 
@@ -51,3 +52,38 @@ def check_paged_block_sparse_attention(
     accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (row_blocks,), (col_blocks,)]
     check_map_shape("block_mask", block_mask, torch.bool, accepted)
     check_device("block_mask", block_mask, "q", q)
+
+
+def check_paged_decode(q: Tensor, cache: PagedKeys) -> None:
+    """Checks ``q [B, Hq, N, D]`` and the paged cache of a decoding step."""
+    check_tokens("q", q)
+    check_paged_keys(cache, q.shape[1], q)
+    if cache.table.shape[0] != q.shape[0]:
+        raise ValueError(f"cache.table.shape={tuple(cache.table.shape)}: expected q's batch size, {q.shape[0]}")
+
+
+def check_paged_bucket_decode(
+    q: Tensor,
+    cache: PagedKeys,
+    buckets: Tensor | int,
+    probes: Tensor,
+    recent: int | Tensor,
+    sink: int,
+    counts: Tensor | None,
+) -> None:
+    """Checks the arguments of ``paged_bucket_decode``, among them one query per sequence."""
+    check_paged_decode(q, cache)
+    if q.shape[2] != 1:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected one query per sequence, [batch, heads, 1, head size]")
+    if isinstance(buckets, Tensor):
+        if buckets.dtype != torch.int16 or buckets.shape != cache.k.shape[:3]:
+            raise ValueError(
+                f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 {tuple(cache.k.shape[:3])}, one for each "
+                "slot and key/value head, or a block size"
+            )
+        check_device("buckets", buckets, "q", q)
+    elif buckets < 1:
+        raise ValueError(f"buckets={buckets!r}: expected int16 buckets of slots, or a block size of at least 1")
+    check_lists("probes", probes, cache.k.shape[2], 0, q)
+    check_dense_window(recent, sink, q)
+    check_counts(counts, cache.k.shape[2], q)
