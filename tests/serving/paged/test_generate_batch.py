@@ -1,10 +1,9 @@
-"""Continuous batching of an attached model: the tokens of dense ``generate`` if everything is read, and of sparse ``generate``."""
+"""Continuous batching of an attached model: dense `generate` if everything is read, and the tokens of sparse `generate`."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 

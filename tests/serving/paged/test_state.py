@@ -132,8 +132,9 @@ def test_leaving_the_context_frees_the_state() -> None:
             manager.start()
             manager.add_request(prompts[0], max_new_tokens=3)
             assert manager.get_result(timeout=20).generated_tokens == expected[:3]
-            (state,) = [weakref.ref(each) for each in sparse.paged._states.values() if each is not None][-1:]
-            buckets = weakref.ref(next(iter(state().buckets.values())))
+            held = list(sparse.paged._states.values())[-1]
+            state, buckets = weakref.ref(held), weakref.ref(next(iter(held.buckets.values())))
+            del held
         assert not manager.is_running()
         del manager
         gc.collect()

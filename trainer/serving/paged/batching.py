@@ -1,17 +1,17 @@
 """Managers of transformers' continuous batching for an attached model: their configuration, and their end with the context."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 import transformers
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import attention_layers, decoder, max_length
+from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.tap import is_tapped
 from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.seer.policies import Multiscale
@@ -72,7 +72,7 @@ class Managers:
     def __init__(self, original: Any, sparse: "Sparse", *, cuda_graphs: bool) -> None:
         self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
         self.model = original.__self__  # of a PEFT model, the one inside
-        self.created: WeakSet[Any] = WeakSet()
+        self.created = sparse.paged.managers
 
     @torch.no_grad()
     def create(self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
@@ -86,6 +86,9 @@ class Managers:
         check_attached(self.model, self.sparse)
         config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
         check_config(config, self.sparse)
+        if workload_hints is not None:
+            longest = workload_hints.max_prompt_length
+            check_length(self.model.config, longest, f"prompt of {longest} tokens")
         held = getattr(self.model, "_cached_continuous_batching_manager", None)
         if held is not None and held not in self.created:
             raise UserError(
@@ -106,13 +109,18 @@ class Managers:
         if resolved.max_blocks_per_request is None:
             resolved.max_blocks_per_request = -(-_longest(self.model.config, hints) // resolved.page_size)
         resolved.use_cuda_graph = (False, captures and resolved.cuda_graph_booleans[1])
-        warm_up = manager.warmup
-        manager.warmup = lambda: self._warm_up(warm_up)
+        manager.warmup = partial(self._warm_up, manager.warmup)
+        manager.add_request = partial(self._add_request, manager.add_request)
 
-    def _warm_up(self, warm_up: Any) -> None:
+    def _warm_up(self, warm_up: Callable[[], None]) -> None:
         """Runs the passes of transformers' warm-up, whose tokens are no one's, without counting them."""
         with self.sparse.statistics.unchanged():
             warm_up()
+
+    def _add_request(self, add: Callable[..., Any], input_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """Adds a request whose prompt a pass can take; one that fails there would end all others."""
+        check_prompt(input_ids, self.model.config)
+        return add(input_ids, *args, **kwargs)
 
     def end(self) -> None:
         """Stops the managers, whose graphs and caches belong to this context, and lets go of the caches."""
@@ -165,6 +173,14 @@ def check_config(config: "ContinuousBatchingConfig", sparse: "Sparse") -> None:
     graphs = config.use_cuda_graph
     prompts = graphs if isinstance(graphs, bool) else graphs is not None and graphs[0]
     require(not prompts, "use_cuda_graph", graphs, "prompts are not captured; accepted are False and (False, True)")
+
+
+def check_prompt(ids: Sequence[int], config: Any) -> None:
+    """Raises UserError for a prompt without tokens, with more than the model has positions for, or with ids that are none."""
+    size = text_config(config).vocab_size
+    require(len(ids) > 0, "input_ids", list(ids), "accepted is one token or more")
+    require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"accepted are 0 to {size - 1}")
+    check_length(config, len(ids), f"prompt of {len(ids)} tokens")
 
 
 def _check_version() -> None:
