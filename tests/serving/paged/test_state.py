@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.attach import attach
+from msattn.trainer.errors import UserError
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.saap.kmeans import KMeans
@@ -136,6 +137,8 @@ def test_leaving_the_context_frees_the_state() -> None:
             state, buckets = weakref.ref(held), weakref.ref(next(iter(held.buckets.values())))
             del held
         assert not manager.is_running()
+        with pytest.raises(UserError, match="has ended with its attached context"):
+            manager.start()
         del manager
         gc.collect()
         assert state() is None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NEEDED = (5, 23)  # version of transformers; earlier ones page their cache in another way
 PAGE_SIZE = 256
 MEMORY = 0.8  # share of the free memory that the cache gets by default: buckets and pooled keys lie beside it
+MOST_REQUESTS = 256  # at a time by default: each takes memory for the slots that it reads, as many as the longest may have
 MOST_BUCKETS = torch.iinfo(torch.int16).max
 
 
@@ -109,6 +110,8 @@ class Managers:
         if resolved.max_blocks_per_request is None:
             resolved.max_blocks_per_request = -(-_longest(self.model.config, hints) // resolved.page_size)
         resolved.use_cuda_graph = (False, captures and resolved.cuda_graph_booleans[1])
+        if given.max_requests_per_batch is None:
+            resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MOST_REQUESTS)
         manager.warmup = partial(self._warm_up, manager.warmup)
         manager.add_request = partial(self._add_request, manager.add_request)
 
@@ -127,9 +130,14 @@ class Managers:
         for manager in self.created:
             if manager.is_running():
                 manager.stop(hard_stop=True)
+            manager.start = manager.warmup = _ended
         if getattr(self.model, "_cached_continuous_batching_manager", None) in self.created:
             self.model.destroy_cached_continuous_batching_manager()
         self.sparse.paged.release()
+
+
+def _ended() -> None:
+    raise UserError("generate_batch: this manager has ended with its attached context; create another one")
 
 
 def check_attached(model: Any, sparse: "Sparse") -> None:
