@@ -58,7 +58,8 @@ def starts(padding: Sequence[int] | None, device: str | torch.device = "cpu") ->
 def paged(k: Tensor, v: Tensor, page_size: int, kv_len: Sequence[int] | None = None, seed: int = 0) -> PagedKeys:
     """Copies ``k, v [B, Hkv, M, D]`` into shuffled pages.
 
-    ``kv_len`` are the filled positions of each sequence, M by default. What must not be read is NaN in a slot and -1 in the table.
+    ``kv_len`` are the numbers of filled positions, M by default. Slots that are not filled hold NaN, entries of their pages in
+    the table -1.
     """
     batch, heads, num_keys, head_size = k.shape
     pages = -(-num_keys // page_size)

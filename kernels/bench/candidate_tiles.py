@@ -26,6 +26,17 @@ BLOCK_SPARSE = [  # one program per block of 64 queries
     Tile(64, 32, 4, 5),
     Tile(64, 32, 4, 6),
 ]
+PAGED_BLOCK_SPARSE = [  # dependent loads of list, page and keys use pipeline stages
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 5),
+    Tile(64, 64, 4, 7),
+    Tile(64, 64, 8, 3),
+    Tile(64, 64, 8, 5),
+    Tile(64, 32, 4, 3),
+    Tile(64, 32, 4, 5),
+    Tile(64, 32, 4, 7),
+    Tile(64, 16, 4, 5),
+]
 BACKWARD = [  # two tiles of each input and one or two accumulators are live at the same time
     Tile(64, 64, 4, 1),
     Tile(64, 64, 4, 2),
@@ -76,7 +87,7 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
         Tile(64, 64, 4, 2, 2),
     ],
     "block_sparse_attention": BLOCK_SPARSE,
-    "paged_block_sparse_attention": BLOCK_SPARSE,
+    "paged_block_sparse_attention": PAGED_BLOCK_SPARSE,
     "block_sparse_attention_dq": BACKWARD,
     "block_sparse_attention_dkv": BACKWARD,
     "multiscale_attention": BLOCK_SPARSE,

@@ -88,7 +88,7 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
 def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per sparsity and page size, and dense attention over pages.
 
-    Prompts are packed, and their keys lie in shuffled pages. The peer ``block_sparse`` reads the same blocks of contiguous keys.
+    Prompts are packed, their keys are in shuffled pages. The peer ``block_sparse`` reads the same blocks of contiguous keys.
     """
     from msattn.kernels.block_sparse_attention import forward as contiguous
 

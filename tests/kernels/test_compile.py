@@ -75,6 +75,20 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
             backward.launch(q, lse, q, k, v, q, lse, *options, softcap, *tiles)
 
 
+def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import paged_block_sparse_attention as op
+    from msattn.kernels.testing import paged, random_block_mask, random_qkv
+
+    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
+    tile = _tile("paged_block_sparse_attention", dtype, head_size, sm)
+    block_size, page_size = _block_size(head_size), _choose([256, 16, 64], head_size, sm)
+    cache = paged(k, v, page_size)
+    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
+    mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
+    for block_mask, softcap in zip((None, mask), CAPS, strict=True):
+        op.launch(q[0].transpose(0, 1), cache, rows, block_mask, 200, block_size, 0.1, softcap, tile)
+
+
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import bucket_decode as op
     from msattn.kernels.common.bucket_index import build_bucket_index
