@@ -193,11 +193,13 @@ def _paged_block_sparse_attention_kernel(
     rows = (first_row + t).to(tl.int64)
     stored = (t < queries)[:, None] & (d < HEAD)[None, :]
 
-    _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, True)
     if p_lists is not None:
         p_list, full, all_blocks = find_list(
             p_lists, p_lengths, b, h, r, kv_heads * group, batch, list_heads, row_blocks, entries
         )
+    else:
+        p_list = None
+        _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, True)
 
     p_table += b.to(tl.int64) * stride_tb
     p_k += kv_head.to(tl.int64) * stride_kh
@@ -209,7 +211,7 @@ def _paged_block_sparse_attention_kernel(
     PARTS: tl.constexpr = BM // BN  # key tiles of a block
     for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
         block = n // PARTS
-        if p_lists is not None:
+        if p_list is not None:
             block = tl.load(p_list + block).to(tl.int32)
         u0 = block * BM + n % PARTS * BN
         u = u0 + tl.arange(0, BN)

@@ -102,6 +102,7 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
     "materialized_attention": DENSE,
     "materialized_attention_backward": BACKWARD,
     "bucket_decode": DECODE,
+    "paged_bucket_decode": DECODE,
     "flash_decode": DECODE,
     "bucket_mass": [
         Tile(128, 64, 8, 4, 2),
@@ -140,6 +141,7 @@ FORWARD_KERNELS = {
     "conv_attention": ["conv_attention", "conv_attention_resident"],
     "head_mix_attention": ["head_mix_scores", "materialized_attention"],
     "bucket_decode": ["bucket_decode"],
+    "paged_bucket_decode": ["paged_bucket_decode"],
     "flash_decode": ["flash_decode"],
     "bucket_mass": ["bucket_mass"],
     "nearest_centroid": ["nearest_centroid", "bucket_sums"],
@@ -154,6 +156,7 @@ SHAPE_DEPENDENT = {  # modules whose ``default_tile`` depends on the shape
     "bucket_decode": "msattn.kernels.bucket_decode",
     "bucket_mass": "msattn.kernels.bucket_mass.forward",
     "flash_decode": "msattn.kernels.flash_decode.forward",
+    "paged_bucket_decode": "msattn.kernels.paged_bucket_decode",
 }
 
 

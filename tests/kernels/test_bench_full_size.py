@@ -18,6 +18,7 @@ CHECKED = [
     *("maxpool_attention", "block_sparse_attention", "paged_block_sparse_attention", "multiscale_attention"),
     *("conv_attention", "head_mix_attention"),
     *("bucket_decode", "probe_buckets", "flash_decode", "conv_decode", "bucket_mass"),
+    *("paged_bucket_decode", "paged_flash_decode"),
 ]
 
 

@@ -77,12 +77,12 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
 
 def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import paged_block_sparse_attention as op
-    from msattn.kernels.testing import paged, random_block_mask, random_qkv
+    from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     tile = _tile("paged_block_sparse_attention", dtype, head_size, sm)
     block_size, page_size = _block_size(head_size), _choose([256, 16, 64], head_size, sm)
-    cache = paged(k, v, page_size)
+    cache, _ = random_pages(k, v, starts([200]), page_size)
     row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
     mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
     for block_mask, softcap in zip((None, mask), CAPS, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from msattn.kernels import paged_block_sparse_attention as module
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
-from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, paged, random_qkv
+from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 BACKENDS: list[Backend] = ["torch", "triton"]
@@ -57,7 +57,10 @@ def make(case: Case, device: str, seed: int = 0) -> Problem:
     batch, num_keys, num_queries = len(lengths), max(lengths) + 5, sum(case.new) + 1  # and a query after the last sequence
     q, _, _ = random_qkv(1, case.q_heads, 1, num_queries, 1, case.head_size, case.dtype, device, seed)
     _, k, v = random_qkv(batch, 1, case.kv_heads, 1, num_keys, case.head_size, case.dtype, device, seed)
-    cache = paged(k, v, case.page_size, lengths, seed)
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    unfilled = torch.arange(num_keys, device=device) >= kv_len[:, None]
+    k, v = (x.masked_fill(unfilled[:, None, :, None], torch.nan) for x in (k, v))
+    cache, _ = random_pages(k, v, kv_len, case.page_size, seed=seed)
     cu_queries = torch.tensor([0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device)
     row_blocks = -(-max(1, *case.new) // case.block_size)
     col_blocks = -(-cache.table.shape[1] * case.page_size // case.block_size)
@@ -331,7 +334,7 @@ def test_cuda_graph() -> None:
     chunks = ((500, 300), (0, 200)), ((300, 200), (500, 300))
     cases = [Case(64, 64, 8, 2, 128, 8, sequences, torch.bfloat16) for sequences in chunks]
     problems = (make(case, "cuda", seed) for seed, case in enumerate(cases))
-    tensors, others = ((q, *cache, cu_queries, mask) for q, cache, cu_queries, mask, _, _ in problems)
+    tensors, others = ([x.q, *x.cache, x.cu_queries, *([] if x.mask is None else [x.mask])] for x in problems)
 
     def step(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, cu_queries: Tensor, mask: Tensor) -> Any:
         return paged_block_sparse_attention(q, PagedKeys(k, v, table, kv_len), cu_queries, mask, max_queries=300)
@@ -362,8 +365,9 @@ def test_offsets_beyond_32_bits() -> None:
     cu_queries = torch.tensor([0, 256], dtype=torch.int32, device="cuda")
     packed = q[0].transpose(0, 1)
     table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")
-    got = paged_block_sparse_attention(packed, PagedKeys(*large, table, lengths), cu_queries, None, max_queries=256)
-    small = PagedKeys(*(x[-1:] for x in large), torch.zeros_like(table), lengths)
+    cache = PagedKeys(large[0], large[1], table, lengths)
+    got = paged_block_sparse_attention(packed, cache, cu_queries, None, max_queries=256)
+    small = PagedKeys(large[0, -1:], large[1, -1:], torch.zeros_like(table), lengths)
     want = paged_block_sparse_attention(packed, small, cu_queries, None, max_queries=256)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
