@@ -11,6 +11,7 @@ from torch import Tensor
 
 from msattn.kernels import paged_block_sparse_attention as module
 from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
 from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
 from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
@@ -211,6 +212,22 @@ def test_kernel_equals_the_one_over_contiguous_keys(page_size: int, mask_heads: 
     want = contiguous(problem, case, "triton")
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x[: len(y)], y, rtol=1e-5, atol=1e-5)
+
+
+def test_compacted_lists(device: str) -> None:
+    """The lists of packed sequences are those of each sequence alone."""
+    case = Case(16, 16, 4, 2, 16, 2, ((0, 33), (63, 1), (40, 0), (111, 20)))
+    _, cache, cu_queries, mask, _, _ = make(case, device)
+    assert mask is not None
+    capacity = cache.table.shape[1] * case.page_size
+    lists, lengths = compact_packed_rows(mask, cu_queries, cache.kv_len, sum(case.new), capacity, case.block_size)
+    for b, (cached, new) in enumerate(case.sequences):
+        wanted, sizes = compact_rows(mask[b : b + 1], None, new, cached + new, cached, case.block_size, True)
+        assert torch.equal(lengths[b], sizes[0])
+        for h, r in itertools.product(range(2), range(mask.shape[2])):
+            count = sizes[0, h, r, 1]
+            assert torch.equal(lists[b, h, r, :count], wanted[0, h, r, :count])
+    assert lengths[:, :, :, 1].sum((1, 2)).tolist()[2] == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
