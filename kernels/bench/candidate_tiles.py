@@ -143,6 +143,7 @@ FORWARD_KERNELS = {
     "bucket_decode": ["bucket_decode"],
     "paged_bucket_decode": ["paged_bucket_decode"],
     "flash_decode": ["flash_decode"],
+    "paged_flash_decode": ["flash_decode"],
     "bucket_mass": ["bucket_mass"],
     "nearest_centroid": ["nearest_centroid", "bucket_sums"],
 }
@@ -155,7 +156,7 @@ BACKWARD_KERNELS = {
 SHAPE_DEPENDENT = {  # modules whose ``default_tile`` depends on the shape
     "bucket_decode": "msattn.kernels.bucket_decode",
     "bucket_mass": "msattn.kernels.bucket_mass.forward",
-    "flash_decode": "msattn.kernels.flash_decode.forward",
+    "flash_decode": "msattn.kernels.common.dense_decode",
     "paged_bucket_decode": "msattn.kernels.paged_bucket_decode",
 }
 

@@ -119,7 +119,7 @@ def causal_decode(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None)
 
 def paged_flash_decode(q: Tensor, cache: PagedKeys, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Dense attention over the gathered cache; all sequences have the length of the first."""
-    return causal_decode(q, *(_gather_pages(x, cache) for x in cache[:2]), softcap)
+    return causal_decode(q, _gather_pages(cache.k, cache), _gather_pages(cache.v, cache), softcap)
 
 
 def paged_bucket_decode(

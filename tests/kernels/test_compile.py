@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels.flash_decode import forward as op
+    from msattn.kernels.common import dense_decode as op
     from msattn.kernels.flash_decode import score_mod
     from msattn.kernels.testing import random_qkv, starts
 

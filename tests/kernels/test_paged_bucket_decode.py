@@ -196,7 +196,8 @@ def test_accepts_any_strides(backend: Backend, device: str) -> None:
     q, k, v, buckets, probes = case.inputs(device)
     cache, (slots,) = random_pages(k, v, starts(case.lengths, device), 64, [buckets.short()])
     want = paged_bucket_decode(q, cache, slots, probes, recent=9, backend=backend)
-    by_head = PagedKeys(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in cache[:2]), *cache[2:])
+    by_head_k, by_head_v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v))
+    by_head = cache._replace(k=by_head_k, v=by_head_v)
     every_second = cache._replace(table=torch.stack([cache.table, -cache.table], -1)[..., 0])
     slots, probes = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0), probes.mT.contiguous().mT
     for other in (by_head, every_second):
@@ -283,7 +284,7 @@ def test_cuda_graph() -> None:
     case = Case((4095, 1000), 8, 2, 128, 256, torch.bfloat16, num_buckets=64, num_probes=8)
     q, k, v, buckets, probes = case.inputs("cuda")
     cache, (slots,) = random_pages(k, v, starts(case.lengths, "cuda"), 256, [buckets.short()])
-    recent = starts([9, 30], "cuda")
+    recent = torch.tensor([9, 30], dtype=torch.int32, device="cuda")
     counts, want_counts = (torch.zeros(2, 2, dtype=torch.int64, device="cuda") for _ in range(2))
     paged_bucket_decode(q, cache, slots, probes, recent=recent, counts=counts)
     graph = torch.cuda.CUDAGraph()

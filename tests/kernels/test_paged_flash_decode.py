@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.kernels import paged_flash_decode as module
+from msattn.kernels.common import dense_decode
 from msattn.kernels.flash_decode import flash_decode
-from msattn.kernels.flash_decode import forward as kernels
 from msattn.kernels.flash_decode import score_mod as mods
 from msattn.kernels.paged_flash_decode import paged_flash_decode
 from msattn.kernels.testing import (
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
     batch, num_keys = len(case.lengths), max(1, *case.lengths)
     q, k, v = random_qkv(batch, *case[1:4], num_keys, case.head_size, case.dtype, device)
-    j, kv_len = torch.arange(num_keys, device=device), starts(case.lengths, device)
+    j, kv_len = torch.arange(num_keys, device=device), torch.tensor(case.lengths, dtype=torch.int32, device=device)
     i = kv_len.view(-1, 1, 1, 1) - case.num_queries + torch.arange(case.num_queries, device=device)[:, None]
     scale = None if softcap is None else CAPPED_SCALE
     exact, eager, full = (
@@ -101,7 +101,7 @@ def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisone
     ("tile", "page_size", "keys", "programs"), [(128, 64, 64, 2), (128, 256, 128, 1), (64, 16, 64, 1), (16, 48, 16, 1)]
 )
 def test_tiles_divide_pages_or_cross_them(tile: int, page_size: int, keys: int, programs: int) -> None:
-    got = kernels._tile_of_pages(Tile(16, tile, 4, 3), page_size)
+    got = dense_decode._tile_of_pages(Tile(16, tile, 4, 3), page_size)
     assert (got.keys, got.programs) == (keys, programs)
 
 
