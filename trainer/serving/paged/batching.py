@@ -95,20 +95,21 @@ class Managers:
             raise UserError(
                 "generate_batch: a manager of before is kept; call model.destroy_cached_continuous_batching_manager() first"
             )
+        pages, config.max_blocks_per_request = config.max_blocks_per_request, None  # transformers would warn of none
         manager = self.original(
             generation_config=generation_config, continuous_batching_config=config, workload_hints=workload_hints
         )
         if manager not in self.created:
-            self._configure(manager, config, workload_hints)
+            if pages is None:
+                pages = -(-_longest(self.model.config, workload_hints) // config.page_size)
+            self._configure(manager, config, pages)
             self.created.add(manager)
         return manager
 
-    def _configure(self, manager: Any, given: Any, hints: Any) -> None:
+    def _configure(self, manager: Any, given: Any, pages: int) -> None:
         """Turns on the decoding over block tables, for which transformers looks for a kernel of its own, and CUDA graphs."""
         resolved, captures = manager.continuous_batching_config, self.cuda_graphs and uncapturable(decoder(self.model)) is None
-        resolved.max_blocks_per_request = given.max_blocks_per_request
-        if resolved.max_blocks_per_request is None:
-            resolved.max_blocks_per_request = -(-_longest(self.model.config, hints) // resolved.page_size)
+        resolved.max_blocks_per_request = pages
         resolved.use_cuda_graph = (False, captures and resolved.cuda_graph_booleans[1])
         if given.max_requests_per_batch is None:
             resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MOST_REQUESTS)
