@@ -2,7 +2,8 @@
 
 A gate serves a query group. The group's queries before RoPE are concatenated and projected, keys before RoPE are pooled over
 blocks and projected, and both are rotated by the gate's own RoPE: queries at their position, keys at the first position of
-their block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the blocks before the dense window.
+their block. With ``gate.qk_norm`` an RMSNorm precedes RoPE. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the blocks
+before the dense window.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -108,9 +109,9 @@ class DecodeGate(PageRouter, artifacts.ArtifactModule):
         details = checked(artifact.manifest["details"], DecodeGateDetails, f"artifact {path}: details")
         if details.gate.phase != "decode":
             raise UserError(f"artifact {path}: details.gate.phase={details.gate.phase}: accepted is decode")
-        if len(artifact.tensors) != 1 + 2 * base["num_layers"]:  # before modules are built
-            accepted = f"accepted are {1 + 2 * base['num_layers']}"
-            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, {accepted}")
+        expected = 1 + (4 if details.gate.qk_norm else 2) * base["num_layers"]
+        if len(artifact.tensors) != expected:  # before modules are built
+            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, accepted are {expected}")
         with torch.device("meta"):
             sizes = (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
             inv_freq = torch.empty((details.gate.hidden or base["head_dim"]) // 2)

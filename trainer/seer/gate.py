@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
+NORM_EPS = 1e-6
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
@@ -87,6 +88,8 @@ class AttnGate(nn.Module):
         )
         self.query_weight = nn.Parameter(query.repeat(self.heads, 1, 1))  # [Hg, hidden, shared * pools * D]
         self.key_weight = nn.Parameter(key.repeat(self.heads, 1, 1))  # [Hg, hidden, pools * D]
+        if cfg.qk_norm:
+            self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.heads, self.hidden)) for _ in range(2))
 
     def pooled_inputs(self, q_nope: Tensor, k_nope: Tensor, kv_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
@@ -142,6 +145,8 @@ class AttnGate(nn.Module):
         They are scaled, so that their products with :meth:`project_keys` are the scores.
         """
         gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
+        if self.cfg.qk_norm:
+            gate_q = F.rms_norm(gate_q, (self.hidden,), eps=NORM_EPS) * self.query_norm[:, None]
         if self.cfg.rope and inv_freq is not None:
             gate_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions))
         return gate_q * self.hidden**-0.5
@@ -150,6 +155,8 @@ class AttnGate(nn.Module):
         """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them at the start of their block: ``[B, Hg, Tc, hidden]``."""
         key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
         gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
+        if self.cfg.qk_norm:
+            gate_k = F.rms_norm(gate_k, (self.hidden,), eps=NORM_EPS) * self.key_norm[:, None]
         if not self.cfg.rope or inv_freq is None:
             return gate_k
         first_keys = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
