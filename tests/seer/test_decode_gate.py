@@ -250,7 +250,7 @@ def save(folder: Path, gate: DecodeGate, **details: Any) -> Path:
     """Writes gates as an artifact for :func:`tiny_model`; ``details`` are further entries of its manifest."""
     facts: dict[str, Any] = {"model": fingerprint(tiny_model(), id="tiny"), "details": gate.details() | details}
     facts |= {"kind": "decode_gate", "config": {}, "data": "", "seed": 0, "metrics": {}}
-    return artifacts.write(folder / "decode_gate", tensors=gate.tensors(), **facts)
+    return artifacts.write(folder / "decode_gate", tensors=gate.state_dict(), **facts)
 
 
 def test_an_artifact_is_loaded(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> Gate |
     artifacts.write(
         folder,
         kind=gate.cfg.kind,
-        tensors=gate.tensors(),
+        tensors=gate.state_dict(),
         config={"imported_from": name, "revision": files.revision, "gate": asdict(gate.cfg)},
         model=config_fingerprint(config, id=base if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else Path(base).name),
         details=details,
