@@ -24,6 +24,7 @@ class Operation(NamedTuple):
 _ALL = (
     Operation("maxpool_attention", softcap=True),
     Operation("block_sparse_attention", differentiable=True, softcap=True),
+    Operation("paged_block_sparse_attention", softcap=True),
     Operation("multiscale_attention", differentiable=True, softcap=True),
     Operation("conv_attention", differentiable=True),
     Operation("head_mix_attention", differentiable=True),

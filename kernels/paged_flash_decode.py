@@ -1,11 +1,16 @@
-"""Attention of a few queries over a long paged cache (flash decoding)."""
+"""Attention of a few queries over a long paged cache (flash decoding).
+
+The kernels are those of :mod:`msattn.kernels.common.dense_decode`, in their variant "partial".
+"""
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
+from msattn.kernels.common import dense_decode
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.paged_checks import check_paged_decode
+from msattn.kernels.common.softcap import softcap_mod
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 
@@ -64,7 +69,8 @@ def _operator(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
-        raise NotImplementedError
+        with torch.cuda.device_of(q):
+            return launch(q, k, v, table, kv_len, scale, softcap)
     return reference.paged_flash_decode(q, PagedKeys(k, v, table, kv_len), scale=scale, softcap=softcap)
 
 
@@ -80,3 +86,13 @@ def _backward(ctx, dout, dlse):
 
 
 _operator.register_autograd(_backward)
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Launches the kernels of ``flash_decode`` on pages."""
+    score_mod = None if softcap is None else softcap_mod(softcap)
+    table = table if table.stride(1) == 1 else table.contiguous()
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [P, Hkv, page_size, D]
+    return dense_decode.launch(q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset
+from msattn.kernels.types import PagedKeys
 
 
 class Attention(NamedTuple):
@@ -336,3 +337,29 @@ def random_buckets(
     generator = torch.Generator().manual_seed(seed)
     skewed = torch.rand(batch, heads, num_keys, generator=generator) ** 2 * (num_buckets + 1) - 1
     return skewed.floor().int().to(device)
+
+
+def random_pages(
+    k: Tensor, v: Tensor, kv_len: Tensor, page_size: int, others: Sequence[Tensor] = (), seed: int = 0
+) -> tuple[PagedKeys, list[Tensor]]:
+    """Distributes a cache over shuffled pages, and ``others [B, Hkv, M]`` by slot.
+
+    ``k, v [B, Hkv, M, D]`` become strided views of one buffer, whose other slots hold NaN. Entries of the table past the end of
+    a sequence are -1. The others become ``[P, page_size, Hkv]``, with -1 in other slots.
+    """
+    batch, _, num_keys, _ = k.shape
+    shape = batch, -(-num_keys // page_size)
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randperm(batch * shape[1] + 2, generator=generator)[:-2].view(shape).to(k.device)
+    position = torch.arange(num_keys, device=k.device)
+    page, offset = table[:, position // page_size], position % page_size
+
+    def distribute(x: Tensor, fill: float) -> Tensor:
+        pages = x.new_full((batch * shape[1] + 2, page_size, x.shape[1], *x.shape[3:]), fill)
+        pages[page, offset] = x.transpose(1, 2)
+        return pages
+
+    k, v = torch.stack([distribute(x, math.nan) for x in (k, v)], 1).unbind(1)
+    unused = torch.arange(shape[1], device=k.device) * page_size >= kv_len[:, None]
+    cache = PagedKeys(k, v, table.masked_fill(unused, -1).int(), kv_len)
+    return cache, [distribute(x, -1) for x in others]

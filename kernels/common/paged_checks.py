@@ -31,6 +31,29 @@ def check_paged_keys(cache: PagedKeys, heads: int, q: Tensor) -> None:
     check_per_sequence("cache.kv_len", kv_len, table)
 
 
+def check_paged_block_sparse_attention(
+    q: Tensor, cache: PagedKeys, cu_queries: Tensor, block_mask: Tensor | None, max_queries: int, block_size: int
+) -> None:
+    """Checks packed queries ``[T, Hq, D]``, their paged cache and a block mask for each sequence."""
+    if q.dim() != 3 or min(q.shape) < 1:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected packed queries [tokens, heads, head size], each at least 1")
+    check_tokens("q", q[None])
+    check_paged_keys(cache, q.shape[1], q)
+    check_block_size(block_size)
+    batch, pages = cache.table.shape
+    if max_queries < 1:
+        raise ValueError(f"max_queries={max_queries!r}: expected a number of queries, 1 or more")
+    if cu_queries.dtype != torch.int32 or tuple(cu_queries.shape) != (batch + 1,):
+        raise ValueError(f"cu_queries is {cu_queries.dtype} {tuple(cu_queries.shape)}: expected int32 ({batch + 1},)")
+    check_device("cu_queries", cu_queries, "q", q)
+    if block_mask is None:
+        return
+    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (max_queries, pages * cache.k.shape[1]))
+    accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (row_blocks,), (col_blocks,)]
+    check_map_shape("block_mask", block_mask, torch.bool, accepted)
+    check_device("block_mask", block_mask, "q", q)
+
+
 def check_paged_decode(q: Tensor, cache: PagedKeys) -> None:
     """Checks ``q [B, Hq, N, D]`` and the paged cache of a decoding step."""
     check_tokens("q", q)
@@ -64,26 +87,3 @@ def check_paged_bucket_decode(
     check_lists("probes", probes, cache.k.shape[2], 0, q)
     check_dense_window(recent, sink, q)
     check_counts(counts, cache.k.shape[2], q)
-
-
-def check_paged_block_sparse_attention(
-    q: Tensor, cache: PagedKeys, cu_queries: Tensor, block_mask: Tensor | None, max_queries: int, block_size: int
-) -> None:
-    """Checks packed queries ``[T, Hq, D]``, their paged cache and a block mask for each sequence."""
-    if q.dim() != 3 or min(q.shape) < 1:
-        raise ValueError(f"q.shape={tuple(q.shape)}: expected packed queries [tokens, heads, head size], each at least 1")
-    check_tokens("q", q[None])
-    check_paged_keys(cache, q.shape[1], q)
-    check_block_size(block_size)
-    batch, pages = cache.table.shape
-    if max_queries < 1:
-        raise ValueError(f"max_queries={max_queries!r}: expected a number of queries, 1 or more")
-    if cu_queries.dtype != torch.int32 or tuple(cu_queries.shape) != (batch + 1,):
-        raise ValueError(f"cu_queries is {cu_queries.dtype} {tuple(cu_queries.shape)}: expected int32 ({batch + 1},)")
-    check_device("cu_queries", cu_queries, "q", q)
-    if block_mask is None:
-        return
-    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (max_queries, pages * cache.k.shape[1]))
-    accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (row_blocks,), (col_blocks,)]
-    check_map_shape("block_mask", block_mask, torch.bool, accepted)
-    check_device("block_mask", block_mask, "q", q)

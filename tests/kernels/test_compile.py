@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels.flash_decode import forward as op
+    from msattn.kernels.common import dense_decode as op
     from msattn.kernels.flash_decode import score_mod
     from msattn.kernels.testing import random_qkv, starts
 
@@ -73,6 +73,20 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
         op.launch(q, k, v, *options, softcap, tile)
         if _compiles_backward(head_size, sm):
             backward.launch(q, lse, q, k, v, q, lse, *options, softcap, *tiles)
+
+
+def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import paged_block_sparse_attention as op
+    from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
+
+    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
+    tile = _tile("paged_block_sparse_attention", dtype, head_size, sm)
+    block_size, page_size = _block_size(head_size), _choose([256, 16, 64], head_size, sm)
+    cache, _ = random_pages(k, v, starts([200]), page_size)
+    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
+    mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
+    for block_mask, softcap in zip((None, mask), CAPS, strict=True):
+        op.launch(q[0].transpose(0, 1), cache, rows, block_mask, 200, block_size, 0.1, softcap, tile)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -180,6 +194,35 @@ def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     usual, fewer, one = ((6, 11), None), ((3, 3), torch.tensor([8], dtype=torch.int32)), ((1, 3), None)
     for taps, kv_start in {128: (usual,), 256: (fewer,)}.get(head_size, (fewer, one)):
         _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None)
+
+
+def _paged_cache(dtype: torch.dtype, head_size: int, page_size: int):
+    """Returns queries of two sequences, and the views of one layer in a buffer of two."""
+    from msattn.kernels.types import PagedKeys
+
+    k, v = torch.zeros(2, 40, 2, page_size, 2, head_size, dtype=dtype)[:, :, 0]
+    table, kv_len = torch.zeros(2, 20, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    return torch.zeros(2, 4, 1, head_size, dtype=dtype), PagedKeys(k, v, table, kv_len)
+
+
+def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import paged_bucket_decode as op
+    from msattn.kernels.testing import starts
+
+    ids, counts = torch.zeros(40, 256, 2, dtype=torch.int16), torch.zeros(2, 2, dtype=torch.int64)
+    routed, blocks = (ids, 0, 256, starts([5, 9]), 30.0, None), (None, 64, 16, None, None, counts)
+    buckets, block_size, page_size, recent_of, softcap, counts = _choose([routed, blocks], head_size, sm)
+    q, cache = _paged_cache(dtype, head_size, page_size)
+    probes = torch.zeros(2, 2, 5, dtype=torch.int32)
+    op.launch(q, *cache, buckets, block_size, probes, recent_of, 9, 1, 0.1, softcap, counts)
+
+
+def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import paged_flash_decode as op
+
+    page_size, softcap = _choose([(16, 30.0), (256, None)], head_size, sm)
+    q, cache = _paged_cache(dtype, head_size, page_size)
+    op.launch(q.expand(-1, -1, 3, -1), *cache, 0.1, softcap)
 
 
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -19,14 +19,14 @@ from msattn.trainer.models.families import check_length, num_layers, served_laye
 from msattn.trainer.models.layer_attention import block_map, decoded_attention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention, is_tapped
+from msattn.trainer.models.tap import PAGES, LayerInputs, NotCopied, dense_attention, is_tapped
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import check_memory, install_layers
 from msattn.trainer.serving.cache_layers import FEW_TOKENS, BucketLayer, GrowingLayer
 from msattn.trainer.serving.inputs import check_held, check_inputs
-from msattn.trainer.serving.paged.attention import PagedAttention
+from msattn.trainer.serving.paged.attention import PagedAttention, is_paged
 from msattn.trainer.serving.paged.batching import batching_config
 from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
@@ -234,8 +234,9 @@ class Sparse(NotCopied):
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
         config: Any = module.config
         self._check_outputs(config, kwargs)
-        if kwargs.get("cache") is not None:  # continuous batching
+        if is_paged(kwargs):
             return args, self.paged.begin(config, kwargs)
+        kwargs.pop(PAGES, None)
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
