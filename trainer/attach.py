@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,50 +149,16 @@ def attach(
     On a GPU, single tokens are decoded with CUDA graphs. Forward hooks and adapters that are changed take effect with the next
     pass over several tokens.
     """
-    check_types(
+    options = Options(
         gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, threshold=threshold,
         recent=recent, sink=sink, dense_layers=dense_layers, dense_below=dense_below, independent=independent, strict=strict,
-        cuda_graphs=cuda_graphs, measure_recall=measure_recall, measure_time=measure_time,
+        measure_recall=measure_recall, measure_time=measure_time,
     )  # fmt: skip
-    require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
+    check_types(**vars(options), cuda_graphs=cuda_graphs)
     check_model(model)
-    gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
-    router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
-    given = select if isinstance(select, Selection) else _chosen_config(select, sparsity, gate)
-    selection = _build_selection(given, gate, sparsity)
-    if selection is None and router is None:
-        raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
-    gate = None if selection is None else selection.gate
-    for warning in _check_same_model(model, gate, router, strict):
-        _warn_once(warning)
-    if selection is not None:
-        check_selection(selection, model.config)
-    reads = _reads(router, probes=probes, keys=keys, threshold=threshold)
-    numbers = _numbers(model, router, probes=reads.probes, recent=recent, sink=sink, dense_layers=dense_layers)
-    if router is not None and reads.probes is None and numbers["probes"] == router.num_buckets:
-        _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
-    shard = head_shard(model)
-    if shard.ranks > 1:
-        selection, router = _of_rank(shard, given, selection, router)
-        gate = None if selection is None else selection.gate
-    device = _move_to_model(model, gate, router)
-    group = num_heads(model.config) // num_kv_heads(model.config)
-    statistics = Statistics(PhaseTimer(device) if measure_time else None, reads=group if independent else 1)
-    routed = None
-    if router is not None:
-        routed = RoutedDecoding(
-            router, **numbers, threshold=reads.density, probability=reads.probability, independent=independent,
-            routed_from=_routed_from(model, router, numbers, reads.share, dense_below, device),
-            measure_recall=measure_recall, statistics=statistics,
-        )  # fmt: skip
-    sparse = Sparse(
-        selection,
-        routed,
-        statistics,
-        dense_below=_dense_below(given, device) if dense_below is None else dense_below,
-        rotation=Rotation.of(model.config, device),
-        kv_heads=num_kv_heads(model.config) // shard.ranks,
-        measure_recall=measure_recall,
+    sparse = build_sparse(
+        Host(model.config, model.dtype, partial(fingerprint, model), partial(head_shard, model), partial(_move_to_model, model)),
+        options,
     )
     with (
         tap(model, sparse.dispatch),
@@ -240,6 +207,100 @@ def disable(model: "PreTrainedModel") -> None:
     _enabled.pop(model).__exit__(None, None, None)
 
 
+class Host(NamedTuple):
+    """The model that sparse attention is built for, in whatever engine it runs.
+
+    Attributes
+    ----------
+    config, dtype : of the model.
+    identify : returns its fingerprint.
+    shard : returns the heads that this rank computes.
+    place : moves modules to the model's device and returns the device.
+    """
+
+    config: Any
+    dtype: torch.dtype
+    identify: Callable[[], dict[str, Any]]
+    shard: Callable[[], HeadShard]
+    place: Callable[..., torch.device]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parameters of :func:`attach` that say what is served and how."""
+
+    gate: Gate | str | Path | None = None
+    select: Selection | SelectConfig | Mapping[str, Any] | str | None = None
+    sparsity: float | None = None
+    qmodel: AnyRouter | str | Path | None = None
+    probes: int | None = None
+    keys: float | None = None
+    threshold: float | None = None
+    recent: int | None = None
+    sink: int | None = None
+    dense_layers: Sequence[int] | None = None
+    dense_below: int | None = None
+    independent: bool = False
+    strict: bool = False
+    measure_recall: bool = False
+    measure_time: bool = False
+
+
+def build_sparse(host: Host, options: Options) -> Sparse:
+    """Builds the sparse attention of a model of a supported family.
+
+    Parameters
+    ----------
+    options : have the types of :func:`msattn.trainer.serving.arguments.check_types`.
+
+    Raises
+    ------
+    UserError : as :func:`attach`.
+    """
+    gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, host.config
+    require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
+    gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
+    router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
+    select = options.select
+    given = select if isinstance(select, Selection) else _chosen_config(select, options.sparsity, gate)
+    selection = _build_selection(given, gate, options.sparsity)
+    if selection is None and router is None:
+        raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
+    gate = None if selection is None else selection.gate
+    for warning in _check_same_model(host, gate, router, options.strict):
+        _warn_once(warning)
+    if selection is not None:
+        check_selection(selection, config)
+    reads = _reads(router, probes=options.probes, keys=options.keys, threshold=options.threshold)
+    asked = {"recent": options.recent, "sink": options.sink, "dense_layers": options.dense_layers}
+    numbers = _numbers(config, router, probes=reads.probes, **asked)
+    if router is not None and reads.probes is None and numbers["probes"] == router.num_buckets:
+        _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
+    shard = host.shard()
+    if shard.ranks > 1:
+        selection, router = _of_rank(shard, given, selection, router)
+        gate = None if selection is None else selection.gate
+    device = host.place(gate, router)
+    group = num_heads(config) // num_kv_heads(config)
+    statistics = Statistics(PhaseTimer(device) if options.measure_time else None, reads=group if options.independent else 1)
+    routed = None
+    if router is not None:
+        routed = RoutedDecoding(
+            router, **numbers, threshold=reads.density, probability=reads.probability, independent=options.independent,
+            routed_from=_routed_from(host, router, numbers, reads.share, dense_below, device),
+            measure_recall=options.measure_recall, statistics=statistics,
+        )  # fmt: skip
+    return Sparse(
+        selection,
+        routed,
+        statistics,
+        dense_below=_dense_below(given, device) if dense_below is None else dense_below,
+        rotation=Rotation.of(config, device),
+        kv_heads=num_kv_heads(config) // shard.ranks,
+        measure_recall=options.measure_recall,
+    )
+
+
 def load_router(path: str | Path) -> QModel | KMeans | DecodeGate:
     """Loads a query classifier or, in a folder without one, decode gates, or else a k-means, which routes by itself.
 
@@ -253,7 +314,7 @@ def load_router(path: str | Path) -> QModel | KMeans | DecodeGate:
     return artifact
 
 
-def _numbers(model: "PreTrainedModel", router: AnyRouter | None, **given: Any) -> dict[str, Any]:
+def _numbers(config: Any, router: AnyRouter | None, **given: Any) -> dict[str, Any]:
     """Returns the numbers of decoding with a router, {} without one.
 
     Raises
@@ -265,11 +326,11 @@ def _numbers(model: "PreTrainedModel", router: AnyRouter | None, **given: Any) -
             if value is not None:
                 raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
         return {}
-    check_router(router, model.config)
+    check_router(router, config)
     if router.artifact is None and given["probes"] is None:
         given["probes"] = min(SERVING["probes"], router.num_buckets)
     numbers = serving_numbers(router, given)
-    check_numbers(router, model.config, **numbers)
+    check_numbers(router, config, **numbers)
     return numbers
 
 
@@ -330,7 +391,7 @@ def _whole_blocks(router: AnyRouter, keys: float) -> int:
     return int(keys) // size
 
 
-def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
+def _check_same_model(host: Host, gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
     """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check.
 
     Raises
@@ -340,14 +401,14 @@ def _check_same_model(model: "PreTrainedModel", gate: Gate | None, router: AnyRo
     saved = [module.artifact for module in (gate, router) if module is not None and module.artifact is not None]
     if not saved:
         return []
-    identity = fingerprint(model)
+    identity = host.identify()
     warned = [artifacts.check_model(artifact.manifest, identity, strict=strict) for artifact in saved]
     return list(filter(None, warned))
 
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, ModelWarning, stacklevel=4)  # at the caller's with statement
+    warnings.warn(message, ModelWarning, stacklevel=5)  # at the caller's with statement
 
 
 def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torch.device:
@@ -432,7 +493,7 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
 
 
 def _routed_from(
-    model: "PreTrainedModel",
+    host: Host,
     router: AnyRouter,
     numbers: Mapping[str, Any],
     share: float | None,
@@ -442,8 +503,8 @@ def _routed_from(
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
     if dense_below is not None:
         return lambda batch: dense_below
-    config, window = model.config, numbers["recent"] + numbers["sink"]
-    key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
+    config, window = host.config, numbers["recent"] + numbers["sink"]
+    key_bytes = 2 * num_kv_heads(config) * head_dim(config) * host.dtype.itemsize
     if share is None and isinstance(router, DecodeGate):  # as many keys at every length
         window, share = window + numbers["probes"] * router.page_size, 0.0
     elif share is None:

@@ -55,9 +55,16 @@ class Rotation:
 
     def invert(self, k: Tensor, positions: Tensor) -> Tensor:
         """Returns keys ``[B, H, N, D]`` before their rotation at integer ``positions [B | 1, N]``."""
-        cos, sin = cos_sin(self.inv_freq.to(k.device), positions, interleaved=self.interleaved)
-        cos, sin = ((each * self.scaling).to(k.dtype).float() for each in (cos, sin))  # rounded as in the model
-        return unrotate(k.float(), cos, sin, interleaved=self.interleaved).to(k.dtype)
+        return self.undo(k, *self.angles(positions, k.dtype))
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin as a model of this ``dtype`` rounds them, at integer ``positions [B | 1, N]``: ``[B | 1, N, r]``."""
+        cos, sin = cos_sin(self.inv_freq.to(positions.device), positions, interleaved=self.interleaved)
+        return (cos * self.scaling).to(dtype), (sin * self.scaling).to(dtype)
+
+    def undo(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns queries or keys ``[B, H, N, D]`` before their rotation by :meth:`angles`."""
+        return unrotate(x.float(), cos.float(), sin.float(), interleaved=self.interleaved).to(x.dtype)
 
 
 def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from msattn.trainer.models.tap import PAGES
 from msattn.trainer.routing.buckets import route
 from msattn.trainer.seer.select import Selection, sparsity
 from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Prompts, Sequences
-from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.paged.state import AllocatedState
 from msattn.trainer.serving.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class PagedAttention:
         self.dense_below, self.rotation = dense_below, rotation
         self.gate = None if selection is None else selection.gate
         self.managers: WeakSet[Any] = WeakSet()
-        self._states: WeakKeyDictionary[Any, PagedState] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Any, AllocatedState] = WeakKeyDictionary()
 
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a decoder with the pass that they describe.
@@ -78,13 +78,17 @@ class PagedAttention:
         UserError : the pass is one of a manager that was created with another attention.
         """
         now = PagedPass.of(self._state(arguments["cache"], config), arguments)
+        self.start(now)
+        # transformers makes no mask where it gets one.
+        return {**arguments, PAGES: now, "attention_mask": torch.empty(1, 1, 0, 0)}
+
+    def start(self, now: PagedPass) -> None:
+        """Notes what a pass will leave in the state and counts the keys that it sees, once for all layers."""
         if now.state.pooled:
             self._mark_pooled(now)
         if self.routed is not None and now.decoded is not None:
-            keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * self._kv_heads(now))
+            keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * now.state.kv_heads)
             self.statistics.add_visible(keys, all_read=self._is_short(now.decoded))
-        # transformers makes no mask where it gets one.
-        return {**arguments, PAGES: now, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def release(self) -> None:
         """Lets go of all caches."""
@@ -207,18 +211,18 @@ class PagedAttention:
     def _routed_from(self, rows: Sequences) -> int:
         return sys.maxsize if self.routed is None else self.routed.routed_from(len(rows.kv_len))
 
-    def _state(self, cache: Any, config: Any) -> PagedState:
+    def _state(self, cache: Any, config: Any) -> AllocatedState:
         if cache not in self._states:
             processors = [manager.batch_processor for manager in self.managers]
             if not any(processor is not None and processor.cache is cache for processor in processors):
                 raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
-            routed = () if self.routed is None else self.routed.layers
-            gate = None if self.gate is None else self.gate.cfg
-            self._states[cache] = PagedState(cache, routed=routed, gate=gate, gated=served_layers(config))
+            self._states[cache] = AllocatedState(cache, **self.kept(config))
         return self._states[cache]
 
-    def _kv_heads(self, now: PagedPass) -> int:
-        return int(now.state.allocator.num_key_value_heads)
+    def kept(self, config: Any) -> dict[str, Any]:
+        """Returns the arguments of a ``PagedState`` that say what it keeps, for a model with this configuration."""
+        routed = () if self.routed is None else self.routed.layers
+        return {"routed": routed, "gate": None if self.gate is None else self.gate.cfg, "gated": served_layers(config)}
 
 
 def _tokens(x: Tensor, tokens: Any) -> Tensor:

@@ -145,37 +145,45 @@ def check_attached(model: Any, sparse: "Sparse") -> None:
     """Raises UserError unless what is attached to ``model`` can be served over pages."""
     if not is_tapped(model.config):
         raise UserError("generate_batch: accepted are language models, not models with images")
-    config: Any = decoder(model).config
+    check_paged(decoder(model).config, sparse, "generate_batch")
+
+
+def check_paged(config: Any, sparse: "Sparse", engine: str) -> None:
+    """Raises UserError, which names the ``engine``, unless sparse attention of a decoder can be served over pages."""
     for layer in attention_layers(config):
         if layer.kept is not None:
-            raise UserError(f"generate_batch: layer {layer.layer} keeps the model's own attention: {layer.kept}")
+            raise UserError(f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}")
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or _has_window(config):
-        raise UserError("generate_batch: layers with a sliding window are not supported; accepted is model.generate")
+        raise UserError(f"{engine}: layers with a sliding window are not supported; accepted is model.generate")
     if sparse.measure_recall or sparse.statistics.timer is not None:
-        raise UserError("generate_batch: measure_recall and measure_time are not supported; accepted is model.generate")
+        raise UserError(f"{engine}: measure_recall and measure_time are not supported; accepted is model.generate")
     policy = None if sparse.selection is None else sparse.selection.policy
     if any(isinstance(each, Multiscale) for each in (policy if isinstance(policy, Sequence) else [policy])):
-        raise UserError("generate_batch: select.policy=multiscale reads no pages; accepted are the other policies")
+        raise UserError(f"{engine}: select.policy=multiscale reads no pages; accepted are the other policies")
     routed = sparse.routed
     if routed is None:
         return
     router: Any = routed.router
     if isinstance(router, PageRouter):
-        raise UserError("qmodel: generate_batch takes query classifiers, k-means and random buckets, no decode gates or pages")
+        raise UserError(f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode gates or pages")
     if routed.threshold is not None:
-        raise UserError("keys: generate_batch counts no sizes of buckets; give probes instead")
+        raise UserError(f"keys: {engine} counts no sizes of buckets; give probes instead")
     if routed.independent:
-        raise UserError("independent=True: not supported by generate_batch, where a query group shares its buckets")
+        raise UserError(f"independent=True: not supported by {engine}, where a query group shares its buckets")
     if router.num_buckets > MOST_BUCKETS:
-        raise UserError(f"qmodel: generate_batch takes up to {MOST_BUCKETS:,} buckets, this router has {router.num_buckets:,}")
+        raise UserError(f"qmodel: {engine} takes up to {MOST_BUCKETS:,} buckets, this router has {router.num_buckets:,}")
+
+
+def check_page_size(size: int, sparse: "Sparse", name: str = "page_size") -> None:
+    """Raises UserError, which calls it ``name``, for a size of pages that do not hold whole blocks of the gate."""
+    if sparse.gate is not None:
+        block = sparse.gate.cfg.block_size
+        require(size % block == 0, name, size, f"accepted are multiples of {block}, the gate's block size")
 
 
 def check_config(config: "ContinuousBatchingConfig", sparse: "Sparse") -> None:
     """Raises UserError for a value of a configuration that sparse attention cannot serve."""
-    if sparse.gate is not None:
-        block = sparse.gate.cfg.block_size
-        accepted = f"accepted are multiples of {block}, the gate's block size"
-        require(config.page_size % block == 0, "page_size", config.page_size, accepted)
+    check_page_size(config.page_size, sparse)
     require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "accepted is 0")
     compiled = config.varlen_compile_config or config.decode_compile_config or config.default_compile_level
     require(not compiled, "varlen_compile_config, decode_compile_config, default_compile_level", compiled, "not accepted")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 
 Rows = Tensor | slice
 
@@ -90,10 +90,10 @@ class PagedPass:
     @property
     def layers(self) -> "dict[int, PagedPass]":
         """Stands for the layers of a cache: each of them is this pass."""
-        return dict.fromkeys(self.state.allocator.layer_indices, self)
+        return dict.fromkeys(self.state.layers, self)
 
     @classmethod
-    def of(cls, state: PagedState, arguments: dict[str, Any]) -> "PagedPass":
+    def of(cls, state: AllocatedState, arguments: dict[str, Any]) -> "PagedPass":
         """Returns the pass that transformers describes in the arguments of a decoder."""
         allocator = state.allocator
         kv_len = arguments["cu_seq_lens_k"][allocator.layer_type].diff().int()
@@ -104,7 +104,7 @@ class PagedPass:
         return cls._of_slots(state, arguments["cu_seq_lens_q"], kv_len, longest, write if len(read) == 0 else read, write)
 
     @classmethod
-    def _of_new_tokens(cls, state: PagedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
+    def _of_new_tokens(cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
         """Returns a pass over one token of each sequence; sequences without a key are padding."""
         longest = None if kv_len.is_cuda else int(kv_len.max())
         width = block_table.shape[1] if longest is None else -(-longest // state.page_size)
@@ -117,7 +117,7 @@ class PagedPass:
 
     @classmethod
     def _of_slots(
-        cls, state: PagedState, cu_queries: Tensor, kv_len: Tensor, longest: int, slots: Tensor, write: Tensor
+        cls, state: AllocatedState, cu_queries: Tensor, kv_len: Tensor, longest: int, slots: Tensor, write: Tensor
     ) -> "PagedPass":
         """Returns a pass over any number of tokens of each sequence, ``slots`` being those of all of their keys."""
         size = state.page_size
@@ -125,12 +125,23 @@ class PagedPass:
         logical = size * torch.arange(-(-longest // size), device=slots.device)
         first_slots = (ends - kv_len)[:, None] + logical
         table = (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
-        known = state.leading_pooled(table) if state.pooled else torch.zeros_like(ends)
-        numbers = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known]).T
-        rows = [_Row(row, *own) for row, own in enumerate(numbers.tolist())]  # waits for the device
+        pages, offsets = write // state.slots_of_page, write % state.slots_of_page
+        return cls.of_tables(state, pages, offsets, table, cu_queries, kv_len)
+
+    @classmethod
+    def of_tables(
+        cls, state: PagedState, pages: Tensor, offsets: Tensor, table: Tensor, cu_queries: Tensor, kv_len: Tensor
+    ) -> "PagedPass":
+        """Returns a pass over any number of tokens of each sequence, whose pages are in ``table [B, pages]``.
+
+        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` the numbers of keys. Waits for the device.
+        """
+        known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
+        numbers = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known.long()]).T
+        rows = [_Row(row, *own) for row, own in enumerate(numbers.tolist())]
         decoded = _decoded([row for row in rows if row.queries == 1], table, kv_len)
         prompts = _prompts([row for row in rows if row.queries > 1], table, kv_len, state)
-        return cls(state, write // state.slots_of_page, write % state.slots_of_page, decoded, prompts)
+        return cls(state, pages, offsets, decoded, prompts)
 
 
 class _Row(NamedTuple):

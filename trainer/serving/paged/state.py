@@ -4,7 +4,7 @@ It belongs to slots, not to requests. So requests that share a prefix share it t
 Only a page that is copied needs its state copied.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,59 +20,57 @@ if TYPE_CHECKING:
 
 
 class PagedState:
-    """State of the slots of one cache of transformers, in which pages of all layers with one number form a block.
+    """State of the slots of one cache.
 
     Parameters
     ----------
-    cache : transformers' ``PagedAttentionCache``, with full attention in every layer.
+    caches : by layer, its keys and values: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension.
     routed : layers whose keys get buckets.
     gate : configuration of the gates that score blocks of cached keys, or None.
     gated : layers with such a gate.
 
     Attributes
     ----------
-    page_size : slots of a page.
-    free_page : a page that no sequence owns, which padded tokens write.
+    page_size, kv_heads : slots of a page, key/value heads of a layer.
     buckets : by layer, int16 ``[P, page_size, Hkv]``, the bucket of each slot.
     pooled : by layer, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``, pooled keys before RoPE of whole blocks.
     is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer.
     """
 
-    def __init__(self, cache: Any, *, routed: Iterable[int], gate: "GateConfig | None", gated: Iterable[int]) -> None:
-        (allocator,) = cache.cache_allocators.values()
-        self.allocator = allocator
-        self.page_size, self.gate = allocator.tokens_per_page, gate
-        self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
-        self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
-        self.free_page = allocator.write_trash_index // self.slots_of_page
-        keys, _ = self.pages(allocator.layer_indices[0])
-        pages, _, heads, size = keys.shape
+    def __init__(
+        self,
+        caches: Mapping[int, tuple[Tensor, Tensor]],
+        *,
+        routed: Iterable[int],
+        gate: "GateConfig | None",
+        gated: Iterable[int],
+    ) -> None:
+        self.gate = gate
+        self._caches = dict(caches)
+        keys, _ = next(iter(self._caches.values()))
+        pages, self.page_size, self.kv_heads, size = keys.shape
         with torch.inference_mode(False):
-            of_slots = {"size": (pages, self.page_size, heads), "dtype": torch.int16, "device": keys.device}
+            of_slots = {"size": keys.shape[:3], "dtype": torch.int16, "device": keys.device}
             self.buckets = {layer: torch.zeros(**of_slots) for layer in routed}
             self.pooled: dict[int, Tensor] = {}
             if gate is not None:
                 blocks, width = self.page_size // gate.block_size, len(gate.k_pool) * size
-                self.pooled = {layer: torch.zeros(pages, blocks, heads, width, device=keys.device) for layer in gated}
+                of_blocks = (pages, blocks, self.kv_heads, width)
+                self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated}
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
-        self._copy = allocator.copy_blocks
-        allocator.copy_blocks = self._copy_blocks
 
     def release(self) -> None:
         """Lets go of the cache and of all memory."""
-        del self.allocator.copy_blocks
-        self.buckets, self.pooled = {}, {}
+        self._caches, self.buckets, self.pooled = {}, {}, {}
+
+    @property
+    def layers(self) -> Iterable[int]:
+        """The layers of the cache."""
+        return self._caches.keys()
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of a layer: views ``[P, page_size, Hkv, D]`` of the cache."""
-        keys, values = self.allocator.get_cache_for_block_table(layer)
-        return keys[:: self.pages_of_layers], values[:: self.pages_of_layers]
-
-    def _copy_blocks(self, source: list[int], target: list[int], *args: Any, **kwargs: Any) -> None:
-        """Copies pages with their state, for transformers: a request that forks gets a copy of its last page."""
-        self._copy(source, target, *args, **kwargs)
-        for state in (*self.buckets.values(), *self.pooled.values(), *([self.is_pooled] if self.pooled else [])):
-            state[target] = state[source]
+        return self._caches[layer]
 
     def leading_pooled(self, table: Tensor) -> Tensor:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
@@ -124,3 +122,43 @@ class PagedState:
         assert self.gate is not None
         blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.gate.block_size
         return table[blocks // per_page].long(), blocks % per_page
+
+
+class AllocatedState(PagedState):
+    """State of a cache of transformers, in which pages of all layers with one number form a block.
+
+    Parameters
+    ----------
+    cache : transformers' ``PagedAttentionCache``, with full attention in every layer.
+    routed, gate, gated : as for :class:`PagedState`.
+
+    Attributes
+    ----------
+    free_page : a page that no sequence owns, which padded tokens write.
+    """
+
+    def __init__(self, cache: Any, *, routed: Iterable[int], gate: "GateConfig | None", gated: Iterable[int]) -> None:
+        (allocator,) = cache.cache_allocators.values()
+        self.allocator = allocator
+        self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
+        self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
+        self.free_page = allocator.write_trash_index // self.slots_of_page
+        caches = {layer: self._views(layer) for layer in allocator.layer_indices}
+        super().__init__(caches, routed=routed, gate=gate, gated=gated)
+        self._copy = allocator.copy_blocks
+        allocator.copy_blocks = self._copy_blocks
+
+    def release(self) -> None:
+        """Lets go of the cache and of all memory."""
+        del self.allocator.copy_blocks
+        super().release()
+
+    def _views(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.allocator.get_cache_for_block_table(layer)
+        return keys[:: self.pages_of_layers], values[:: self.pages_of_layers]
+
+    def _copy_blocks(self, source: list[int], target: list[int], *args: Any, **kwargs: Any) -> None:
+        """Copies pages with their state, for transformers: a request that forks gets a copy of its last page."""
+        self._copy(source, target, *args, **kwargs)
+        for state in (*self.buckets.values(), *self.pooled.values(), *([self.is_pooled] if self.pooled else [])):
+            state[target] = state[source]

@@ -1,0 +1,206 @@
+"""Attention over the pages of vLLM: the backend, the description of a pass, and the layers.
+
+vLLM hands over queries and keys after RoPE, which the positions invert. The state of the pages belongs to slots, so shared
+prefixes and preempted requests need nothing here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from msattn.trainer.models.families import attention_layers
+from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.rope import Rotation
+from msattn.trainer.serving.paged.attention import PagedAttention
+from msattn.trainer.serving.paged.passes import PagedPass
+from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.vllm.engine import PAGE_SIZES, check_layer, sparse_of
+from msattn.trainer.serving.vllm.plugin import NAME
+
+
+class Backend(AttentionBackend):
+    """The attention backend ``MSATTN``."""
+
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> "type[Impl]":
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> "type[Builder]":
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return list(PAGE_SIZES)
+
+
+@dataclass
+class Metadata:
+    """A forward pass, which all layers share.
+
+    Attributes
+    ----------
+    attention : computes the layers.
+    now : the pages of the pass.
+    rotation, rotates : RoPE of the model, and of each layer whether it has it.
+    positions : int64 ``[1, T]``.
+    cos, sin : ``[1, T, r]``.
+    """
+
+    attention: PagedAttention
+    now: PagedPass
+    rotation: Rotation
+    rotates: list[bool]
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens; vLLM's tensors may be padded to more."""
+        return self.positions.shape[1]
+
+    def inputs(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> LayerInputs:
+        """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after RoPE."""
+        q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
+        cos, sin, q_nope, k_nope = self.cos, self.sin, q, k
+        if self.rotates[layer]:
+            q_nope, k_nope = (self.rotation.undo(x, cos, sin) for x in (q, k))
+        else:
+            cos, sin = cos[..., :0], sin[..., :0]
+        return LayerInputs(
+            layer, q, k, v, q_nope, k_nope, cos, sin, scale, None, self.now, positions=self.positions, softcap=softcap
+        )
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """Describes passes, and holds the artifacts and the state of the pages.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.serving.vllm.engine.sparse_of`.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.config = vllm_config.model_config.hf_text_config
+        self.sparse = sparse_of(vllm_config, device)
+        self.rotates = [layer.rotates for layer in attention_layers(self.config)]
+        self._state: PagedState | None = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        """Returns the description of a pass."""
+        given, state = common_attn_metadata, self.state()
+        slots = given.slot_mapping[: given.num_actual_tokens].long()
+        table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
+        cu_queries, kv_len = given.query_start_loc, given.seq_lens
+        now = PagedPass.of_tables(state, slots // state.page_size, slots % state.page_size, table, cu_queries, kv_len)
+        self.sparse.paged.start(now)
+        positions = _positions(cu_queries, kv_len, len(slots))[None]
+        assert self.sparse.rotation is not None
+        angles = self.sparse.rotation.angles(positions, self.vllm_config.model_config.dtype)
+        return Metadata(self.sparse.paged, now, self.sparse.rotation, self.rotates, positions, *angles)
+
+    def state(self) -> PagedState:
+        """Returns the state of the pages, which vLLM allocates after it has created its builders."""
+        if self._state is None:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            caches = {extract_layer_index(name): _views(layers[name].kv_cache) for name in self.layer_names}
+            self._state = PagedState(caches, **self.sparse.paged.kept(self.config))
+        return self._state
+
+
+class Impl(AttentionImpl[Metadata]):
+    """The attention of a layer; its parameters are vLLM's.
+
+    Raises
+    ------
+    UserError : the layer asks for attention that the kernels do not compute.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        check_layer(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            kv_cache_dtype=None if kv_cache_dtype in Backend.supported_kv_cache_dtypes else kv_cache_dtype,
+            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            sinks=None if sinks is None else "...",
+        )
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.scale, self.softcap, self.kv_cache_dtype = float(scale), logits_soft_cap or None, kv_cache_dtype
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Writes keys, values and buckets of the new tokens, and their attention ``[T, Hq, D]`` to ``output``.
+
+        In vLLM's profiling passes there is no metadata, and the output is 0.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("the backend MSATTN does not quantize its output")
+        if attn_metadata is None:
+            return output.zero_()
+        number = extract_layer_index(layer.layer_name)
+        x = attn_metadata.inputs(number, query, key, value, scale=self.scale, softcap=self.softcap)
+        output[: attn_metadata.tokens] = attn_metadata.attention.attend(x)[0].transpose(0, 1)
+        return output
+
+
+def stats(worker: Any) -> dict[str, Any]:
+    """Returns the statistics of a worker, as :meth:`msattn.trainer.serving.sparse.Sparse.stats`: ``llm.collective_rpc(stats)``."""
+    (groups,) = worker.model_runner.attn_groups
+    return groups[0].get_metadata_builder().sparse.stats()
+
+
+def _views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values ``[P, page_size, Hkv, D]`` of vLLM's ``[P, Hkv, page_size, 2 D]``."""
+    keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return keys, values
+
+
+def _positions(cu_queries: Tensor, kv_len: Tensor, tokens: int) -> Tensor:
+    """Returns the position of each token in its sequence, int64 ``[tokens]``."""
+    queries = cu_queries.diff()
+    before = (kv_len - queries - cu_queries[:-1]).long()  # position of a sequence's first token, less its place in the pass
+    return torch.arange(tokens, device=kv_len.device) + before.repeat_interleave(queries, output_size=tokens)

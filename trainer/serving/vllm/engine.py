@@ -1,0 +1,104 @@
+"""The sparse attention that the configuration of a vLLM engine describes, and the checks that the engine can serve it."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from msattn.trainer.attach import Host, Options, build_sparse
+from msattn.trainer.config.values import require
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import check_supported, num_kv_heads
+from msattn.trainer.models.identity import config_fingerprint
+from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.serving.arguments import check_types
+from msattn.trainer.serving.paged.batching import check_page_size, check_paged
+from msattn.trainer.serving.sparse import Sparse
+
+KEY = "msattn"  # of additional_config
+PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
+OPTIONS = ("gate", "select", "sparsity", "qmodel", "probes", "recent", "sink", "dense_layers", "dense_below", "strict")
+
+
+def sparse_of(config: Any, device: torch.device) -> Sparse:
+    """Builds the sparse attention of an engine.
+
+    Parameters
+    ----------
+    config : vLLM's ``VllmConfig``; its ``additional_config["msattn"]`` holds parameters of :func:`msattn.trainer.attach.attach`.
+    device : of the model.
+
+    Raises
+    ------
+    UserError : the engine, the model, an option or an artifact is not supported, or an artifact is for another model.
+    """
+    check_engine(config)
+    model = config.model_config.hf_text_config
+    check_supported(model)
+    host = Host(
+        model, config.model_config.dtype, partial(config_fingerprint, model), partial(_shard, config), partial(_place, device)
+    )
+    sparse = build_sparse(host, options_of(config))
+    check_paged(model, sparse, "vLLM")
+    if sparse.rotation is None:
+        raise UserError("vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted")
+    check_page_size(config.cache_config.block_size, sparse, "block_size")
+    return sparse
+
+
+def options_of(config: Any) -> Options:
+    """Returns the options in ``additional_config`` of an engine.
+
+    Raises
+    ------
+    UserError : there are none, or one has another name or type.
+    """
+    additional = config.additional_config
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    require(isinstance(given, Mapping), f"additional_config.{KEY}", given, f"accepted is a mapping with {', '.join(OPTIONS)}")
+    for name in given:
+        require(name in OPTIONS, f"additional_config.{KEY}", name, f"accepted are {', '.join(OPTIONS)}")
+    check_types(**given)
+    return Options(**given)
+
+
+def check_engine(config: Any) -> None:
+    """Raises UserError for parts of vLLM that the backend does not serve."""
+    parallel, cache = config.parallel_config, config.cache_config
+    require(cache.block_size in PAGE_SIZES, "block_size", cache.block_size, f"accepted are {', '.join(map(str, PAGE_SIZES))}")
+    refused = {
+        "speculative decoding": config.speculative_config is not None,
+        "KV transfer": config.kv_transfer_config is not None,  # pages would come without their buckets
+        "LoRA": config.lora_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "microbatching": parallel.use_ubatching,
+        "multi-head latent attention": config.model_config.use_mla,
+    }
+    for name, is_used in refused.items():
+        if is_used:
+            raise UserError(f"vLLM: {name} is not supported by the backend MSATTN; turn it off, or use another backend")
+
+
+def check_layer(**given: Any) -> None:
+    """Raises UserError for a layer with attention that the kernels do not compute; ``given`` are what it asks for beyond them."""
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(f"vLLM: {name}={value!s:.40} is not supported by the backend MSATTN; use another backend")
+
+
+def _shard(config: Any) -> HeadShard:
+    """Returns the heads of this rank."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    ranks, heads = get_tensor_model_parallel_world_size(), num_kv_heads(config.model_config.hf_text_config)
+    require(heads % ranks == 0, "tensor_parallel_size", ranks, f"accepted are divisors of the {heads} key/value heads")
+    return HeadShard(get_tensor_model_parallel_rank(), ranks)
+
+
+def _place(device: torch.device, *modules: nn.Module | None) -> torch.device:
+    for module in filter(None, modules):
+        module.to(device)
+    return device
