@@ -15,6 +15,7 @@ from msattn.trainer.config.commands import (
     JobConfig,
     NamedConfig,
     RunConfig,
+    ServeConfig,
     ServingConfig,
     TrainGateConfig,
     TrainMtaConfig,
@@ -50,6 +51,7 @@ from msattn.trainer.config.select import (
     TokenBudgetConfig,
     TopKConfig,
 )
+from msattn.trainer.config.serve import ServerConfig
 from msattn.trainer.config.train import (
     LOSSES,
     POOLINGS,
@@ -107,6 +109,8 @@ __all__ = [
     "RulerConfig",
     "RunConfig",
     "SelectConfig",
+    "ServeConfig",
+    "ServerConfig",
     "ServingConfig",
     "SparsityConfig",
     "ThresholdConfig",
