@@ -21,8 +21,8 @@ def serve(cfg: ServeConfig, host: str, port: int, api_key: str | None) -> None:
 
     Raises
     ------
-    UserError : a library is missing or too old, the address is taken, the key is no key, memory is too small for the KV cache, or
-        the model or an artifact cannot be served.
+    UserError : a library is missing or too old, the address is taken, the key is no key, memory is too small for the KV cache,
+        or the model or an artifact cannot be served.
     Fault : the thread that generates, or the HTTP server, ended by itself.
     """
     check_libraries()

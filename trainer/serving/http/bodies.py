@@ -139,8 +139,8 @@ def read_call(data: bytes, *, chat: bool, model: str) -> Call:
 
     Raises
     ------
-    ApiError : the body is not JSON in UTF-8, asks for another model, or a parameter is unknown, unsupported, missing, of another
-        type or out of range; the message names it.
+    ApiError : the body is not JSON in UTF-8, asks for another model, or a parameter is unknown, unsupported, missing, of
+        another type or out of range; the message names it.
     """
     parsed = _parse(data)
     name = parsed.get("model")

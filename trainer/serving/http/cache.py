@@ -12,11 +12,12 @@ from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, n
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers import ContinuousBatchingConfig
+
+    from msattn.trainer.serving.sparse import Sparse
 
 BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
 REQUESTS_ON_CPU = 8  # of the greatest length, for which a CPU's cache has room
-LOWER = "lower server.max_length"
 
 
 def longest_request(model: "PreTrainedModel", cfg: ServerConfig) -> int:
@@ -29,23 +30,25 @@ def longest_request(model: "PreTrainedModel", cfg: ServerConfig) -> int:
     positions = max_length(model.config)
     if cfg.max_length is not None and cfg.max_length > positions:
         raise UserError(
-            f"server.max_length={cfg.max_length}: the model has positions for {positions} tokens; lower it, or extend the context "
-            "with model.rope_scaling={rope_type: yarn, factor: ...}"
+            f"server.max_length={cfg.max_length}: the model has positions for {positions} tokens; lower it, or extend the "
+            "context with model.rope_scaling={rope_type: yarn, factor: ...}"
         )
     return cfg.max_length or positions
 
 
-def batching_config(model: "PreTrainedModel", cfg: ServerConfig, *, seed: int, dense: bool) -> "ContinuousBatchingConfig":
+def batching_config(
+    model: "PreTrainedModel", cfg: ServerConfig, sparse: "Sparse | None", *, seed: int
+) -> "ContinuousBatchingConfig":
     """Returns the configuration of a manager for ``model``.
 
-    Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests when one is cancelled in the pass
-    that completes a page of its own. A dense model may switch to FlashAttention, where that is installed.
+    Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests when one is cancelled in the
+    pass that completes a page of its own. A dense model may switch to FlashAttention, where that is installed.
 
     Raises
     ------
     UserError : the cache of the longest request does not fit into memory, or into ``server.pages``.
     """
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers import ContinuousBatchingConfig
 
     longest = longest_request(model, cfg)
     pages = cfg.pages
@@ -56,37 +59,34 @@ def batching_config(model: "PreTrainedModel", cfg: ServerConfig, *, seed: int, d
             raise too_small(model, cfg, free_memory() // 2)
     elif pages is not None and pages < pages_of(longest, cfg):
         raise UserError(
-            f"server.pages={pages}: a request of {longest} tokens takes {pages_of(longest, cfg)} pages of {cfg.page_size} tokens; "
-            f"raise it, or {LOWER}"
+            f"server.pages={pages}: a request of {longest} tokens takes {pages_of(longest, cfg)} pages of {cfg.page_size} "
+            "tokens; raise it, or lower server.max_length"
         )
-    return ContinuousBatchingConfig(
+    create = ContinuousBatchingConfig if sparse is None else sparse.batching_config
+    return create(
         page_size=cfg.page_size,
         num_blocks=pages,
         max_batch_tokens=cfg.batch_tokens or BATCH_TOKENS.get(model.device.type, BATCH_TOKENS["cpu"]),
         max_requests_per_batch=cfg.max_running,
         max_blocks_per_request=pages_of(longest, cfg),
         use_async_batching=False,
-        auto_switch_to_flash=dense,
         per_request_processors=True,
         seed=seed,
     )
 
 
 def pages_of(tokens: int, cfg: ServerConfig) -> int:
-    """Returns the pages that a request takes at most: a page more than its tokens fill, because pages are allotted in groups."""
+    """Returns the pages that a request takes at most; the manager allots them in groups, so one more than its tokens fill."""
     return math.ceil(tokens / cfg.page_size) + 1
 
 
 def too_small(model: "PreTrainedModel", cfg: ServerConfig, free: int) -> UserError:
     """Returns the error for a cache that cannot hold the longest request in ``free`` bytes."""
-    longest = longest_request(model, cfg)
-    size, fits = _bytes_of_page(model, cfg), max(0, free // _bytes_of_page(model, cfg) - 1) * cfg.page_size
-    needed = pages_of(longest, cfg) * size
+    longest, size = longest_request(model, cfg), _bytes_of_page(model, cfg)
+    fits = max(0, free // size - 1) * cfg.page_size
     return UserError(
-        f"the KV cache of one request of {longest} tokens takes {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free for it; "
-        f"{LOWER} to {fits} or less"
-        if fits >= 2
-        else f"{needed / 1e9:.2f} GB for the KV cache: {free / 1e9:.2f} GB are free for it"
+        f"the KV cache of one request of {longest} tokens takes {pages_of(longest, cfg) * size / 1e9:.2f} GB, and "
+        f"{free / 1e9:.2f} GB are free for it; lower server.max_length" + (f" to {fits} or less" if fits else "")
     )
 
 

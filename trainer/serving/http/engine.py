@@ -142,7 +142,7 @@ class Engine:
         self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
         # Any temperature and top_p other than 1 make processors, which then take the numbers of each request.
         sampled = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=0, eos_token_id=sorted(self._ends) or -1)
-        config = batching_config(model, self._cfg.server, seed=self._cfg.seed, dense=self.sparse is None)
+        config = batching_config(model, self._cfg.server, self.sparse, seed=self._cfg.seed)
         return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
 
     def start(self) -> None:
@@ -240,8 +240,8 @@ class Engine:
     def unblock(self) -> None:
         """Lets waiting requests begin again.
 
-        When memory is short, the manager of transformers 5.23 sets requests back and begins no other until one ends. If the last
-        that runs is cancelled instead, it would begin none any more.
+        When memory is short, the manager of transformers 5.23 sets requests back and begins no other until one ends. If the
+        last that runs is cancelled instead, it would begin none any more.
         """
         scheduler = self._manager.batch_processor.scheduler
         if scheduler.block_new_requests and not scheduler.active_requests:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class PromptEncoder:
     """Encodes the prompts of one model.
 
-    Chat templates run in this process, unlike those of the other commands, which fork it for each: a server has threads and may have
-    hundreds of gigabytes mapped. :func:`msattn.trainer.serving.http.serve.serve` renders a first message with limits before that.
+    Chat templates run in this process. Other commands fork it for each message, but a server has threads, and may have hundreds
+    of gigabytes mapped; ``msattn serve`` renders a first message that way before it starts.
 
     Parameters
     ----------

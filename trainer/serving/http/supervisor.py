@@ -43,8 +43,8 @@ def address(bound: socket.socket) -> str:
 class Supervisor:
     """Runs the HTTP server in a thread until Ctrl-C or SIGTERM, or until the engine fails; belongs to the main thread.
 
-    After a first signal, requests that run have ``drain_s`` seconds to finish, and new ones get 503. A second one ends the process at
-    once.
+    After a first signal, requests that run have ``drain_s`` seconds to finish, and new ones get 503. A second one ends the
+    process at once.
     """
 
     def __init__(self, app: Any, engine: Engine, *, drain_s: float) -> None:

@@ -12,8 +12,8 @@ INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
 class TokenText:
     """Decodes tokens as they come: the pieces together are the text of all tokens, without special tokens.
 
-    The text of a token depends on those around it: a character may take several tokens, and some tokenizers drop a leading space.
-    So a piece is the difference between two texts that begin with the same earlier tokens.
+    The text of a token depends on those around it: a character may take several tokens, and some tokenizers drop a leading
+    space. So a piece is the difference between two texts that begin with the same earlier tokens.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
