@@ -20,6 +20,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import check_bucket_decode
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
 from msattn.kernels.common.primitives import (
     LOG2_E,
     num_sms,
@@ -210,14 +211,6 @@ def launch(
     return out, lse
 
 
-def default_tile(cols: int, itemsize: int) -> Tile:
-    """Returns a tile of at most 16 KiB.
-
-    Two dependent loads, of an index entry and then of its key, use pipeline stages: five leave two buffers for K and V each.
-    """
-    return Tile(rows=16, keys=max(16, min(64, 16384 // (cols * itemsize))), warps=4, stages=5, programs=2)
-
-
 def _distinct(probes: Tensor) -> Tensor:
     """Sorts probes and sets repetitions to -1.
 
@@ -242,7 +235,7 @@ def _split_kernel(
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes one split's ``part_out [B, Hq, S, D]``, maxima (base 2) and sums, and adds its number of keys to ``counts``."""
+    """Writes one split's result, and adds its number of keys to ``counts``."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -258,16 +251,13 @@ def _split_kernel(
     if recent_of is not None:
         recent = tl.load(recent_of + batch)
     end = tl.maximum(end, start)
-    sink_end = tl.minimum(start + sink, end)
-    recent_begin = tl.minimum(tl.maximum(end - recent, sink_end), end)
+    sink_end, recent_begin = dense_window(start, end, recent, sink)
     num_sink = sink_end - start
     dense = num_sink + end - recent_begin
 
-    o_head, o_d = tl.arange(0, BH), tl.arange(0, BD)
-    m_head, m_d = o_head < group, o_d < HEAD
-    q_head = kv_head * group + o_head
-    p_q = q + batch * stride_qb + q_head[:, None] * stride_qh + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_head[:, None] & m_d[None, :], other=0.0)  # [BH, BD]
+    o_d = tl.arange(0, BD)
+    m_d = o_d < HEAD
+    b_q = load_group(q, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
     m = tl.full([BH], float("-inf"), tl.float32)
     l = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, BD], tl.float32)
@@ -309,10 +299,7 @@ def _split_kernel(
     if counts is not None:
         num_read = tl.max(tl.sum(count, 1), 0)
         tl.atomic_add(counts + batch * kv_heads + kv_head, num_read.to(tl.int64), sem="relaxed")
-    part = (batch * kv_heads * group + q_head) * num_splits + split  # [BH]
-    tl.store(part_max + part, m, mask=m_head)
-    tl.store(part_sum + part, l, mask=m_head)
-    tl.store(part_out + part[:, None] * HEAD + o_d[None, :], acc, mask=m_head[:, None] & m_d[None, :])
+    store_split(part_max, part_sum, part_out, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
 
 
 @triton.jit

@@ -24,12 +24,15 @@ class Operation(NamedTuple):
 _ALL = (
     Operation("maxpool_attention", softcap=True),
     Operation("block_sparse_attention", differentiable=True, softcap=True),
+    Operation("paged_block_sparse_attention", softcap=True),
     Operation("multiscale_attention", differentiable=True, softcap=True),
     Operation("conv_attention", differentiable=True),
     Operation("head_mix_attention", differentiable=True),
     Operation("bucket_decode", softcap=True),
     Operation("probe_buckets"),
     Operation("flash_decode", softcap=True),  # as a score_mod
+    Operation("paged_bucket_decode", softcap=True),
+    Operation("paged_flash_decode", softcap=True),
     Operation("conv_decode"),
     Operation("bucket_mass", softcap=True),
     Operation("merge_states"),

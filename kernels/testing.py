@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset
+from msattn.kernels.types import PagedKeys
 
 
 class Attention(NamedTuple):
@@ -52,6 +53,28 @@ def random_qkv(
 def starts(padding: Sequence[int] | None, device: str | torch.device = "cpu") -> Tensor | None:
     """Returns ``kv_start``, int32 ``[B]``, from numbers of padded positions."""
     return None if padding is None else torch.tensor(padding, dtype=torch.int32, device=device)
+
+
+def paged(k: Tensor, v: Tensor, page_size: int, kv_len: Sequence[int] | None = None, seed: int = 0) -> PagedKeys:
+    """Copies ``k, v [B, Hkv, M, D]`` into shuffled pages.
+
+    ``kv_len`` are the filled positions of each sequence, M by default. What must not be read is NaN in a slot and -1 in the table.
+    """
+    batch, heads, num_keys, head_size = k.shape
+    pages = -(-num_keys // page_size)
+    lengths = torch.tensor([num_keys] * batch if kv_len is None else kv_len, dtype=torch.int32, device=k.device)
+    number = torch.randperm(batch * pages + 1, generator=torch.Generator().manual_seed(seed))[1:].to(k.device)
+    filled = torch.arange(pages * page_size, device=k.device) < lengths[:, None]
+
+    def in_pages(x: Tensor) -> Tensor:
+        by_slot = torch.nn.functional.pad(x, (0, 0, 0, pages * page_size - num_keys)).transpose(1, 2)
+        by_slot = by_slot.masked_fill(~filled[..., None, None], math.nan)
+        cache = x.new_full((batch * pages + 1, page_size, heads, head_size), math.nan)
+        cache[number] = by_slot.reshape(-1, page_size, heads, head_size)
+        return cache
+
+    table = number.int().view(batch, pages).masked_fill(~filled[:, ::page_size], -1)
+    return PagedKeys(in_pages(k), in_pages(v), table, lengths)
 
 
 class Case(NamedTuple):

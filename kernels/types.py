@@ -79,6 +79,21 @@ class BucketIndex(NamedTuple):
     order: Tensor
 
 
+class PagedKeys(NamedTuple):
+    """Paged cache of keys and values.
+
+    ``k, v [P, page_size, Hkv, D]`` may have any strides but a contiguous last dimension, such as views of one buffer of all
+    layers. Logical page p of sequence b is page ``table[b, p]`` of the cache: ``table`` is int32 ``[B, pages]``, and its
+    entries past the end of a sequence are not read. ``kv_len``, int32 ``[B]``, is the number of filled positions, the queries'
+    own keys included. A slot is a position of the physical cache, ``page * page_size + offset``.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    kv_len: Tensor
+
+
 class ScoreMod(NamedTuple):
     """Modifies scaled scores before masking.
 

@@ -32,6 +32,7 @@ from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
 from msattn.trainer.serving.arguments import check_model, check_numbers, check_router, check_selection, check_types
+from msattn.trainer.serving.paged.batching import batching
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
@@ -189,7 +190,11 @@ def attach(
         kv_heads=num_kv_heads(model.config) // shard.ranks,
         measure_recall=measure_recall,
     )
-    with tap(model, sparse.dispatch), decoding_steps(decoder(model), sparse, cuda_graphs=cuda_graphs):
+    with (
+        tap(model, sparse.dispatch),
+        decoding_steps(decoder(model), sparse, cuda_graphs=cuda_graphs),
+        batching(model, sparse, cuda_graphs=cuda_graphs),
+    ):
         hooks = [
             decoder(model).register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True),
             decoder(model).register_forward_hook(sparse.guard_backward),

@@ -76,6 +76,7 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
         Tile(64, 64, 4, 2, 2),
     ],
     "block_sparse_attention": BLOCK_SPARSE,
+    "paged_block_sparse_attention": BLOCK_SPARSE,
     "block_sparse_attention_dq": BACKWARD,
     "block_sparse_attention_dkv": BACKWARD,
     "multiscale_attention": BLOCK_SPARSE,
@@ -123,6 +124,7 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
 FORWARD_KERNELS = {
     "maxpool_attention": ["maxpool_attention"],
     "block_sparse_attention": ["block_sparse_attention"],
+    "paged_block_sparse_attention": ["paged_block_sparse_attention"],
     "multiscale_attention": ["multiscale_attention"],
     "conv_attention": ["conv_attention", "conv_attention_resident"],
     "head_mix_attention": ["head_mix_scores", "materialized_attention"],

@@ -16,9 +16,11 @@ from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Function, Layer, Options, Peer
 from msattn.kernels.bench.rows import Shape, Work
-from msattn.kernels.testing import random_block_mask
+from msattn.kernels.testing import paged, random_block_mask
+from msattn.kernels.types import PagedKeys
 
 BLOCK = eager.BLOCK
+PAGE_SIZES = (16, 64, 256)
 
 
 def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -81,6 +83,62 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
             realised,
             window=_row_inputs,
         )
+
+
+def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields a case per sparsity and page size, and dense attention over pages.
+
+    Prompts are packed, and their keys lie in shuffled pages. The peer ``block_sparse`` reads the same blocks of contiguous keys.
+    """
+    from msattn.kernels.block_sparse_attention import forward as contiguous
+
+    qkv, cap = shape.qkv(), options.softcap
+    plain = partial(eager.block_sparse_attention, softcap=cap)
+    all_blocks = torch.ones_like(_mask(shape, 0, 1))
+    full = peers.dense_work(shape, False)
+    dense = [*_dense(shape, qkv, options), peers.eager(plain, [(*qkv, all_blocks)], full, _scores(shape))]
+    caches = {page_size: paged(*qkv[1:], page_size) for page_size in PAGE_SIZES}
+    for sparsity in options.sparsities:
+        mask = _mask(shape, sparsity, shape.q_heads)
+        pairs, layers = _pairs_read(mask, shape), [(*qkv, mask)]
+        work, realised = peers.attention_work(shape, pairs, False), 1 - pairs / _pairs(shape)
+        setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
+        call = partial(contiguous.block_sparse_attention, softcap=cap)
+        block_sparse = Peer("block_sparse", lambda call=call: call, layers, work, realised, setting)
+        for page_size, cache in caches.items():
+            name = f"{setting}, pages of {page_size}"
+            yield _paged(shape, cache, mask, layers, work, [*dense, block_sparse], name, realised, cap)
+    name = peers.capped_setting(f"all blocks, pages of {PAGE_SIZES[-1]}", cap)
+    yield _paged(shape, caches[PAGE_SIZES[-1]], None, [(*qkv, all_blocks)], full, dense, name, 0.0, cap)
+
+
+def _paged(
+    shape: Shape,
+    cache: PagedKeys,
+    mask: Tensor | None,
+    layers: list[Layer],
+    work: Work,
+    compared: list[Peer],
+    setting: str,
+    sparsity: float,
+    softcap: float | None,
+) -> BenchCase:
+    """Returns a case whose layers have contiguous keys, for the reference; the operation reads them in ``cache``."""
+    from msattn.kernels import paged_block_sparse_attention as op
+
+    cu_queries = torch.arange(shape.batch + 1, dtype=torch.int32, device=shape.device) * shape.length
+    if mask is not None:
+        past_the_end = -(-cache.table.shape[1] * cache.k.shape[1] // BLOCK) - mask.shape[3]
+        mask = torch.nn.functional.pad(mask, (0, past_the_end)).expand(shape.batch, -1, -1, -1)
+
+    def call(q: Tensor, *contiguous: Tensor) -> tuple[Tensor, Tensor]:
+        packed = q.transpose(1, 2).flatten(0, 1)  # a view, as the queries of a layer are transposed ones
+        out, lse = op.paged_block_sparse_attention(packed, cache, cu_queries, mask, max_queries=shape.length, softcap=softcap)
+        return out.unflatten(0, (shape.batch, -1)).transpose(1, 2), lse.unflatten(0, (shape.batch, -1)).transpose(1, 2)
+
+    exact = partial(reference.block_sparse_attention, softcap=softcap)
+    plain = partial(eager.block_sparse_attention, softcap=softcap)
+    return BenchCase(call, exact, plain, layers, work, compared, setting, sparsity, window=_row_inputs)
 
 
 def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:

@@ -19,6 +19,7 @@ from msattn.kernels.bench.timing import compile_seconds, peak_memory_gb, time_ms
 CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
     "maxpool_attention": prefill_cases.maxpool_attention,
     "block_sparse_attention": prefill_cases.block_sparse_attention,
+    "paged_block_sparse_attention": prefill_cases.paged_block_sparse_attention,
     "multiscale_attention": prefill_cases.multiscale_attention,
     "conv_attention": prefill_cases.conv_attention,
     "head_mix_attention": prefill_cases.head_mix_attention,

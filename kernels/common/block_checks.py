@@ -32,19 +32,19 @@ def check_zoom(zoom: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
 
 def _check_block_map(name: str, x: Tensor, dtype: torch.dtype, q: Tensor, k: Tensor, block_size: int) -> None:
     check_block_size(block_size)
+    row_blocks, col_blocks = ((tokens + block_size - 1) // block_size for tokens in (q.shape[2], k.shape[2]))
+    check_map_shape(name, x, dtype, [(q.shape[0], 1), (q.shape[1], k.shape[1], 1), (row_blocks,), (col_blocks,)])
+    check_device(name, x, "q", q)
+
+
+def check_map_shape(name: str, x: Tensor, dtype: torch.dtype, accepted: Sequence[tuple[int, ...]]) -> None:
+    """Checks the dtype of a block map and each of its four sizes against those that are accepted."""
     if x.dtype != dtype or x.dim() != 4:
         expected = str(dtype).removeprefix("torch.")
         raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected} [batch, heads, row blocks, column blocks]")
-    accepted = [
-        (q.shape[0], 1),
-        (q.shape[1], k.shape[1], 1),
-        ((q.shape[2] + block_size - 1) // block_size,),
-        ((k.shape[2] + block_size - 1) // block_size,),
-    ]
     for size, sizes, what in zip(x.shape, accepted, ("batch", "heads", "row blocks", "column blocks"), strict=True):
         if size not in sizes:
             raise ValueError(f"{name}.shape={tuple(x.shape)}: {what} must be {' or '.join(map(str, sizes))}")
-    check_device(name, x, "q", q)
 
 
 def check_pool_blocks(x: Tensor, poolings: Sequence[str], block_size: int, start: Tensor | None) -> None:

@@ -15,6 +15,7 @@ Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in 
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import sequence_span, tl, triton
 
 
@@ -34,6 +35,12 @@ def compact_rows(
     return _compact(
         block_mask[:, :, None], kv_start, num_queries, num_keys, offset, BLOCK=block_size, CAUSAL=causal, BY_COLUMN=False
     )
+
+
+def compact_packed_rows(block_mask: Tensor, cu_queries: Tensor, kv_len: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Returns the lists of :func:`compact_rows` for causal sequences of different lengths, which are on the device."""
+    span = cu_queries.contiguous(), kv_len.contiguous()
+    return _compact(block_mask[:, :, None], None, 0, 0, 0, *span, BLOCK=block_size, CAUSAL=True, BY_COLUMN=False)
 
 
 def compact_columns(
@@ -56,8 +63,20 @@ def compact_columns(
     return _compact(grouped, kv_start, num_queries, num_keys, offset, BLOCK=block_size, CAUSAL=causal, BY_COLUMN=True)
 
 
-def _compact(mask: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, offset: int, **constants: int | bool):
-    """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``."""
+def _compact(
+    mask: Tensor,
+    kv_start: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    offset: int,
+    cu_queries: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    **constants: int | bool,
+) -> tuple[Tensor, Tensor]:
+    """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``.
+
+    Sequences are bounded by the numbers and ``kv_start``, or packed and bounded by ``cu_queries`` and ``kv_len``.
+    """
     if kv_start is not None:  # sequences may share a mask, but their causal limits differ by padding
         mask = mask.expand(kv_start.shape[0], -1, -1, -1, -1)
     batch, heads, group, blocks, candidates = mask.shape
@@ -66,7 +85,7 @@ def _compact(mask: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: 
     lists = torch.empty((batch, heads, blocks, entries), dtype=dtype, device=mask.device)
     lengths = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=mask.device)
     _compact_kernel[(blocks, heads, batch)](
-        mask.view(torch.uint8), lists, lengths, kv_start,
+        mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
         *mask.stride(),
         num_queries, num_keys, entries, offset,
         GROUP=group, CHUNK=min(1024, triton.next_power_of_2(entries)), **constants,
@@ -76,18 +95,21 @@ def _compact(mask: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: 
 
 @triton.jit(do_not_specialize=["entries"])
 def _compact_kernel(
-    p_mask, p_lists, p_lengths, p_kv_start,
+    p_mask, p_lists, p_lengths, p_kv_start, p_cu_queries, p_kv_len,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
     num_queries, num_keys, entries, offset,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """One program compacts one row block (column block) of the mask."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    if p_cu_queries is not None:
+        _, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b)
+    else:
+        _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     if BY_COLUMN:
         begin, end, full_begin, full_end = _visible_row_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
     else:
-        begin, end, full_begin, full_end = _visible_column_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        begin, end, full_begin, full_end = visible_column_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
 
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + block
     p_mask += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
@@ -107,7 +129,7 @@ def _compact_kernel(
 
 
 @triton.jit
-def _visible_column_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+def visible_column_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """Returns the range of column blocks that the row block at t0 sees.
 
     It is ``[begin, end)``, followed by the range of those that all its queries see in full.

@@ -24,25 +24,39 @@ def check_bucket_decode(
     if q.shape[2] != 1:
         raise ValueError(f"q.shape={tuple(q.shape)}: expected one query per sequence, [batch, heads, 1, head size]")
     for name, x, least in (("index.offsets", index.offsets, 2), ("index.order", index.order, 0), ("probes", probes, 0)):
-        if x.dtype != torch.int32 or x.dim() != 3 or x.shape[:2] != k.shape[:2] or x.shape[2] < least:
-            raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 [{k.shape[0]}, {k.shape[1]}, at least {least}]"
-            )
-        check_device(name, x, "q", q)
+        check_lists(name, x, k.shape[1], least, q)
     check_per_sequence("kv_start", kv_start, q)
     check_per_sequence("kv_len", kv_len, q)
+    check_dense_window(recent, sink, q)
+    check_counts(counts, k.shape[1], q)
+
+
+def check_lists(name: str, x: Tensor, kv_heads: int, least: int, q: Tensor) -> None:
+    """Checks that ``x`` is int32 ``[B, Hkv, n]`` with n at least ``least``."""
+    if x.dtype != torch.int32 or x.dim() != 3 or x.shape[:2] != (len(q), kv_heads) or x.shape[2] < least:
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 [{len(q)}, {kv_heads}, at least {least}]")
+    check_device(name, x, "q", q)
+
+
+def check_dense_window(recent: int | Tensor, sink: int, q: Tensor) -> None:
+    """Checks the numbers of keys in the dense window."""
     if isinstance(recent, Tensor):
         check_per_sequence("recent", recent, q)
     for name, x in (("recent", recent), ("sink", sink)):
         if not isinstance(x, Tensor) and x < 0:
             raise ValueError(f"{name}={x!r}: expected a number of keys, 0 or more")
-    if counts is not None:
-        if counts.dtype != torch.int64 or counts.shape != k.shape[:2] or not counts.is_contiguous():
-            raise ValueError(
-                f"counts is {counts.dtype} {tuple(counts.shape)} with strides {counts.stride()}: "
-                f"expected int64 {tuple(k.shape[:2])}, contiguous"
-            )
-        check_device("counts", counts, "q", q)
+
+
+def check_counts(counts: Tensor | None, kv_heads: int, q: Tensor) -> None:
+    """Checks the counter of keys: None, or contiguous int64 ``[B, Hkv]``."""
+    if counts is None:
+        return
+    if counts.dtype != torch.int64 or counts.shape != (len(q), kv_heads) or not counts.is_contiguous():
+        raise ValueError(
+            f"counts is {counts.dtype} {tuple(counts.shape)} with strides {counts.stride()}: "
+            f"expected int64 ({len(q)}, {kv_heads}), contiguous"
+        )
+    check_device("counts", counts, "q", q)
 
 
 def check_probe_buckets(

@@ -22,11 +22,15 @@ Whole tiles are loaded through tensor descriptors if the rows of keys and values
 closer to the peak memory bandwidth than many short ones. The last, partial tile of a split, and caches in any other layout, are
 loaded through pointers.
 
+The keys may be in pages (:mod:`msattn.kernels.paged_flash_decode`). Descriptors then load tiles of a page, if pages are a
+multiple of the tile.
+
 Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts: part_max, part_sum ``[B, Hkv,
 G * N, S]``, in base 2 and not normalized; part_out ``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are
 the result itself. Grid: (split, block of rows), key/value head, sequence; then the merge kernel.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -197,27 +201,34 @@ def launch(
     scale: float,
     splits: int | None,
     tile: Tile | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernels; ``tile`` overrides the default tile, for tuning.
 
-    The grid depends on shapes alone, so that a captured CUDA graph serves any lengths.
+    With a ``table``, int32 ``[B, pages]`` with contiguous rows, ``k`` and ``v`` are pages ``[P, Hkv, page_size, D]``. The grid
+    depends on shapes alone, so that a captured CUDA graph serves any lengths.
     """
-    plan = _plan(q, k, splits, tile)
+    plan = _plan(q, k, splits, tile, table)
     buffers = _allocate(q, k, plan)
-    views = _tile_views(k, v, plan.tile)
+    views = _tile_views(k, v, plan)
     for step in ("max", "sum") if variant == "global" else ("partial",):
-        _launch_step(step, plan, buffers, q, k, v, views, score_mod, kv_start, kv_len, causal, scale)
+        _launch_step(step, plan, buffers, q, k, v, views, score_mod, kv_start, kv_len, causal, scale, table)
     if plan.splits > 1:
         merge_splits(*buffers, rebase=variant == "partial")
     return buffers.out, buffers.lse
 
 
 class _Plan(NamedTuple):
-    """Division of group * N ``rows`` into ``row_blocks``, of keys into ``splits``."""
+    """Division of group * N ``rows`` into ``row_blocks``, of ``num_keys`` keys into ``splits``.
+
+    ``page_size`` is None for keys that are not in pages.
+    """
 
     tile: Tile
     rows: int
     row_blocks: int
+    num_keys: int
+    page_size: int | None
     splits: int
 
 
@@ -231,18 +242,33 @@ class _Buffers(NamedTuple):
     lse: Tensor
 
 
-def _plan(q: Tensor, k: Tensor, splits: int | None, tile: Tile | None) -> _Plan:
+def _plan(q: Tensor, k: Tensor, splits: int | None, tile: Tile | None, table: Tensor | None) -> _Plan:
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
+    page_size = None
     rows = q_heads // kv_heads * num_queries
     tile = tile or default_tile(rows, padded_head(head), q.element_size(), capability(q.device))
+    if table is not None:
+        page_size, num_keys = num_keys, num_keys * table.shape[1]
+        tile = _tile_of_pages(tile, page_size)
     row_blocks = triton.cdiv(rows, tile.rows)
     tiles = triton.cdiv(num_keys, tile.keys)
     if splits is None:
         slots = tile.programs * num_sms(q.device)
         efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
         splits = choose_splits(batch * kv_heads * row_blocks, slots, tiles, efficiency)
-    return _Plan(tile, rows, row_blocks, min(splits, tiles))
+    return _Plan(tile, rows, row_blocks, num_keys, page_size, min(splits, tiles))
+
+
+def _tile_of_pages(tile: Tile, page_size: int) -> Tile:
+    """Returns a tile for pages.
+
+    It divides pages, so that descriptors can load it, unless it would have fewer than 64 keys. Keys are loaded after the entry
+    of the table that they depend on, which takes as many pipeline stages again.
+    """
+    divisor = math.gcd(tile.keys, page_size)
+    keys = divisor if divisor >= min(64, tile.keys) else tile.keys
+    return tile._replace(keys=keys, stages=2 * tile.stages - 1, programs=tile.programs * tile.keys // keys)
 
 
 def _allocate(q: Tensor, k: Tensor, plan: _Plan) -> _Buffers:
@@ -254,10 +280,11 @@ def _allocate(q: Tensor, k: Tensor, plan: _Plan) -> _Buffers:
     return _Buffers(part_max, torch.empty_like(part_max), part_max.new_empty((*part_max.shape, q.shape[3])), out, lse)
 
 
-def _tile_views(k: Tensor, v: Tensor, tile: Tile) -> list[Any]:
-    """Returns tensor descriptors of keys and values, or None if rows are not aligned."""
+def _tile_views(k: Tensor, v: Tensor, plan: _Plan) -> list[Any]:
+    """Returns tensor descriptors of keys and values, or None if rows are not aligned, or tiles cross pages."""
     aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # descriptors cannot have strides of 0
-    return [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
+    aligned &= plan.page_size is None or plan.page_size % plan.tile.keys == 0
+    return [tile_view(x, plan.tile.keys) if aligned else None for x in (k, v)]
 
 
 def _launch_step(
@@ -273,21 +300,21 @@ def _launch_step(
     kv_len: Tensor | None,
     causal: bool,
     scale: float,
+    table: Tensor | None,
 ) -> None:
     """Launches one pass over the keys: "partial", or "max" followed by "sum"."""
     batch, q_heads, num_queries, head = q.shape
-    kv_heads, num_keys = k.shape[1:3]
-    tile = plan.tile
+    kv_heads, num_keys, tile = k.shape[1], plan.num_keys, plan.tile
     if score_mod is None:
         kernel, mod_arguments, window = None, (), None
     else:
         kernel, mod_arguments, window = score_mod.kernel, (*score_mod.tensors, *score_mod.numbers), score_mod.window
     _split_kernel[(plan.splits * plan.row_blocks, kv_heads, batch)](
-        q, k, v, *views, buffers.part_max, buffers.part_sum, buffers.part_out, kv_start, kv_len, mod_arguments,
-        *q.stride(), *k.stride(), *v.stride(),
+        q, k, v, *views, buffers.part_max, buffers.part_sum, buffers.part_out, kv_start, kv_len, table, mod_arguments,
+        *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
         q_heads // kv_heads, num_queries, num_keys, plan.row_blocks, num_keys + num_queries if window is None else window,
         scale, LOG2_E if score_mod else scale * LOG2_E,
-        STEP=step, SINGLE=plan.splits == 1, MOD=kernel, CAUSAL=causal,
+        STEP=step, SINGLE=plan.splits == 1, MOD=kernel, CAUSAL=causal, PAGE=plan.page_size,
         HEAD=head, BM=tile.rows, BN=tile.keys, BD=padded_head(head), PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # without V, the same bytes in flight
         **pdl_args(q.device),
@@ -309,13 +336,13 @@ def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
     return Tile(rows=rows, keys=keys, warps=4 if rows < 128 else 8, stages=3, programs=programs)
 
 
-@triton.jit(do_not_specialize=["group", "num_queries", "num_keys", "row_blocks", "window"])
+@triton.jit(do_not_specialize=["stride_tb", "group", "num_queries", "num_keys", "row_blocks", "window"])
 def _split_kernel(
-    q, k, v, k_desc, v_desc, part_max, part_sum, part_out, kv_start, kv_len, mod_arguments,
+    q, k, v, k_desc, v_desc, part_max, part_sum, part_out, kv_start, kv_len, table, mod_arguments,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
-    stride_vb, stride_vh, stride_vm, stride_vd,
+    stride_vb, stride_vh, stride_vm, stride_vd, stride_tb,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
-    STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
+    STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr, PAGE: tl.constexpr,
     HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Processes one split of the keys for a block of rows.
@@ -342,8 +369,10 @@ def _split_kernel(
     m_d = o_d < HEAD
     p_q = q + batch.to(tl.int64) * stride_qb + (head.to(tl.int64) * stride_qh + packed % num_queries * stride_qn)[:, None]
     b_q = tl.load(p_q + o_d[None, :] * stride_qd, mask=m_d[None, :], other=0.0)  # [BM, BD]
-    k += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    v += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    k += kv_head.to(tl.int64) * stride_kh
+    v += kv_head.to(tl.int64) * stride_vh
+    if PAGE is not None:
+        table += batch.to(tl.int64) * stride_tb
     part = (batch * tl.num_programs(1) + kv_head).to(tl.int64) * rows + row
     part = part * num_splits + split  # [BM]
     m = tl.full([BM], float("-inf"), tl.float32)
@@ -358,26 +387,30 @@ def _split_kernel(
         by_pointer += tl.maximum(end - begin, 0) // BN * BN
         for j0 in tl.range(begin, by_pointer, BN):
             j = j0 + tl.arange(0, BN)
-            s = tl.dot(b_q, tl.trans(load_tile(k_desc, batch, kv_head, j0, BN, BD)), input_precision=PRECISION)
+            block, first = _block_and_row(table, batch, j0, True, PAGE)
+            s = tl.dot(b_q, tl.trans(load_tile(k_desc, block, kv_head, first, BN, BD)), input_precision=PRECISION)
             s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
             if STEP == "max":
                 m = tl.maximum(m, tl.max(s, 1) * scale2)
             else:
-                b_v = load_tile(v_desc, batch, kv_head, j0, BN, BD)
+                b_v = load_tile(v_desc, block, kv_head, first, BN, BD)
                 m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
     for j0 in tl.range(by_pointer, end, BN):
         j = j0 + tl.arange(0, BN)
         live = j < end
         m_tile = live[:, None] & m_d[None, :]
-        key = j.to(tl.int64)[:, None]
-        b_k = tl.load(k + key * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
+        block, row_of = _block_and_row(table, batch, j, live, PAGE)
+        block, row_of = block.to(tl.int64), row_of.to(tl.int64)
+        p_k = k + (block * stride_kb + row_of * stride_km)[:, None] + o_d[None, :] * stride_kd
+        b_k = tl.load(p_k, mask=m_tile, other=0.0)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
         s = tl.where(live[None, :], s, float("-inf"))
         if STEP == "max":
             m = tl.maximum(m, tl.max(s, 1) * scale2)
         else:
-            b_v = tl.load(v + key * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
+            p_v = v + (block * stride_vb + row_of * stride_vm)[:, None] + o_d[None, :] * stride_vd
+            b_v = tl.load(p_v, mask=m_tile, other=0.0)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
     if STEP == "max" or SINGLE:  # dependent programs that start earlier would be distributed unevenly over the SMs
@@ -392,6 +425,16 @@ def _split_kernel(
         tl.store(part_sum + part, l, mask=row < rows)
         p_out = part_out + part[:, None] * HEAD + o_d[None, :]
         tl.store(p_out, acc.to(part_out.dtype.element_ty), mask=(row < rows)[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _block_and_row(table, batch, j, live, PAGE: tl.constexpr):
+    """Returns where keys j are: their page and rows of it, or sequence and position if there are no pages."""
+    if PAGE is None:
+        block, row = batch, j
+    else:
+        block, row = tl.load(table + j // PAGE, mask=live, other=0), j % PAGE
+    return block, row
 
 
 @triton.jit

@@ -21,6 +21,9 @@ from msattn.kernels.reference.maxpool_attention import maxpool_attention
 from msattn.kernels.reference.merge_states import merge_states
 from msattn.kernels.reference.multiscale_attention import multiscale_attention, multiscale_attention_backward
 from msattn.kernels.reference.nearest_centroid import bucket_sums, nearest_centroid
+from msattn.kernels.reference.paged_block_sparse_attention import paged_block_sparse_attention
+from msattn.kernels.reference.paged_bucket_decode import paged_bucket_decode
+from msattn.kernels.reference.paged_flash_decode import paged_flash_decode
 from msattn.kernels.reference.pool_blocks import pool_blocks
 from msattn.kernels.reference.probe_buckets import probe_buckets
 
@@ -46,6 +49,9 @@ __all__ = [
     "multiscale_attention",
     "multiscale_attention_backward",
     "nearest_centroid",
+    "paged_block_sparse_attention",
+    "paged_bucket_decode",
+    "paged_flash_decode",
     "pool_blocks",
     "probe_buckets",
 ]

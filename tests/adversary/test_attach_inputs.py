@@ -241,6 +241,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "head_mask": (torch.zeros(4), "none"),
     "past_key_value": (DynamicCache(), "cache"),
     "msattn_tap": (None, "tap"),
+    "msattn_pages": (None, "pages"),
+    "cache": (None, "cache", DynamicCache()),
     "kv_start": (torch.tensor([3, 3]), 3),
     "unknown": (1, None),
 }

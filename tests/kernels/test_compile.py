@@ -182,6 +182,35 @@ def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
         _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None)
 
 
+def _paged_cache(dtype: torch.dtype, head_size: int, page_size: int):
+    """Returns queries of two sequences, and the views of one layer in a buffer of two."""
+    from msattn.kernels.types import PagedKeys
+
+    k, v = torch.zeros(2, 40, 2, page_size, 2, head_size, dtype=dtype)[:, :, 0]
+    table, kv_len = torch.zeros(2, 20, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    return torch.zeros(2, 4, 1, head_size, dtype=dtype), PagedKeys(k, v, table, kv_len)
+
+
+def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import paged_bucket_decode as op
+    from msattn.kernels.testing import starts
+
+    ids, counts = torch.zeros(40, 256, 2, dtype=torch.int16), torch.zeros(2, 2, dtype=torch.int64)
+    routed, blocks = (ids, 0, 256, starts([5, 9]), 30.0, None), (None, 64, 16, None, None, counts)
+    buckets, block_size, page_size, recent_of, softcap, counts = _choose([routed, blocks], head_size, sm)
+    q, cache = _paged_cache(dtype, head_size, page_size)
+    probes = torch.zeros(2, 2, 5, dtype=torch.int32)
+    op.launch(q, *cache, buckets, block_size, probes, recent_of, 9, 1, 0.1, softcap, counts)
+
+
+def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import paged_flash_decode as op
+
+    page_size, softcap = _choose([(16, 30.0), (256, None)], head_size, sm)
+    q, cache = _paged_cache(dtype, head_size, page_size)
+    op.launch(q.expand(-1, -1, 3, -1), *cache, 0.1, softcap)
+
+
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_decode as op
     from msattn.kernels.testing import random_qkv, starts

@@ -26,7 +26,9 @@ from msattn.trainer.models.layer_inputs import LayerInputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IMPLEMENTATION = "msattn_tap"
+IMPLEMENTATION = "msattn_flash_tap"  # continuous batching of transformers accepts names that contain "flash"
+TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
+PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged; its ``layers`` stand for the layers of a cache
 DENSE = "msattn_dense"
 _entering = threading.Lock()  # of two threads that attach one model, the second one is refused
 
@@ -79,8 +81,9 @@ class _LayerTap(NotCopied):
     @torch.compiler.disable
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.current.position_embeddings = kwargs["position_embeddings"]
-        self.current.position_ids, self.current.past_key_values = kwargs.get("position_ids"), kwargs.get("past_key_values")
-        return args, {**kwargs, IMPLEMENTATION: self}  # transformers forwards unknown keywords to the attention function
+        self.current.position_ids = kwargs.get("position_ids")
+        self.current.past_key_values = kwargs[PAGES] if PAGES in kwargs else kwargs.get("past_key_values")
+        return args, {**kwargs, TAP: self}  # transformers forwards unknown keywords to the attention function
 
     @torch.compiler.disable
     def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -163,6 +166,8 @@ def _tapped_attention(
     """Computes attention for transformers; ``attention_mask`` is what :func:`_mask_of_layers` returned."""
     if msattn_tap is None:
         return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **others)
+    if PAGES in others:
+        attention_mask = None  # it only kept transformers from building one
     if attention_mask is not None and attention_mask.ndim != 1:
         raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
     out = msattn_tap(query, key, value, attention_mask, scaling, softcap=others.get("softcap"), sinks=others.get("s_aux"))

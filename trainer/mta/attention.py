@@ -25,7 +25,7 @@ from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_decode import conv_decode
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.tap import IMPLEMENTATION, causal_attention, padding_start
+from msattn.trainer.models.tap import TAP, causal_attention, padding_start
 from msattn.trainer.mta.cache import query_window_layer
 
 HeadMixing = Literal["scores", "group"]
@@ -92,7 +92,7 @@ class MultiTokenAttention(nn.Module):
         **kwargs: Any,  # transformers passes further arguments to every attention
     ) -> tuple[Tensor, None]:
         """Computes attention of ``hidden_states [B, N, hidden]``; the second output, the weights, is always None."""
-        if IMPLEMENTATION in kwargs:
+        if TAP in kwargs:
             raise UserError("model: multi-token attention cannot be tapped (or attached to)")
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))

@@ -18,17 +18,17 @@ from msattn.trainer.models.tap import NotCopied
 
 
 @contextmanager
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces ``module.forward`` inside the context."""
-    before = vars(module).get("forward")
-    module.forward = forward
+def replaced(module: nn.Module, method: Callable[..., Any], *, name: str = "forward") -> Iterator[None]:
+    """Replaces the method ``name`` of one module inside the context."""
+    before = vars(module).get(name)
+    setattr(module, name, method)
     try:
         yield
     finally:
         if before is None:
-            del module.forward
+            delattr(module, name)
         else:
-            module.forward = before
+            setattr(module, name, before)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ new token, or over a few as in the verification of a draft, reads the dense wind
 import sys
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -19,15 +19,21 @@ from msattn.trainer.models.families import check_length, num_layers, served_laye
 from msattn.trainer.models.layer_attention import block_map, decoded_attention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.models.tap import LayerInputs, NotCopied, dense_attention, is_tapped
+from msattn.trainer.models.tap import PAGES, LayerInputs, NotCopied, dense_attention, is_tapped
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import check_memory, install_layers
 from msattn.trainer.serving.cache_layers import FEW_TOKENS, BucketLayer, GrowingLayer
 from msattn.trainer.serving.inputs import check_held, check_inputs
+from msattn.trainer.serving.paged.attention import PagedAttention, is_paged
+from msattn.trainer.serving.paged.batching import batching_config
+from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
 from msattn.trainer.serving.statistics import Statistics
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig
 
 
 class Sparse(NotCopied):
@@ -49,6 +55,7 @@ class Sparse(NotCopied):
         self.kv_heads = kv_heads  # of this rank
         self.gate = None if selection is None else selection.gate
         self.routed_layers: frozenset[int] = frozenset() if routed is None else routed.layers
+        self.paged = PagedAttention(selection, routed, statistics, dense_below=dense_below, rotation=rotation)
         self.attached = True
         self._prepared: WeakSet[Any] = WeakSet()  # caches
 
@@ -88,12 +95,30 @@ class Sparse(NotCopied):
             "attention_s": self.statistics.seconds("attention"),
         }
 
+    def batching_config(self, **options: Any) -> "ContinuousBatchingConfig":
+        """Returns the configuration of transformers' continuous batching that suits an attached model.
+
+        Pages of 256 tokens, and CUDA graphs for new tokens on a GPU. ``model.generate_batch`` takes it by default. How many
+        pages a request may have is set by its length, or else by the positions of the model.
+
+        Parameters
+        ----------
+        **options : values of transformers' ``ContinuousBatchingConfig`` that replace these.
+
+        Raises
+        ------
+        UserError : transformers is older than 5.23.
+        """
+        return batching_config(**options)
+
     def dispatch(self, x: LayerInputs) -> Tensor:
         """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports this pass, else dense."""
         if torch.is_autocast_enabled(x.q.device.type):
             x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # RoPE returns fp32 under autocast
             with torch.autocast(x.q.device.type, enabled=False):
                 return self.dispatch(x)
+        if isinstance(x.cache, PagedPass):
+            return self.paged.attend(x)
         pays = x.num_keys >= self.routed_from(len(x.q))
         layer = self._bucket_layer(x) if pays or self.rotation is None else None
         out = None
@@ -209,6 +234,9 @@ class Sparse(NotCopied):
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
         config: Any = module.config
         self._check_outputs(config, kwargs)
+        if is_paged(kwargs):
+            return args, self.paged.begin(config, kwargs)
+        kwargs.pop(PAGES, None)
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)

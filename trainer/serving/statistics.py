@@ -1,7 +1,8 @@
 """Counts and means of what an attached model reads."""
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import Any
 
@@ -27,8 +28,8 @@ class Statistics:
         self._counts: Counter[str] = Counter()
         self._sums: dict[str, Tensor | float] = {}
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
-        self._visible: Tensor | int = 0
-        self._read_densely: Tensor | int = 0
+        self._visible = self._read_densely = 0
+        self._on_device: dict[torch.device, Tensor] = {}  # the same two numbers
         self._lock = Lock()
 
     def add(self, name: str, value: Tensor | float = 1.0) -> None:
@@ -66,17 +67,51 @@ class Statistics:
             return self._key_counts[key]
 
     def add_visible(self, keys: Tensor | int, *, all_read: bool = False) -> None:
-        """Adds a number of keys that were visible to decoded tokens; ``all_read`` in a dense pass."""
+        """Adds a number of keys that were visible to decoded tokens; ``all_read`` in a dense pass.
+
+        Numbers on a device are added in place, so that a CUDA graph may add them.
+        """
         with self._lock:
-            self._visible = self._visible + keys * self._reads
-            self._read_densely = self._read_densely + keys * self._reads * all_read
+            if not isinstance(keys, Tensor):
+                self._visible += keys * self._reads
+                self._read_densely += keys * self._reads * all_read
+                return
+            if keys.device not in self._on_device:
+                with torch.inference_mode(False):
+                    self._on_device[keys.device] = torch.zeros(2, dtype=torch.int64, device=keys.device)
+            visible, read = self._on_device[keys.device]
+            visible += keys * self._reads
+            if all_read:
+                read += keys * self._reads
 
     def share_of_keys(self) -> float | None:
         """Returns the keys that decoding read over the visible ones, or None if there are none."""
         with self._lock:
-            visible = int(self._visible)
-            read = int(self._read_densely) + sum(int(counts.sum()) for counts in self._key_counts.values())
+            visible, read = self._visible, self._read_densely
+            for on_device in self._on_device.values():
+                more_visible, more_read = on_device.tolist()
+                visible, read = visible + more_visible, read + more_read
+            read += sum(int(counts.sum()) for counts in self._key_counts.values())
         return read / visible if visible else None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Counts nothing of the block, such as passes that only compile kernels and capture graphs."""
+        with self._lock:
+            held = Counter(self._counts), dict(self._sums), self._visible, self._read_densely
+            on_device = {id(x): x.clone() for x in self._tensors()}
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counts, self._sums, self._visible, self._read_densely = held
+                for x in self._tensors():  # in place: graphs hold their addresses
+                    if x.is_cuda:
+                        torch.cuda.synchronize(x.device)
+                    x.copy_(on_device.get(id(x), torch.zeros_like(x)))
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._on_device.values(), *self._key_counts.values()]
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Measures the time of the block as one of ``phase``, if there is a timer."""

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
-from msattn.trainer.models.tap import IMPLEMENTATION, LayerInputs, NotCopied, left_padding
+from msattn.trainer.models.tap import TAP, LayerInputs, NotCopied, left_padding
 from msattn.trainer.serving.buffer import Buffer
 from msattn.trainer.serving.cache_layers import GrowingLayer
 from msattn.trainer.serving.fused import fused, replaced
@@ -424,7 +424,7 @@ class StepAttention(NotCopied):
             self.layer, q, keys, values, q_nope, k_nope, cos, sin, self.module.scaling, step.kv_start, cache_layer,
             kv_len=step.kv_len,
         )  # fmt: skip
-        kwargs[IMPLEMENTATION].current.clear()  # the hooks have kept tensors for an ordinary pass
+        kwargs[TAP].current.clear()  # the hooks have kept tensors for an ordinary pass
         out = self.steps.sparse.attend_step(x, step.window, routed=step.routed)
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 

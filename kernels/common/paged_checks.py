@@ -1,0 +1,89 @@
+"""Argument checks of operations on a paged cache; see :mod:`.checks`."""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.common.block_checks import check_block_size, check_map_shape
+from msattn.kernels.common.bucket_checks import check_counts, check_dense_window, check_lists
+from msattn.kernels.common.checks import check_device, check_per_sequence, check_tokens
+from msattn.kernels.types import PagedKeys
+
+
+def check_paged_keys(cache: PagedKeys, heads: int, q: Tensor) -> None:
+    """Checks a paged cache for queries of ``heads`` heads, whose last dimension is the head size."""
+    for name, x in (("cache.k", cache.k), ("cache.v", cache.v)):
+        if x.dim() != 4 or min(x.shape) < 1 or x.shape[3] != q.shape[-1] or x.stride(3) != 1:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected [pages, page size, heads, "
+                f"{q.shape[-1]}], q's head size, each size at least 1 and the last dimension contiguous"
+            )
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name}.dtype={x.dtype}: expected q's dtype, {q.dtype}")
+        check_device(name, x, "q", q)
+    if cache.k.shape != cache.v.shape:
+        raise ValueError(f"cache.v.shape={tuple(cache.v.shape)}: expected cache.k's shape, {tuple(cache.k.shape)}")
+    if heads % cache.k.shape[2]:
+        raise ValueError(f"q has {heads} heads, cache.k has {cache.k.shape[2]}: expected q's to be a multiple of cache.k's")
+    table, kv_len = cache.table, cache.kv_len
+    if table.dtype != torch.int32 or table.dim() != 2 or min(table.shape) < 1:
+        raise ValueError(f"cache.table is {table.dtype} {tuple(table.shape)}: expected int32 [batch, pages], each at least 1")
+    check_device("cache.table", table, "q", q)
+    check_per_sequence("cache.kv_len", kv_len, table)
+
+
+def check_paged_block_sparse_attention(
+    q: Tensor, cache: PagedKeys, cu_queries: Tensor, block_mask: Tensor | None, max_queries: int, block_size: int
+) -> None:
+    """Checks packed queries ``[T, Hq, D]``, their paged cache and a block mask for each sequence."""
+    if q.dim() != 3 or min(q.shape) < 1:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected packed queries [tokens, heads, head size], each at least 1")
+    check_tokens("q", q[None])
+    check_paged_keys(cache, q.shape[1], q)
+    check_block_size(block_size)
+    batch, pages = cache.table.shape
+    if max_queries < 1:
+        raise ValueError(f"max_queries={max_queries!r}: expected a number of queries, 1 or more")
+    if cu_queries.dtype != torch.int32 or tuple(cu_queries.shape) != (batch + 1,):
+        raise ValueError(f"cu_queries is {cu_queries.dtype} {tuple(cu_queries.shape)}: expected int32 ({batch + 1},)")
+    check_device("cu_queries", cu_queries, "q", q)
+    if block_mask is None:
+        return
+    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (max_queries, pages * cache.k.shape[1]))
+    accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (row_blocks,), (col_blocks,)]
+    check_map_shape("block_mask", block_mask, torch.bool, accepted)
+    check_device("block_mask", block_mask, "q", q)
+
+
+def check_paged_decode(q: Tensor, cache: PagedKeys) -> None:
+    """Checks ``q [B, Hq, N, D]`` and the paged cache of a decoding step."""
+    check_tokens("q", q)
+    check_paged_keys(cache, q.shape[1], q)
+    if cache.table.shape[0] != q.shape[0]:
+        raise ValueError(f"cache.table.shape={tuple(cache.table.shape)}: expected q's batch size, {q.shape[0]}")
+
+
+def check_paged_bucket_decode(
+    q: Tensor,
+    cache: PagedKeys,
+    buckets: Tensor | int,
+    probes: Tensor,
+    recent: int | Tensor,
+    sink: int,
+    counts: Tensor | None,
+) -> None:
+    """Checks the arguments of ``paged_bucket_decode``, among them one query per sequence."""
+    check_paged_decode(q, cache)
+    if q.shape[2] != 1:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected one query per sequence, [batch, heads, 1, head size]")
+    if isinstance(buckets, Tensor):
+        if buckets.dtype != torch.int16 or buckets.shape != cache.k.shape[:3]:
+            raise ValueError(
+                f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 {tuple(cache.k.shape[:3])}, one for each "
+                "slot and key/value head, or a block size"
+            )
+        check_device("buckets", buckets, "q", q)
+    elif buckets < 1:
+        raise ValueError(f"buckets={buckets!r}: expected int16 buckets of slots, or a block size of at least 1")
+    check_lists("probes", probes, cache.k.shape[2], 0, q)
+    check_dense_window(recent, sink, q)
+    check_counts(counts, cache.k.shape[2], q)

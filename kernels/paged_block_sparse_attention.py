@@ -1,0 +1,227 @@
+"""Block-sparse attention of packed queries over a paged cache, for chunked prefill.
+
+As in :mod:`msattn.kernels.block_sparse_attention`, the mask is compacted into lists on the device, and one program owns a row
+block of a head and iterates over its list; without a mask it iterates over all blocks that it sees. Sequences of a batch differ
+in length, so that each program reads its bounds, and those past the end of their sequence leave at once.
+
+A tile has BM = block queries and BN keys. If the page size is a multiple of BN, its keys are in one page; otherwise each key's
+page is looked up (:mod:`msattn.kernels.common.paged_tiles`). Prefix: p_ pointer.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference, tuned
+from msattn.kernels.common.block_lists import compact_packed_rows, find_list, visible_column_blocks
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.paged_checks import check_paged_block_sparse_attention
+from msattn.kernels.common.paged_tiles import load_keys, load_pages, packed_span
+from msattn.kernels.common.primitives import (
+    LN_2,
+    LOG2_E,
+    capability,
+    mask_scores,
+    padded_head,
+    precision,
+    softmax_finalize,
+    softmax_step,
+    tl,
+    triton,
+)
+from msattn.kernels.common.softcap import cap_scores, unscaled_limit
+from msattn.kernels.types import Backend, PagedKeys, SparseAttention
+
+
+def paged_block_sparse_attention(
+    q: Tensor,
+    cache: PagedKeys,
+    cu_queries: Tensor,
+    block_mask: Tensor | None,
+    *,
+    max_queries: int,
+    block_size: int = 64,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: Backend | None = None,
+) -> SparseAttention:
+    """Computes causal attention of packed queries over the selected blocks of a paged cache.
+
+    Sequences of different lengths share a call, as chunks of prompts do in continuous batching. Query i of sequence b has
+    position ``cache.kv_len[b] - n + i``, where n is its number of queries in the call. Blocks of queries are counted from the
+    first of them, blocks of keys from position 0. A block may span several pages, and a page several blocks.
+
+    Parameters
+    ----------
+    q : Tensor ``[T, Hq, D]``
+        Queries of all sequences, one sequence after the other; fp32, fp16 or bf16 (fp64 on the torch backend).
+    cache : PagedKeys
+        Keys and values, the queries' own included. Query head h reads head ``h // (Hq // Hkv)``. Not copied.
+    cu_queries : Tensor int32 ``[B + 1]``
+        Sequence b has the queries ``cu_queries[b] : cu_queries[b + 1]``, possibly none, at most as many as keys.
+    block_mask : Tensor bool ``[B, Hq | Hkv | 1, ceil(max_queries / block), ceil(pages * page_size / block)]``, optional
+        True selects the block; what is past the end of a sequence or above the diagonal is not read. None selects all blocks.
+    max_queries : int
+        Upper bound of the number of queries of a sequence.
+    block_size : int
+        Tokens in a block: 16, 32, 64 or 128.
+    scale : float, optional
+        Positive factor of the scores; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before masking (Gemma 2).
+    backend : {"triton", "torch"}, optional
+        Triton for CUDA tensors and the reference for CPU tensors by default.
+
+    Returns
+    -------
+    SparseAttention
+        ``out [T, Hq, D]``, ``lse [T, Hq]`` (natural logarithm, fp32); 0 and -inf for rows that read no key and for rows
+        after the last sequence.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The values of tensors (offsets, lengths, pages) are checked by the reference alone.
+    NotImplementedError
+        In the backward pass, as the operation is for inference.
+    """
+    check_paged_block_sparse_attention(q, cache, cu_queries, block_mask, max_queries, block_size)
+    scale, softcap = resolve_scale(scale, q.shape[2]), resolve_softcap(softcap)
+    backend = resolve_backend(backend, q)
+    arguments = (q, *cache, cu_queries, block_mask, max_queries, block_size, scale, softcap, backend)
+    return SparseAttention(*_operator(*arguments))
+
+
+@torch.library.custom_op("msattn::paged_block_sparse_attention", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    cu_queries: Tensor,
+    block_mask: Tensor | None,
+    max_queries: int,
+    block_size: int,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    cache = PagedKeys(k, v, table, kv_len)
+    if backend == "triton":
+        with torch.cuda.device_of(q):
+            return launch(q, cache, cu_queries, block_mask, max_queries, block_size, scale, softcap)
+    return reference.paged_block_sparse_attention(
+        q, cache, cu_queries, block_mask, max_queries=max_queries, block_size=block_size, scale=scale, softcap=softcap
+    )
+
+
+@_operator.register_fake
+def _(q, *others):
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
+
+
+def _backward(ctx, dout, dlse):
+    raise NotImplementedError(
+        "paged_block_sparse_attention is for inference and has no gradient: detach its inputs, or use torch.no_grad()"
+    )
+
+
+_operator.register_autograd(_backward)
+
+
+def launch(
+    q: Tensor,
+    cache: PagedKeys,
+    cu_queries: Tensor,
+    block_mask: Tensor | None,
+    max_queries: int,
+    block_size: int,
+    scale: float,
+    softcap: float | None,
+    tile: tuned.Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launches the kernels; ``tile`` overrides the tuned tile.
+
+    The grid depends on shapes and ``max_queries`` alone, so that a captured CUDA graph serves any lengths up to them.
+    """
+    _, q_heads, head = q.shape
+    k, v, table, kv_len = cache
+    batch, page_size, kv_heads = table.shape[0], *k.shape[1:3]
+    cols = padded_head(head)
+    tile = tile or tuned.pick("paged_block_sparse_attention", cols, q.dtype, capability(q.device))
+    row_blocks = triton.cdiv(max_queries, block_size)
+    cu_queries, kv_len = cu_queries.contiguous(), kv_len.contiguous()
+    lists, lengths, list_heads, entries = None, None, 1, 1
+    if block_mask is not None:
+        lists, lengths = compact_packed_rows(block_mask, cu_queries, kv_len, block_size)
+        list_heads, _, entries = lists.shape[1:]
+
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
+        q, k, v, out, lse, table, cu_queries, kv_len, lists, lengths,
+        *q.stride(), *k.stride()[:3], *v.stride()[:3], *out.stride(), *table.stride(),
+        q_heads // kv_heads, kv_heads, row_blocks, batch, list_heads, entries,
+        scale * LOG2_E, unscaled_limit(softcap, scale),
+        HEAD=head, COLS=cols, BM=block_size, BN=min(block_size, tile.keys), PAGE=page_size, PRECISION=precision(q.dtype),
+        num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "batch", "list_heads", "entries"])
+def _paged_block_sparse_attention_kernel(
+    p_q, p_k, p_v, p_out, p_lse, p_table, p_cu_queries, p_kv_len, p_lists, p_lengths,
+    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_ot, stride_oh, stride_od, stride_tb, stride_tp,
+    group, kv_heads, row_blocks, batch, list_heads, entries, scale2, limit,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Heads of a group are adjacent for L2 reuse; the longest rows come first.
+    pid = tl.program_id(0)
+    r = row_blocks - 1 - pid // group % row_blocks
+    kv_head = pid // (group * row_blocks) % kv_heads
+    h = kv_head * group + pid % group
+    b = pid // (group * row_blocks * kv_heads)
+    first_row, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b)
+    t0 = r * BM
+    if t0 >= queries:
+        return
+    t = t0 + tl.arange(0, BM)
+    d = tl.arange(0, COLS)
+    rows = (first_row + t).to(tl.int64)
+    stored = (t < queries)[:, None] & (d < HEAD)[None, :]
+
+    _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, True)
+    if p_lists is not None:
+        p_list, full, all_blocks = find_list(
+            p_lists, p_lengths, b, h, r, kv_heads * group, batch, list_heads, row_blocks, entries
+        )
+
+    p_table += b.to(tl.int64) * stride_tb
+    p_k += kv_head.to(tl.int64) * stride_kh
+    p_v += kv_head.to(tl.int64) * stride_vh
+    q = tl.load(p_q + rows[:, None] * stride_qt + h.to(tl.int64) * stride_qh + d[None, :] * stride_qd, mask=stored, other=0.0)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, COLS], tl.float32)
+    PARTS: tl.constexpr = BM // BN  # key tiles of a block
+    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
+        block = n // PARTS
+        if p_lists is not None:
+            block = tl.load(p_list + block).to(tl.int32)
+        u0 = block * BM + n % PARTS * BN
+        u = u0 + tl.arange(0, BN)
+        page, offset = load_pages(p_table, stride_tp, u0, keys, PAGE, BN)
+        k = load_keys(p_k, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        if limit is not None:
+            s = cap_scores(s, limit)
+        if n >= full * PARTS:
+            s = mask_scores(s, t, u, keys, delta, True)
+        v = load_keys(p_v, page, offset, u < keys, stride_vp, stride_vs, HEAD, COLS)
+        m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+    out, lse2 = softmax_finalize(m, l, acc, t < queries)
+    p_row = p_out + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
+    tl.store(p_row, out.to(p_out.dtype.element_ty), mask=stored)
+    tl.store(p_lse + rows * (kv_heads * group) + h, lse2 * LN_2, mask=t < queries)

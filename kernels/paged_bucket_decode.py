@@ -1,0 +1,343 @@
+"""Decoding over a dense window and probed buckets of a paged cache.
+
+The same attention as :mod:`msattn.kernels.bucket_decode`, without lists: nothing is rebuilt when keys arrive, and a page may be
+shared, moved or freed, since the bucket of a key is stored by its slot.
+
+Each program takes a share of the positions of a sequence, for one key/value head:
+
+1. It sets the bits of the probed buckets in a bit mask.
+2. It appends its share of the dense window to its own list of slots. Windows are divided evenly: the newest keys are adjacent,
+   and would otherwise all belong to one program.
+3. It reads the bucket ids of its tiles of positions between sink and newest keys, tests their bits, and appends the matching
+   slots to its list, compacted by a prefix sum. Adjacent tiles belong to different programs, because adjacent keys tend to
+   be in the same buckets.
+4. It attends to the listed slots, in full tiles.
+
+Bit mask and list are scratch in global memory that no other program reads. With blocks of positions as buckets, step 3 computes
+ids instead of reading them. A second kernel merges the partial results of the splits.
+
+Tiles: BH query heads of a group, BN keys, BD head size, BS positions of the scan. Prefixes: b_ tile, p_ pointer, o_ offset, m_
+mask. Grid: (split, key/value head, sequence); then the merge kernel.
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
+from msattn.kernels.common.paged_checks import check_paged_bucket_decode
+from msattn.kernels.common.primitives import (
+    LOG2_E,
+    num_sms,
+    padded_head,
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
+    precision,
+    softmax_step,
+    tl,
+    triton,
+)
+from msattn.kernels.common.softcap import cap_scores, unscaled_limit
+from msattn.kernels.common.splits import merge_splits, one_wave_splits
+from msattn.kernels.tuned import Tile
+from msattn.kernels.types import Backend, PagedKeys, SparseAttention
+
+MAX_SPLITS = 128
+MAX_BUCKETS = 2**15  # of int16 ids
+SCAN = 1024  # positions that a program reads the buckets of at a time
+
+
+def paged_bucket_decode(
+    q: Tensor,
+    cache: PagedKeys,
+    buckets: Tensor | int,
+    probes: Tensor,
+    *,
+    recent: int | Tensor,
+    sink: int = 1,
+    scale: float | None = None,
+    softcap: float | None = None,
+    counts: Tensor | None = None,
+    backend: Backend | None = None,
+) -> SparseAttention:
+    """Computes a decoding step over the dense window and probed buckets of a paged cache.
+
+    The result is that of ``bucket_decode`` on the gathered cache. Every key counts once, even if its bucket is probed twice or
+    it is in the dense window.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, 1, D]``
+        Query of the newest token, at position ``cache.kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend).
+    cache : PagedKeys
+        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Its views are not copied.
+    buckets : Tensor int16 ``[P, page_size, Hkv]`` or int
+        Bucket of each slot, -1 for none. An int S makes every S positions of a sequence a bucket: bucket c holds the positions
+        ``c * S`` to ``(c + 1) * S - 1``, as for a decode gate.
+    probes : Tensor int32 ``[B, Hkv, L]``
+        Buckets to read, shared by a query group. -1, or a number that is no bucket, reads nothing; L may be 0.
+    recent : int or Tensor int32 ``[B]``
+        Number of newest keys that are always read; a tensor if sequences differ, or if it changes between replays of a CUDA
+        graph.
+    sink : int
+        Number of first keys that are always read.
+    scale : float, optional
+        Factor of the scores, positive; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` (Gemma 2).
+    counts : Tensor int64 ``[B, Hkv]``, optional
+        The number of keys read for each key/value head is added to it, in place. Contiguous.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    SparseAttention
+        ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]`` (natural logarithm, fp32); 0 and -inf for a sequence without keys.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked by the reference alone.
+    NotImplementedError
+        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
+    """
+    check_paged_bucket_decode(q, cache, buckets, probes, recent, sink, counts)
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
+    backend = resolve_backend(backend, q)
+    recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
+    bucket_of, block_size = (buckets, 0) if isinstance(buckets, Tensor) else (None, buckets)
+    arguments = (q, *cache, bucket_of, block_size, probes, recent_of, recent, sink, scale, softcap, backend)
+    return SparseAttention(*(_operator(*arguments) if counts is None else _counting_operator(*arguments, counts)))
+
+
+def _compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    bucket_of: Tensor | None,
+    block_size: int,
+    probes: Tensor,
+    recent_of: Tensor | None,
+    recent: int,
+    sink: int,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if backend == "triton":
+        with torch.cuda.device_of(q):
+            return launch(
+                q, k, v, table, kv_len, bucket_of, block_size, probes, recent_of, recent, sink, scale, softcap, counts
+            )  # fmt: skip
+    return reference.paged_bucket_decode(
+        q, PagedKeys(k, v, table, kv_len), block_size if bucket_of is None else bucket_of, probes,
+        recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, softcap=softcap, counts=counts,
+    )  # fmt: skip
+
+
+# PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
+_operator = torch.library.custom_op("msattn::paged_bucket_decode", _compute, mutates_args=())
+_counting_operator = torch.library.custom_op("msattn::paged_bucket_decode_counts", _compute, mutates_args=("counts",))
+
+
+@_operator.register_fake
+@_counting_operator.register_fake
+def _(q, *others):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
+
+
+def _backward(ctx, dout, dlse):
+    raise NotImplementedError(
+        "paged_bucket_decode is for inference and has no gradient: detach its inputs, or use torch.no_grad()"
+    )
+
+
+_operator.register_autograd(_backward)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    bucket_of: Tensor | None,
+    block_size: int,
+    probes: Tensor,
+    recent_of: Tensor | None,
+    recent: int,
+    sink: int,
+    scale: float,
+    softcap: float | None,
+    counts: Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launches both kernels; ``tile`` overrides the default tile, for tuning.
+
+    The grid depends on shapes alone, so that a captured CUDA graph serves any pages, buckets, probes and lengths.
+    """
+    batch, q_heads, _, head = q.shape
+    page_size, kv_heads = k.shape[1:3]
+    capacity = table.shape[1] * page_size
+    group, cols = q_heads // kv_heads, padded_head(head)
+    tile = tile or default_tile(cols, q.element_size())
+    splits = one_wave_splits(batch * kv_heads, tile.programs * num_sms(q.device), triton.cdiv(capacity, tile.keys), MAX_SPLITS)
+    table, probes = (x if x.stride(-1) == 1 else x.contiguous() for x in (table, probes))
+    num_words = triton.cdiv(MAX_BUCKETS if bucket_of is not None else triton.cdiv(capacity, block_size), 32)
+    # Shares of window and scan, which are disjoint: up to one position more than an equal share, and up to one tile more.
+    listed = triton.cdiv(capacity, splits) + 1 + SCAN
+    words, slots = (table.new_empty((batch, kv_heads, splits, size)) for size in (num_words, listed))
+
+    part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
+    part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
+    _split_kernel[(splits, kv_heads, batch)](
+        q, k, v, table, kv_len, bucket_of, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
+        q.stride(0), q.stride(1), q.stride(3), *k.stride()[:3], *v.stride()[:3], table.stride(0),
+        *((0, 0, 0) if bucket_of is None else bucket_of.stride()), *probes.stride()[:2],
+        group, capacity, probes.shape[2], num_words, listed, recent, sink, scale * LOG2_E, unscaled_limit(softcap, scale),
+        PAGE=page_size, BLOCK=block_size, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
+        BS=SCAN, PRECISION=precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
+    )  # fmt: skip
+    out = q.new_empty((batch, q_heads, 1, head))
+    lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
+    merge_splits(part_max, part_sum, part_out, out, lse)
+    return out, lse
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_tb", "stride_bp", "stride_bs", "stride_bh", "stride_pb", "stride_ph",
+        "group", "capacity", "num_probes", "num_words", "listed", "recent", "sink",
+    ]
+)  # fmt: skip
+def _split_kernel(
+    q, k, v, table, kv_len, bucket_of, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
+    stride_qb, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
+    stride_bp, stride_bs, stride_bh, stride_pb, stride_ph,
+    group, capacity, num_probes, num_words, listed, recent, sink, scale2, limit,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Writes one split's result, and adds its number of keys to ``counts``."""
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
+    program = (batch * kv_heads + kv_head) * num_splits + split
+    words += program * num_words
+    slots += program * listed
+    table += batch * stride_tb
+    probes += batch * stride_pb + kv_head * stride_ph
+    k += kv_head * stride_kh
+    v += kv_head * stride_vh
+    if bucket_of is not None:
+        bucket_of += kv_head * stride_bh
+
+    end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), capacity)
+    if recent_of is not None:
+        recent = tl.load(recent_of + batch)
+    sink_end, recent_begin = dense_window(0, end, recent, sink)
+
+    _set_bits(words, probes, num_probes, num_words, BS)
+    count = _list_window(slots, table, split, num_splits, sink_end, recent_begin, end, PAGE, BS)
+    position = split * BS + tl.arange(0, BS)
+    slot, bucket = _load_buckets(
+        bucket_of, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE, BLOCK
+    )  # fmt: skip
+    for _ in tl.range(split * BS, recent_begin, num_splits * BS):
+        position += num_splits * BS
+        next_slot, next_bucket = _load_buckets(  # early, to overlap with the work on this tile
+            bucket_of, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE, BLOCK
+        )  # fmt: skip
+        word = bucket >> 5
+        bits = tl.load(words + word, mask=(bucket >= 0) & (word < num_words), other=0)
+        match = (bits >> (bucket & 31)) & 1
+        tl.store(slots + count + tl.cumsum(match, 0) - 1, slot, mask=match > 0)
+        count += tl.sum(match, 0)
+        slot, bucket = next_slot, next_bucket
+    tl.debug_barrier()  # slots are read by other threads than wrote them
+
+    o_d = tl.arange(0, BD)
+    m_d = o_d < HEAD
+    b_q = load_group(q, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
+    m = tl.full([BH], float("-inf"), tl.float32)
+    l = tl.zeros([BH], tl.float32)
+    acc = tl.zeros([BH, BD], tl.float32)
+    for n in tl.range(0, count, BN):
+        o_n = n + tl.arange(0, BN)
+        live = o_n < count
+        key = tl.load(slots + o_n, mask=live, other=0)
+        page, offset = (key // PAGE).to(tl.int64), (key % PAGE).to(tl.int64)
+        m_tile = live[:, None] & m_d[None, :]
+        p_k = k + (page * stride_kp + offset * stride_ks)[:, None] + o_d[None, :]
+        p_v = v + (page * stride_vp + offset * stride_vs)[:, None] + o_d[None, :]
+        b_k = tl.load(p_k, mask=m_tile, other=0.0)  # [BN, BD]
+        b_v = tl.load(p_v, mask=m_tile, other=0.0)  # [BN, BD]
+        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
+        if limit is not None:
+            s = cap_scores(s, limit)
+        s = tl.where(live[None, :], s, float("-inf"))
+        m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
+
+    if counts is not None:
+        tl.atomic_add(counts + batch * kv_heads + kv_head, count.to(tl.int64), sem="relaxed")
+    store_split(part_max, part_sum, part_out, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
+
+
+@triton.jit
+def _set_bits(words, probes, num_probes, num_words, BS: tl.constexpr):
+    """Writes the bit mask of probed buckets, ``words [num_words]``."""
+    o_s = tl.arange(0, BS)
+    for first in tl.range(0, num_words, BS):
+        tl.store(words + first + o_s, tl.zeros([BS], tl.int32), mask=first + o_s < num_words)
+    tl.debug_barrier()
+    for first in tl.range(0, num_probes, BS):
+        bucket = tl.load(probes + first + o_s, mask=first + o_s < num_probes, other=-1)
+        word = bucket >> 5
+        tl.atomic_or(words + word, 1 << (bucket & 31), mask=(bucket >= 0) & (word < num_words), sem="relaxed")
+    tl.debug_barrier()
+
+
+@triton.jit
+def _list_window(
+    slots, table, split, num_splits, sink_end, recent_begin, end, PAGE: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """Lists the slots of a split's share of the dense window, and returns their number."""
+    size = sink_end + end - recent_begin
+    share = tl.cdiv(size, num_splits)
+    begin = split * share
+    count = tl.minimum(tl.maximum(size - begin, 0), share)
+    for first in tl.range(0, count, BS):
+        o_s = first + tl.arange(0, BS)
+        listed = begin + o_s
+        position = tl.where(listed < sink_end, listed, recent_begin - sink_end + listed)
+        tl.store(slots + o_s, _slots_of(table, position, o_s < count, PAGE), mask=o_s < count)
+    return count
+
+
+@triton.jit
+def _load_buckets(
+    bucket_of, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Returns slots and buckets of positions; the bucket is -1 in the dense window and after it."""
+    live = (position >= sink_end) & (position < recent_begin)
+    slot = _slots_of(table, position, live, PAGE)
+    if bucket_of is None:
+        bucket = tl.where(live, position // BLOCK, -1)
+    else:
+        page, offset = (slot // PAGE).to(tl.int64), (slot % PAGE).to(tl.int64)
+        bucket = tl.load(bucket_of + page * stride_bp + offset * stride_bs, mask=live, other=-1).to(tl.int32)
+    return slot, bucket
+
+
+@triton.jit
+def _slots_of(table, position, live, PAGE: tl.constexpr):
+    """Returns the slots of positions."""
+    return tl.load(table + position // PAGE, mask=live, other=0) * PAGE + position % PAGE

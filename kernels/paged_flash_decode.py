@@ -1,0 +1,98 @@
+"""Attention of a few queries over a long paged cache (flash decoding).
+
+The kernels are those of :mod:`msattn.kernels.flash_decode.forward`, in their variant "partial".
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.paged_checks import check_paged_decode
+from msattn.kernels.flash_decode import forward
+from msattn.kernels.flash_decode import score_mod as mods
+from msattn.kernels.types import Backend, PagedKeys, SparseAttention
+
+
+def paged_flash_decode(
+    q: Tensor,
+    cache: PagedKeys,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: Backend | None = None,
+) -> SparseAttention:
+    """Computes exact causal attention of a few queries over a paged cache.
+
+    The result is that of causal ``flash_decode`` on the gathered cache.
+
+    Parameters
+    ----------
+    q : Tensor ``[B, Hq, N, D]``
+        Queries of the newest N tokens, at positions ``cache.kv_len - N`` to ``cache.kv_len - 1``; fp32, fp16 or bf16 (fp64 on
+        the torch backend). A query sees no key after itself. Fast for 1 to 16 queries, correct for any number.
+    cache : PagedKeys
+        The cache; query head h reads head ``h // (Hq // Hkv)``. Its views are not copied.
+    scale : float, optional
+        Factor of the scores, positive; ``D ** -0.5`` by default.
+    softcap : float, optional
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` (Gemma 2).
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, the reference for CPU tensors.
+
+    Returns
+    -------
+    SparseAttention
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for queries without visible keys.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked by the reference alone.
+    NotImplementedError
+        In the backward pass, as the operation is for inference.
+    """
+    check_paged_decode(q, cache)
+    scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
+    return SparseAttention(*_operator(q, *cache, scale, softcap, resolve_backend(backend, q)))
+
+
+@torch.library.custom_op("msattn::paged_flash_decode", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    scale: float,
+    softcap: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    if backend == "triton":
+        with torch.cuda.device_of(q):
+            return launch(q, k, v, table, kv_len, scale, softcap)
+    return reference.paged_flash_decode(q, PagedKeys(k, v, table, kv_len), scale=scale, softcap=softcap)
+
+
+@_operator.register_fake
+def _(q, *others):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
+
+
+def _backward(ctx, dout, dlse):
+    raise NotImplementedError(
+        "paged_flash_decode is for inference and has no gradient: detach its inputs, or use torch.no_grad()"
+    )
+
+
+_operator.register_autograd(_backward)
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Launches the kernels of ``flash_decode`` on pages."""
+    score_mod = None if softcap is None else mods.softcap(softcap)
+    table = table if table.stride(1) == 1 else table.contiguous()
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [P, Hkv, page_size, D]
+    return forward.launch(q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table)

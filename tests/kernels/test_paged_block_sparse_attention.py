@@ -1,0 +1,447 @@
+"""Tests `paged_block_sparse_attention`: agreement with fp64 and with contiguous keys, edge cases, operator."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import paged_block_sparse_attention as module
+from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
+from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, paged, random_qkv
+from msattn.kernels.types import Backend, PagedKeys, SparseAttention
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """One problem; ``sequences`` have (cached, new) tokens, ``mask_heads`` of 0 means no mask."""
+
+    page_size: int
+    block_size: int
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    mask_heads: int
+    sequences: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def new(self) -> list[int]:
+        """Number of queries of each sequence."""
+        return [new for _, new in self.sequences]
+
+
+class Problem(NamedTuple):
+    """Inputs of a case, and its keys and values in one piece, ``[B, Hkv, M, D]``."""
+
+    q: Tensor
+    cache: PagedKeys
+    cu_queries: Tensor
+    mask: Tensor | None
+    k: Tensor
+    v: Tensor
+
+    def options(self, case: Case) -> dict[str, int]:
+        """Returns the keyword arguments of the operation."""
+        return {"max_queries": max(1, *case.new), "block_size": case.block_size}
+
+
+def make(case: Case, device: str, seed: int = 0) -> Problem:
+    lengths = [cached + new for cached, new in case.sequences]
+    batch, num_keys, num_queries = len(lengths), max(lengths) + 5, sum(case.new) + 1  # and a query after the last sequence
+    q, _, _ = random_qkv(1, case.q_heads, 1, num_queries, 1, case.head_size, case.dtype, device, seed)
+    _, k, v = random_qkv(batch, 1, case.kv_heads, 1, num_keys, case.head_size, case.dtype, device, seed)
+    cache = paged(k, v, case.page_size, lengths, seed)
+    cu_queries = torch.tensor([0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device)
+    row_blocks = -(-max(1, *case.new) // case.block_size)
+    col_blocks = -(-cache.table.shape[1] * case.page_size // case.block_size)
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(batch, case.mask_heads, row_blocks, col_blocks, generator=generator) < 0.5
+    return Problem(q[0].transpose(0, 1), cache, cu_queries, mask.to(device) if case.mask_heads else None, k, v)
+
+
+def keys_seen(case: Case, mask: Tensor | None, b: int, device: str) -> Tensor:
+    """Returns the keys that each query of a sequence sees by definition, bool ``[1, Hq or 1, n, kv_len]``."""
+    cached, new = case.sequences[b]
+    i, j = torch.arange(new, device=device)[:, None], torch.arange(cached + new, device=device)
+    seen = (j <= cached + i)[None]
+    if mask is not None:
+        of_head = mask[b].repeat_interleave(case.q_heads // mask.shape[1], 0)
+        seen = seen & of_head[:, i // case.block_size, j // case.block_size]
+    return seen[None]
+
+
+def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
+    """Compares each sequence with dense attention over its keys in fp64."""
+    q, cache, cu_queries, mask, k, v = problem = make(case, device)
+    scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE
+    options = {**problem.options(case), "scale": scale, "softcap": softcap, "backend": backend}
+    got = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == torch.float32
+    assert got.out.shape == q.shape
+    end = 0
+    for b, (cached, new) in enumerate(case.sequences):
+        begin, end, length = end, end + new, cached + new
+        if new == 0:
+            continue
+        inputs = q[begin:end].transpose(0, 1)[None], k[b : b + 1, :, :length], v[b : b + 1, :, :length]
+        seen = keys_seen(case, mask, b, device)
+        exact, eager, full = (
+            dense_attention(*inputs, seen, scale, dtype, capped(softcap))
+            for dtype in (torch.float64, case.dtype, torch.float32)
+        )
+        assert_within_budget(f"out of sequence {b}", got.out[begin:end].transpose(0, 1)[None], exact.out, eager.out)
+        assert_within_budget(f"lse of sequence {b}", got.lse[begin:end].T[None], exact.lse, full.lse)
+    assert (got.out[end:] == 0).all()
+    assert (got.lse[end:] == -torch.inf).all()
+
+
+# Pages smaller than a block, equal to one, larger, and no multiple; chunks that begin at, before and after a block's first key.
+CASES = [
+    Case(16, 64, 4, 1, 64, 4, ((0, 1), (63, 65), (0, 0), (111, 63)), HALF),
+    Case(64, 64, 7, 1, 80, 1, ((64, 65), (1, 111)), FULL),
+    Case(256, 64, 2, 2, 128, 0, ((65, 63), (0, 111), (200, 1)), HALF),
+    Case(16, 64, 4, 2, 80, 2, ((111, 65),), HALF),
+    Case(16, 16, 2, 1, 128, 2, ((1, 63), (64, 1)), FULL),
+    Case(64, 128, 4, 4, 64, 1, ((63, 111), (0, 65), (1, 1)), FULL),
+    Case(256, 128, 8, 2, 80, 2, ((0, 63), (300, 65)), HALF),
+    Case(48, 32, 4, 1, 64, 4, ((65, 65), (0, 0)), FULL),
+    Case(64, 16, 7, 7, 64, 0, ((111, 1), (63, 63)), HALF),
+    Case(256, 64, 2, 1, 256, 2, ((64, 64),), FULL),
+    Case(16, 32, 2, 1, 8, 0, ((1, 65), (0, 1)), HALF),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    """Slots that are not filled, and the spare page, hold NaN."""
+    check(case, backend, device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), [(CASES[n], (5.0, 50.0)[n % 2]) for n in (4, 0, 2, 5)], ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device, softcap)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    page_size=st.sampled_from([16, 40, 64, 256]),
+    block_size=st.sampled_from([16, 64]),
+    mask_heads=st.sampled_from([0, 1, 2, 4]),
+    sequences=st.lists(st.tuples(st.integers(0, 130), st.integers(0, 80)), min_size=1, max_size=3),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_any_lengths_agree_with_fp64(
+    page_size: int, block_size: int, mask_heads: int, sequences: list[tuple[int, int]], softcap: float | None
+) -> None:
+    check(Case(page_size, block_size, 4, 2, 16, mask_heads, tuple(sequences)), "torch", "cpu", softcap)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(
+    page_size=st.sampled_from([16, 40, 64, 256]),
+    block_size=st.sampled_from([16, 64]),
+    mask_heads=st.sampled_from([0, 1, 2]),
+    sequences=st.lists(st.tuples(st.integers(0, 130), st.integers(0, 80)), min_size=1, max_size=3),
+)
+def test_kernel_with_any_lengths_agrees_with_fp64(
+    device: str, page_size: int, block_size: int, mask_heads: int, sequences: list[tuple[int, int]]
+) -> None:
+    check(Case(page_size, block_size, 2, 1, 16, mask_heads, tuple(sequences)), "triton", device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 48, 64, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, head_size: int, page_size: int, poisoned: None) -> None:
+    chunks = tuple(itertools.product([0, 1, 63, 64, 65, 111], [1, 63, 65, 111]))
+    for (q_heads, kv_heads), block_size in itertools.product([(2, 2), (8, 2), (7, 1)], [16, 64, 128]):
+        for mask_heads in {q_heads, kv_heads, 1, 0}:
+            check(Case(page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_4095_keys(head_size: int, page_size: int, softcap: float | None, poisoned: None) -> None:
+    for dtype, mask_heads in itertools.product((torch.bfloat16, torch.float16), (8, 0)):
+        sequences = (2047, 2048), (0, 4095), (4094, 1), (3000, 0)
+        check(Case(page_size, 64, 8, 2, head_size, mask_heads, sequences, dtype), "triton", "cuda", softcap)
+
+
+def contiguous(problem: Problem, case: Case, backend: Backend) -> SparseAttention:
+    """Computes block-sparse attention over the contiguous keys of each sequence, packed."""
+    parts, end = [], 0
+    for b, (cached, new) in enumerate(case.sequences):
+        begin, end = end, end + new
+        blocks = -(-new // case.block_size), -(-(cached + new) // case.block_size)
+        mask = torch.ones(1, 1, *blocks, dtype=torch.bool, device=problem.q.device)
+        if problem.mask is not None:
+            mask = problem.mask[b : b + 1, :, : blocks[0], : blocks[1]]
+        q = problem.q[begin:end].transpose(0, 1)[None]
+        k, v = (x[b : b + 1, :, : cached + new] for x in (problem.k, problem.v))
+        parts.append(block_sparse_attention(q, k, v, mask, block_size=case.block_size, backend=backend))
+    outs, lses = ([getattr(x, name)[0].transpose(0, 1) for x in parts] for name in ("out", "lse"))
+    return SparseAttention(torch.cat(outs), torch.cat(lses))
+
+
+@pytest.mark.parametrize("mask_heads", [2, 0])
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+def test_kernel_equals_the_one_over_contiguous_keys(page_size: int, mask_heads: int, device: str) -> None:
+    """Both read the same tiles in the same order, from wherever a chunk begins."""
+    sequences = (0, 65), (1, 63), (63, 1), (64, 111), (65, 1), (111, 63)
+    case = Case(page_size, 64, 2, 1, 64, mask_heads, sequences, HALF)
+    problem = make(case, device)
+    got = paged_block_sparse_attention(*problem[:4], **problem.options(case), backend="triton")
+    want = contiguous(problem, case, "triton")
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x[: len(y)], y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_of_whole_blocks_equal_one_pass(backend: Backend, device: str) -> None:
+    whole = Case(16, 32, 2, 1, 64, 2, ((0, 90),))
+    q, cache, cu_queries, mask, _, _ = make(whole, device)
+    want = paged_block_sparse_attention(q, cache, cu_queries, mask, max_queries=90, block_size=32, backend=backend)
+    for begin, end in ((0, 64), (64, 90)):
+        part = cache._replace(kv_len=torch.full_like(cache.kv_len, end))
+        blocks = mask[:, :, begin // 32 : -(-end // 32)] if mask is not None else None
+        rows = cu_queries.clamp(max=end - begin)
+        got = paged_block_sparse_attention(
+            q[begin:end], part, rows, blocks, max_queries=end - begin, block_size=32, backend=backend
+        )
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y[begin:end])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
+    case = Case(16, 32, 2, 1, 64, 1, ((64, 64),))
+    q, cache, cu_queries, _, _, _ = problem = make(case, device)
+    mask = torch.zeros(1, 1, 2, 5, dtype=torch.bool, device=device)
+    mask[:, :, :, 0] = mask[:, :, 1, 2] = True
+    mask[:, :, :, 4] = True  # past the end
+    options: dict[str, Any] = {**problem.options(case), "backend": backend}
+    want = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
+    for page in cache.table[0, [2, 3, 6, 7]].tolist():  # of the second and the last block
+        for x in (cache.k, cache.v):
+            x[page] = torch.nan
+    got = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
+    assert got.out.isfinite().all()
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_selected(backend: Backend, device: str) -> None:
+    case = Case(64, 64, 2, 1, 64, 2, ((30, 70), (0, 5)))
+    q, cache, cu_queries, mask, _, _ = problem = make(case, device)
+    none = torch.zeros_like(mask)
+    got = paged_block_sparse_attention(q, cache, cu_queries, none, **problem.options(case), backend=backend)
+    assert (got.out == 0).all()
+    assert (got.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequences_share_pages(backend: Backend, device: str) -> None:
+    """Two chunks after a common prefix, whose pages are in both tables, equal separate calls."""
+    case = Case(16, 32, 2, 1, 64, 2, ((32, 40), (32, 40)))
+    q, cache, cu_queries, mask, _, _ = problem = make(case, device)
+    assert mask is not None
+    cache.table[1, :2] = cache.table[0, :2]
+    options: dict[str, Any] = {**problem.options(case), "backend": backend}
+    both = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
+    for b in range(2):
+        row, tokens = slice(b, b + 1), slice(40 * b, 40 * b + 40)
+        own = cache._replace(table=cache.table[row], kv_len=cache.kv_len[row])
+        alone = paged_block_sparse_attention(q[tokens], own, cu_queries[:2], mask[row], **options)
+        for x, y in zip(both, alone, strict=True):
+            torch.testing.assert_close(x[tokens], y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accepts_strided_views(backend: Backend, device: str) -> None:
+    """Pages of one buffer of all layers, head-major queries, and views of tables, lengths and masks."""
+    case = Case(16, 32, 4, 2, 64, 4, ((33, 40), (0, 7)))
+    q, cache, cu_queries, mask, _, _ = problem = make(case, device)
+    assert mask is not None
+    options: dict[str, Any] = {**problem.options(case), "backend": backend}
+    want = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.stack([x, x + 1], -1)[..., 0]
+
+    buffer = torch.stack([cache.k, cache.v, cache.v, cache.k], 2)  # [P, page, layers x 2, Hkv, D]
+    views = PagedKeys(buffer[:, :, 0], buffer[:, :, 1], cache.table.T.contiguous().T, strided(cache.kv_len))
+    wide_mask = torch.stack([mask, ~mask], -1)[..., 0]
+    for queries in (q.transpose(0, 1).contiguous().transpose(0, 1), strided(q)):
+        got = paged_block_sparse_attention(queries, views, strided(cu_queries), wide_mask, **options)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_the_cache_is_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, passed = module._paged_block_sparse_attention_kernel, []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *args, **options: (passed.extend(args), kernel[grid](*args, **options))
+
+    monkeypatch.setattr(module, "_paged_block_sparse_attention_kernel", Launches())
+    case = Case(16, 32, 2, 1, 64, 0, ((5, 9),))
+    q, cache, cu_queries, _, _, _ = problem = make(case, device)
+    buffer = torch.stack([cache.k, cache.v], 2)
+    views = cache._replace(k=buffer[:, :, 0], v=buffer[:, :, 1], table=cache.table.T.contiguous().T)
+    paged_block_sparse_attention(q, views, cu_queries, None, **problem.options(case), backend="triton")
+    addresses = [x.data_ptr() for x in passed if isinstance(x, Tensor)]
+    assert all(x.data_ptr() in addresses for x in (q, views.k, views.v, views.table))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    case = Case(16, 16, 2, 1, 16, 1, ((5, 20), (0, 3)))
+    q, cache, cu_queries, mask, _, _ = problem = make(case, device)
+    for each in (mask, None):
+        torch.library.opcheck(module._operator, (q, *cache, cu_queries, each, 20, 16, 0.1, 5.0, backend))
+    compiled = torch.compile(paged_block_sparse_attention, fullgraph=True, backend="aot_eager")
+    for each in (mask, None):
+        got, want = (
+            f(q, cache, cu_queries, each, **problem.options(case), backend=backend)
+            for f in (compiled, paged_block_sparse_attention)
+        )
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A graph serves other lengths, chunks, pages and masks of the same shapes."""
+    first, second = (
+        Case(64, 64, 8, 2, 128, 8, sequences, torch.bfloat16)
+        for sequences in (((500, 300), (0, 200)), ((300, 200), (400, 300)))
+    )
+    problem, other = make(first, "cuda"), make(second, "cuda", seed=1)
+    pages = min(problem.cache.table.shape[1], other.cache.table.shape[1])
+    tensors, others = (
+        (x.q, x.cache.k[: 2 * pages], x.cache.v[: 2 * pages], x.cache.table[:, :pages] % (2 * pages),
+         x.cache.kv_len.clamp(max=64 * pages), x.cu_queries, x.mask[..., :pages])
+        for x in (problem, other)
+    )  # fmt: skip
+
+    def step(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, cu_queries: Tensor, mask: Tensor) -> Any:
+        return paged_block_sparse_attention(q, PagedKeys(k, v, table, kv_len), cu_queries, mask, max_queries=300)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(*tensors)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(*tensors)
+    for x, y in zip(tensors, others, strict=True):
+        x.copy_(y)
+    graph.replay()
+    for x, y in zip(got, step(*others), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """The last page of 2**31 elements is read as if it were the first."""
+    q, k, v = random_qkv(1, 2, 1, 256, 256, 128, torch.bfloat16, "cuda")
+    pages = 2**31 // (256 * 128) + 1
+    large = torch.empty(2, pages, 256, 1, 128, dtype=torch.bfloat16, device="cuda")
+    for x, y in zip(large, (k, v), strict=True):
+        x[-1] = y[0].transpose(0, 1)
+    lengths = torch.tensor([256], dtype=torch.int32, device="cuda")
+    cu_queries = torch.tensor([0, 256], dtype=torch.int32, device="cuda")
+    packed = q[0].transpose(0, 1)
+    table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")
+    got = paged_block_sparse_attention(packed, PagedKeys(*large, table, lengths), cu_queries, None, max_queries=256)
+    small = PagedKeys(*(x[-1:] for x in large), torch.zeros_like(table), lengths)
+    want = paged_block_sparse_attention(packed, small, cu_queries, None, max_queries=256)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    case = Case(16, 16, 1, 1, 16, 0, ((3, 5),))
+    q, cache, cu_queries, _, _, _ = problem = make(case, device)
+    got = paged_block_sparse_attention(q.requires_grad_(), cache, cu_queries, None, **problem.options(case), backend=backend)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        got.out.sum().backward()
+
+
+INT = torch.int32
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(1, 2, 5, 64)}, "q.shape=\\(1, 2, 5, 64\\): expected packed queries"),
+    ({"q": torch.zeros(0, 2, 64)}, "q.shape=\\(0, 2, 64\\)"),
+    ({"q": torch.zeros(5, 2, 64, dtype=INT)}, "q.dtype=torch.int32"),
+    ({"q": torch.zeros(5, 3, 64)}, "q has 3 heads"),
+    ({"q": torch.zeros(5, 2, 12)}, "head size 12"),
+    ({"k": torch.zeros(6, 16, 2, 80)}, "cache.k has shape \\(6, 16, 2, 80\\)"),
+    ({"k": torch.zeros(6, 16, 64, 2).mT}, "cache.k has shape"),
+    ({"k": torch.zeros(6, 16, 2, 64, dtype=torch.float16)}, "cache.k.dtype=torch.float16"),
+    ({"v": torch.zeros(6, 32, 2, 64)}, "cache.v.shape"),
+    ({"table": torch.zeros(2, 3)}, "cache.table is torch.float32"),
+    ({"kv_len": torch.zeros(3, dtype=INT)}, "cache.kv_len is torch.int32 \\(3,\\)"),
+    ({"cu_queries": torch.zeros(2, dtype=INT)}, "cu_queries is torch.int32 \\(2,\\): expected int32 \\(3,\\)"),
+    ({"cu_queries": torch.zeros(3, dtype=torch.int64)}, "cu_queries is torch.int64"),
+    ({"cu_queries": torch.zeros(3, dtype=INT, device="meta")}, "cu_queries.device=meta"),
+    ({"block_mask": torch.zeros(2, 1, 1, 3)}, "block_mask is torch.float32"),
+    ({"block_mask": torch.zeros(1, 1, 1, 3, dtype=torch.bool)}, "batch must be 2"),
+    ({"block_mask": torch.zeros(2, 3, 1, 3, dtype=torch.bool)}, "heads must be 2 or 2 or 1"),
+    ({"block_mask": torch.zeros(2, 1, 2, 3, dtype=torch.bool)}, "row blocks must be 1"),
+    ({"block_mask": torch.zeros(2, 1, 1, 2, dtype=torch.bool)}, "column blocks must be 3"),
+    ({"block_mask": torch.zeros(2, 1, 1, 3, dtype=torch.bool, device="meta")}, "block_mask.device=meta"),
+    ({"max_queries": 0}, "max_queries=0"),
+    ({"block_size": 48}, "block_size=48"),
+    ({"scale": -1.0}, "scale=-1.0"),
+    ({"softcap": 0.0}, "softcap=0.0"),
+    ({"backend": "cuda"}, "backend='cuda'"),
+    # values, which the torch backend reads
+    ({"kv_len": torch.tensor([49, 2], dtype=INT)}, "cache.kv_len=\\[49, 2\\]"),
+    ({"kv_len": torch.tensor([2, 9], dtype=INT)}, "a sequence has 2 keys, fewer than its 3 queries"),
+    ({"table": torch.tensor([[0, 6, -1], [1, -1, -1]], dtype=INT)}, "cache.table\\[0\\]=\\[0, 6\\]"),
+    ({"cu_queries": torch.tensor([0, 3, 2], dtype=INT)}, "cu_queries=\\[0, 3, 2\\]"),
+    ({"cu_queries": torch.tensor([1, 3, 5], dtype=INT)}, "cu_queries=\\[1, 3, 5\\]"),
+    ({"cu_queries": torch.tensor([0, 3, 6], dtype=INT)}, "cu_queries=\\[0, 3, 6\\]"),
+    ({"max_queries": 2}, "max_queries=2: a sequence has 3 queries"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(5, 2, 64),
+        "k": torch.zeros(6, 16, 2, 64),
+        "v": torch.zeros(6, 16, 2, 64),
+        "table": torch.tensor([[0, 5, -1], [1, -1, -1]], dtype=INT),
+        "kv_len": torch.tensor([30, 9], dtype=INT),
+        "cu_queries": torch.tensor([0, 3, 5], dtype=INT),
+        "block_mask": torch.zeros(2, 1, 1, 3, dtype=torch.bool),
+        "max_queries": 3,
+        "block_size": 16,
+    }
+
+    def call(**arguments: Any) -> SparseAttention:
+        cache = PagedKeys(*(arguments.pop(name) for name in PagedKeys._fields))
+        q, cu_queries, block_mask = (arguments.pop(name) for name in ("q", "cu_queries", "block_mask"))
+        return paged_block_sparse_attention(q, cache, cu_queries, block_mask, **arguments)
+
+    assert call(**arguments).out.shape == (5, 2, 64)
+    with pytest.raises(ValueError, match=message):
+        call(**arguments | change)

@@ -1,0 +1,43 @@
+"""Runs of continuous batching, which the tests of paged serving share."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from msattn.trainer.attach import Sparse
+from tests.factory import random_tokens
+
+NEW = 10
+GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+PAGE = 32
+
+
+def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:
+    """Returns random prompts of these lengths, which begin with ``prefix`` equal tokens."""
+    shared = random_tokens(1, prefix, seed=999)[0].tolist()
+    return [(shared + random_tokens(1, n, seed=n)[0].tolist())[:n] for n in lengths]
+
+
+def alone(model: Any, prompt: list[int]) -> list[int]:
+    """Returns the tokens that ``generate`` gives for one prompt."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def together(
+    model: Any, sparse: Sparse, prompts: list[list[int]], generation: GenerationConfig = GREEDY, **options: Any
+) -> list[list[int]]:
+    """Returns the tokens that ``generate_batch`` gives for each prompt."""
+    config = sparse.batching_config(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 512, **options})
+    outputs = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=config).values()
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [output.generated_tokens for output in outputs]
+
+
+def filled(state: Any, layer: int, table: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Returns the slots of a sequence of ``keys`` keys as indices of a state: their pages, and their places in these."""
+    positions = torch.arange(keys, device=table.device)
+    return table[positions // state.page_size].long(), positions % state.page_size

@@ -1,0 +1,183 @@
+"""Continuous batching of an attached model: the tokens of dense ``generate`` if everything is read, and of sparse ``generate``."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+from msattn.trainer import models
+from msattn.trainer.attach import attach
+from msattn.trainer.config import ModelConfig, SelectConfig
+from msattn.trainer.saap.lsh import sign_buckets
+from msattn.trainer.saap.random_buckets import RandomBuckets
+from tests.factory import tiny_model
+from tests.serving.paged.batches import PAGE, alone, prompts_of, together
+from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
+
+HALF = SelectConfig(sparsity=0.5, dense_below=0)
+ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 64, "sink": 1, "dense_layers": (0,)}
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the tokens of prefixes that were found in the cache, and the requests that were preempted."""
+    counts: Counter[str] = Counter()
+    search, offload = PagedAttentionCache.search_prefix_match, OffloadingManager.offload_requests
+
+    def searched(*args: Any) -> int:
+        found = search(*args)
+        counts["shared"] += found
+        return found
+
+    def offloaded(*args: Any) -> Any:
+        counts["preempted"] += 1
+        return offload(*args)
+
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", searched)
+    monkeypatch.setattr(OffloadingManager, "offload_requests", offloaded)
+    return counts
+
+
+def ragged(count: int) -> list[list[int]]:
+    """Returns prompts of 3 to 200 tokens, half of which share prefixes."""
+    lengths = [3 + (37 * i) % 198 for i in range(count)]
+    return prompts_of(*lengths[::2]) + prompts_of(*lengths[1::2], prefix=100)
+
+
+@pytest.mark.parametrize("pages_of_request", [None, 0], ids=["block tables", "slots"])
+@pytest.mark.parametrize("count", [10, pytest.param(64, marks=pytest.mark.slow)])
+def test_reading_every_key_gives_the_tokens_of_dense_generate(
+    events: Counter[str], count: int, pages_of_request: int | None
+) -> None:
+    """Prompts are chunked, share prefixes, and are preempted: all of them hold more pages than there are."""
+    model, prompts = tiny_model(), ragged(count)
+    expected = [alone(model, prompt) for prompt in prompts]
+    with attach_reading_all(model) as sparse:
+        options = {"page_size": BLOCK, "num_blocks": 15, "max_batch_tokens": 75, "safety_margin": 0.0}
+        assert together(model, sparse, prompts, **options, max_blocks_per_request=pages_of_request) == expected
+        stats = sparse.stats()
+    assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 1, 0, 0)
+    assert events["shared"] > 0
+    assert events["preempted"] > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "granite", "smollm3", "olmo2", "glm4", "mixtral"])
+def test_families(family: str) -> None:
+    model = tiny_model(family)
+    prompts = prompts_of(20, 70, 100)
+    expected = [alone(model, prompt) for prompt in prompts]
+    with attach_reading_all(model) as sparse:
+        assert together(model, sparse, prompts, max_batch_tokens=48) == expected
+
+
+@pytest.mark.parametrize("select", ["gate", "quest", "mean_pool", "sink_local", "oracle", "vertical_slash"])
+def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
+    """Policies look at one row of blocks, so chunks make no difference; nor do other requests in the same passes."""
+    model, prompts = tiny_model(), prompts_of(150, 190, 97)
+    attached: dict[str, Any] = {"gate": gate_for(model), "select": HALF}
+    if select != "gate":
+        attached = {"select": SelectConfig(sparsity=0.5, scores=select, block_size=BLOCK, dense_below=0)}
+    dense = [alone(model, prompt) for prompt in prompts]
+    if select == "vertical_slash":  # its pattern is that of the last queries of a pass, so only whole prompts agree
+        prompts, dense = prompts[:1], dense[:1]
+    with attach(model, **attached, **ROUTED):
+        expected = [alone(model, prompt) for prompt in prompts]
+    assert expected != dense
+    chunk = 512 if select == "vertical_slash" else 4 * BLOCK
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        with attach(model, **attached, **ROUTED) as sparse:
+            assert together(model, sparse, [prompt], max_batch_tokens=chunk) == [tokens]
+            stats = sparse.stats()
+        assert 0.2 < stats["sparsity"] < 0.5
+        assert 0.3 < stats["selectivity"] < 1
+        assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 0)
+    with attach(model, **attached, **ROUTED) as sparse:
+        assert together(model, sparse, prompts) == expected
+
+
+def test_a_shared_prefix_selects_as_one_pass(events: Counter[str]) -> None:
+    """Later prompts score the blocks of a prefix by the pooled keys that the first one has left."""
+    model, prompts = tiny_model(), prompts_of(3 * PAGE + 5, 190, 150, 4 * PAGE, prefix=3 * PAGE)
+    with attach(model, gate=gate_for(model), select=HALF, **ROUTED):
+        expected = [alone(model, prompt) for prompt in prompts]
+    with attach(model, gate=gate_for(model), select=HALF, **ROUTED) as sparse:
+        assert together(model, sparse, prompts, max_requests_per_batch=1) == expected
+        assert sparse.stats()["dense_fallbacks"] == 0
+    assert events["shared"] == 3 * 3 * PAGE
+
+
+@pytest.mark.parametrize("router", ["hashed", "random"])
+def test_routers_without_training(router: str) -> None:
+    model, prompts, layers = tiny_model(), prompts_of(120, 190), list(range(LAYERS))
+    routers = {"hashed": sign_buckets(BUCKETS, layers, 2, 16), "random": RandomBuckets(BUCKETS, layers, 2)}
+    with attach(model, **ROUTED | {"qmodel": routers[router]}):
+        expected = [alone(model, prompt) for prompt in prompts]
+    with attach(model, **ROUTED | {"qmodel": routers[router]}) as sparse:
+        found = together(model, sparse, prompts)
+        assert 0.3 < sparse.stats()["selectivity"] < 1
+        assert sparse.stats()["sparsity"] is None
+    if router == "hashed":  # the hashes of random buckets change with each rounding
+        assert found == expected
+
+
+def test_a_selection_alone_and_a_router_alone() -> None:
+    model, prompts = tiny_model(), prompts_of(120, 190)
+    dense = [alone(model, prompt) for prompt in prompts]
+    for options in ({"gate": gate_for(model), "select": EVERY_BLOCK}, {**ROUTED, "probes": BUCKETS}):
+        with attach(model, **options) as sparse:
+            assert together(model, sparse, prompts) == dense
+            stats = sparse.stats()
+        assert (stats["sparsity"], stats["selectivity"]) == ((0, None) if "gate" in options else (None, 1))
+
+
+@pytest.mark.parametrize("pages_of_request", [None, 0])
+def test_short_sequences_stay_dense(monkeypatch: pytest.MonkeyPatch, pages_of_request: int | None) -> None:
+    """Those that are too short for buckets read every key, beside others that do not."""
+    model, (short, long) = tiny_model(), prompts_of(40, 190)
+    options: dict[str, Any] = {**ROUTED, "recent": 8, "select": EVERY_BLOCK, "gate": gate_for(model), "dense_below": 100}
+    dense = alone(model, short)
+    with attach(model, **options) as sparse:
+        assert together(model, sparse, [short], max_blocks_per_request=pages_of_request) == [dense]
+        stats = sparse.stats()
+        assert stats["selectivity"] == 1
+        assert stats["dense_by_choice"] == LAYERS + 9  # the prompt, and tokens after the first in one routed layer
+    with attach(model, **options) as sparse:
+        assert together(model, sparse, [short, long], max_blocks_per_request=pages_of_request)[0] == dense
+        stats = sparse.stats()
+        assert stats["dense_by_choice"] == LAYERS
+        assert stats["selectivity"] < 1
+
+
+def test_dynamic_rope_falls_back_to_dense_chunks() -> None:
+    """Keys before RoPE are not known where the angles depended on the length."""
+    model, (prompt,) = tiny_model(rope="dynamic"), prompts_of(150)
+    dense = alone(model, prompt)
+    with attach(model, gate=gate_for(model), select=EVERY_BLOCK) as sparse:
+        assert together(model, sparse, [prompt], max_batch_tokens=4 * BLOCK + 1) == [dense]
+        assert sparse.stats()["dense_fallbacks"] == 2 * LAYERS  # chunks after an unfinished block
+
+
+@pytest.mark.slow
+def test_the_embedded_model() -> None:
+    model = models.load(ModelConfig(name="tiny", path="embedded")).model
+    prompts = prompts_of(900, 1500, 300, prefix=256)
+    dense = [alone(model, prompt) for prompt in prompts]
+    options: dict[str, Any] = {"page_size": 256, "max_batch_tokens": 768, "num_blocks": 24}
+    with attach(model, gate="embedded", qmodel="embedded", select="topk", sparsity=0.0, probes=64, dense_below=0) as sparse:
+        assert together(model, sparse, prompts, **options) == dense
+        assert sparse.stats()["selectivity"] == 1
+    with attach(model, gate="embedded", qmodel="embedded", recent=256, dense_below=0) as sparse:
+        expected = [alone(model, prompt) for prompt in prompts]
+        alone_stats = sparse.stats()
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        with attach(model, gate="embedded", qmodel="embedded", recent=256, dense_below=0) as sparse:
+            assert together(model, sparse, [prompt], **options) == [tokens]
+    with attach(model, gate="embedded", qmodel="embedded", recent=256, dense_below=0) as sparse:
+        together(model, sparse, prompts, **options | {"max_batch_tokens": 4096, "allow_block_sharing": False})
+        stats = sparse.stats()
+    for name in ("sparsity", "selectivity"):
+        assert stats[name] == pytest.approx(alone_stats[name], rel=0.02)
+        assert 0.1 < stats[name] < 0.9

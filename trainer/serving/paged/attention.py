@@ -1,0 +1,238 @@
+"""Attention of an attached model over a paged cache: blocks of a selection for prompts, buckets for new tokens, or dense."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
+from msattn.kernels.paged_bucket_decode import paged_bucket_decode
+from msattn.kernels.paged_flash_decode import paged_flash_decode
+from msattn.kernels.types import PagedKeys
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import served_layers
+from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.rope import Rotation
+from msattn.trainer.models.tap import PAGES
+from msattn.trainer.routing.buckets import route
+from msattn.trainer.seer.select import Selection, sparsity
+from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Prompts, Sequences
+from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.statistics import Statistics
+
+if TYPE_CHECKING:
+    from msattn.trainer.serving.routed import RoutedDecoding
+
+BLOCK = 64  # of a mask without a selection
+LONGEST = torch.iinfo(torch.int32).max
+
+
+def is_paged(arguments: dict[str, Any]) -> bool:
+    """Returns whether the arguments of a decoder are those of continuous batching."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    return isinstance(arguments.get("cache"), PagedAttentionCache)
+
+
+class PagedAttention:
+    """Attention of every layer in passes over paged caches.
+
+    Parameters
+    ----------
+    selection, routed, statistics, dense_below, rotation : those of the :class:`msattn.trainer.serving.sparse.Sparse`.
+
+    Notes
+    -----
+    Sequences with several new tokens read the blocks of the selection, those with one the dense window and their buckets. In
+    a CUDA graph nothing can be decided by a length, so a sequence that is too short for buckets gets a window of all keys.
+    """
+
+    def __init__(
+        self,
+        selection: Selection | None,
+        routed: "RoutedDecoding | None",
+        statistics: Statistics,
+        *,
+        dense_below: int,
+        rotation: Rotation | None,
+    ) -> None:
+        self.selection, self.routed, self.statistics = selection, routed, statistics
+        self.dense_below, self.rotation = dense_below, rotation
+        self.gate = None if selection is None else selection.gate
+        self._states: WeakKeyDictionary[Any, PagedState] = WeakKeyDictionary()
+
+    def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a decoder with the pass that they describe.
+
+        Raises
+        ------
+        UserError : the manager began with another attention.
+        """
+        if arguments.get("attention_mask") is not None:
+            raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
+        now = PagedPass.of(self._state(arguments["cache"], config), arguments)
+        if now.state.pooled:
+            self._mark_pooled(now)
+        if self.routed is not None and now.decoded is not None:
+            keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * self._kv_heads(now))
+            self.statistics.add_visible(keys, all_read=self._is_short(now.decoded))
+        # transformers makes no mask where it gets one.
+        return {**arguments, PAGES: now, "attention_mask": torch.empty(1, 1, 0, 0)}
+
+    def release(self) -> None:
+        """Lets go of all caches."""
+        for state in self._states.values():
+            state.release()
+        self._states.clear()
+
+    def attend(self, x: LayerInputs) -> Tensor:
+        """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; those of padding get anything.
+
+        ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens, ``[1, Hkv, T, D]``.
+        """
+        if x.sinks is not None:
+            raise UserError("generate_batch: attention sinks are not supported; accepted is model.generate")
+        now: PagedPass = x.cache
+        self._write(x, now)
+        if now.prompts is None and now.decoded is not None and isinstance(now.decoded.tokens, slice):
+            return self._decoded(x, now, now.decoded).transpose(0, 1)[None]
+        out = torch.zeros_like(x.q[0].transpose(0, 1))
+        if now.decoded is not None:
+            out[now.decoded.tokens] = self._decoded(x, now, now.decoded)
+        if now.prompts is not None:
+            out[now.prompts.tokens] = self._prompts(x, now, now.prompts)
+        return out.transpose(0, 1)[None]
+
+    def _write(self, x: LayerInputs, now: PagedPass) -> None:
+        """Writes the new keys and values, and the buckets of the keys."""
+        keys, values = now.state.pages(x.layer)
+        keys[now.pages, now.offsets] = x.k[0].transpose(0, 1)
+        values[now.pages, now.offsets] = x.v[0].transpose(0, 1)
+        if self.routed is not None and x.layer in now.state.buckets:
+            with self.statistics.timed("selection"):
+                buckets = self.routed.router.assign(x.layer, x.k_nope, x.k)
+                now.state.buckets[x.layer][now.pages, now.offsets] = buckets[0].transpose(0, 1).to(torch.int16)
+
+    def _decoded(self, x: LayerInputs, now: PagedPass, rows: Sequences) -> Tensor:
+        """Returns the attention of the new tokens of sequences with one, ``[B, Hq, D]``."""
+        q = _tokens(x.q, rows.tokens).unsqueeze(2)
+        cache = PagedKeys(*now.state.pages(x.layer), rows.table, rows.kv_len)
+        scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
+        if self.routed is None or x.layer not in now.state.buckets or self._is_short(rows):
+            if self.routed is not None and x.layer in now.state.buckets:
+                self.statistics.count("dense_by_choice")
+            return paged_flash_decode(q, cache, **scores).out.squeeze(2)
+        q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
+        keys = _placeholder(q, len(q), x.k.shape[1], 1)
+        queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
+        probes = route(self.routed.router, queries, self.routed.probes)  # type: ignore[arg-type]
+        return paged_bucket_decode(
+            q, cache, now.state.buckets[x.layer], probes, recent=self._window(rows), sink=self.routed.sink,
+            counts=self.statistics.key_counts(keys), **scores,
+        ).out.squeeze(2)  # fmt: skip
+
+    def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
+        """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
+        size = BLOCK if self.selection is None else self.selection.block_size
+        chosen = [None if self.selection is None else self._chosen(x, now, item, self.selection) for item in prompts.items]
+        most = max(item.queries for item in prompts.items)
+        mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
+        cache = PagedKeys(*now.state.pages(x.layer), prompts.table, prompts.kv_len)
+        return paged_block_sparse_attention(
+            _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
+            scale=x.scale, softcap=x.softcap,
+        ).out  # fmt: skip
+
+    def _chosen(self, x: LayerInputs, now: PagedPass, item: Prompt, selection: Selection) -> Tensor | None:
+        """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``; None, and counts it, if it is dense."""
+        if item.keys < self.dense_below or (self.gate is not None and not self._can_pool(now, item)):
+            self.statistics.count("dense_by_choice" if item.keys < self.dense_below else "dense_fallbacks")
+            self.statistics.add("sparsity", 0.0)
+            return None
+        sequence = self._sequence(x, now, item)
+        blocks = selection.blocks(sequence)
+        self.statistics.add("sparsity", sparsity(blocks, selection.candidates(sequence)))
+        return blocks
+
+    def _sequence(self, x: LayerInputs, now: PagedPass, item: Prompt) -> LayerInputs:
+        """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
+        new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
+        angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
+        sequence, pooled = replace(x, **new, **angles), None
+        if self.gate is not None:
+            pooled = now.state.pool_keys(sequence, item, self.rotation)
+        if item.queries == item.keys:
+            return sequence
+        if self.gate is not None:  # reads no other keys than the pooled ones
+            k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
+        else:
+            k, v = now.state.keys(x.layer, item.table, 0, item.keys)
+        return replace(sequence, k=k, v=v, pooled_keys=pooled)
+
+    def _mark_pooled(self, now: PagedPass) -> None:
+        """Notes which pooled keys will be known after a pass: those of prompts, not those of decoded tokens."""
+        state = now.state
+        assert state.gate is not None
+        state.is_pooled[now.pages, now.offsets // state.gate.block_size] = False
+        for item in () if now.prompts is None else now.prompts.items:
+            if item.keys >= self.dense_below and self._can_pool(now, item):
+                state.is_pooled[state.place(item.table, item.pooled, item.keys // state.gate.block_size)] = True
+
+    def _can_pool(self, now: PagedPass, item: Prompt) -> bool:
+        """Returns whether the keys before RoPE that are not pooled yet are of this pass, or can be recovered."""
+        assert now.state.gate is not None
+        return self.rotation is not None or item.pooled * now.state.gate.block_size == item.keys - item.queries
+
+    def _is_short(self, rows: Sequences) -> bool:
+        """Returns whether all sequences are known to be too short for buckets."""
+        return rows.longest is not None and rows.longest < self._routed_from(rows)
+
+    def _window(self, rows: Sequences) -> int | Tensor:
+        """Returns the length of the dense window of each sequence, which holds all keys of those that are too short."""
+        assert self.routed is not None
+        least = self._routed_from(rows)
+        if least <= 1:
+            return self.routed.recent
+        recent = torch.full_like(rows.kv_len, min(self.routed.recent, LONGEST))
+        return torch.where(rows.kv_len < min(least, LONGEST), rows.kv_len, recent)
+
+    def _routed_from(self, rows: Sequences) -> int:
+        return sys.maxsize if self.routed is None else self.routed.routed_from(len(rows.kv_len))
+
+    def _state(self, cache: Any, config: Any) -> PagedState:
+        if cache not in self._states:
+            routed = () if self.routed is None else self.routed.layers
+            gate = None if self.gate is None else self.gate.cfg
+            self._states[cache] = PagedState(cache, routed=routed, gate=gate, gated=served_layers(config))
+        return self._states[cache]
+
+    def _kv_heads(self, now: PagedPass) -> int:
+        return int(now.state.allocator.num_key_value_heads)
+
+
+def _tokens(x: Tensor, tokens: Any) -> Tensor:
+    """Returns the ``tokens`` of ``x [1, H, T, D]``: ``[n, H, D]``."""
+    return x[0].transpose(0, 1)[tokens]
+
+
+def _placeholder(like: Tensor, batch: int, heads: int, keys: int) -> Tensor:
+    """Returns a tensor ``[batch, heads, keys, D]`` without memory, where only the number of keys counts."""
+    return like.new_zeros(1).expand(batch, heads, keys, like.shape[-1])
+
+
+def _joined(chosen: Sequence[Tensor | None], rows: int, columns: int) -> Tensor | None:
+    """Returns the masks of several sequences as one, bool ``[B, H, rows, columns]``; None if all are dense."""
+    masks = [mask for mask in chosen if mask is not None]
+    if not masks:
+        return None
+    joined = masks[0].new_zeros(len(chosen), masks[0].shape[1], rows, columns)
+    for own, mask in zip(joined, chosen, strict=True):
+        if mask is None:
+            own.fill_(True)
+        else:
+            own[:, : mask.shape[2], : mask.shape[3]] = mask[0]
+    return joined

@@ -1,0 +1,184 @@
+"""Managers of transformers' continuous batching for an attached model: their configuration, and their end with the context."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import transformers
+
+from msattn.trainer.config.values import require
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import attention_layers, decoder, max_length
+from msattn.trainer.models.tap import is_tapped
+from msattn.trainer.routing.pages import PageRouter
+from msattn.trainer.seer.policies import Multiscale
+from msattn.trainer.serving.fused import replaced
+from msattn.trainer.serving.steps import uncapturable
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig
+
+    from msattn.trainer.serving.sparse import Sparse
+
+NEEDED = (5, 23)  # version of transformers; earlier ones page their cache in another way
+PAGE_SIZE = 256
+MEMORY = 0.8  # share of the free memory that the cache gets by default: buckets and pooled keys lie beside it
+MOST_BUCKETS = torch.iinfo(torch.int16).max
+
+
+def batching_config(**options: Any) -> "ContinuousBatchingConfig":
+    """Returns the configuration of continuous batching that suits an attached model; ``options`` replace its values.
+
+    Raises
+    ------
+    UserError : transformers is too old.
+    """
+    _check_version()
+    from transformers import ContinuousBatchingConfig
+
+    own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
+    if torch.cuda.is_available():
+        own |= {"max_memory_percent": MEMORY, "use_cuda_graph": (False, True)}
+    return ContinuousBatchingConfig(**{**own, **options})
+
+
+@contextmanager
+def batching(model: Any, sparse: "Sparse", *, cuda_graphs: bool) -> Iterator[None]:
+    """Lets a model create managers of continuous batching inside the context, which end with it."""
+    original = getattr(model, "init_continuous_batching", None)
+    if original is None:
+        yield
+        return
+    managers = Managers(original, sparse, cuda_graphs=cuda_graphs)
+    with replaced(managers.model, managers.create, name="init_continuous_batching"):
+        try:
+            yield
+        finally:
+            managers.end()
+
+
+class Managers:
+    """The managers that an attached model has created.
+
+    Parameters
+    ----------
+    original : the model's ``init_continuous_batching``.
+    cuda_graphs : whether new tokens are decoded with CUDA graphs on a GPU.
+    """
+
+    def __init__(self, original: Any, sparse: "Sparse", *, cuda_graphs: bool) -> None:
+        self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
+        self.model = original.__self__  # of a PEFT model, the one inside
+        self.created: WeakSet[Any] = WeakSet()
+
+    @torch.no_grad()
+    def create(self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
+        """Stands in for ``init_continuous_batching``, with the same arguments.
+
+        Raises
+        ------
+        UserError : the version of transformers, the model, what is attached or a value of the configuration is not supported.
+        """
+        _check_version()
+        check_attached(self.model, self.sparse)
+        config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
+        check_config(config, self.sparse)
+        held = getattr(self.model, "_cached_continuous_batching_manager", None)
+        if held is not None and held not in self.created:
+            raise UserError(
+                "generate_batch: a manager of before is kept; call model.destroy_cached_continuous_batching_manager() first"
+            )
+        manager = self.original(
+            generation_config=generation_config, continuous_batching_config=config, workload_hints=workload_hints
+        )
+        if manager not in self.created:
+            self._configure(manager, config, workload_hints)
+            self.created.add(manager)
+        return manager
+
+    def _configure(self, manager: Any, given: Any, hints: Any) -> None:
+        """Turns on the decoding over block tables, for which transformers looks for a kernel of its own, and CUDA graphs."""
+        resolved, captures = manager.continuous_batching_config, self.cuda_graphs and uncapturable(decoder(self.model)) is None
+        resolved.max_blocks_per_request = given.max_blocks_per_request
+        if resolved.max_blocks_per_request is None:
+            resolved.max_blocks_per_request = -(-_longest(self.model.config, hints) // resolved.page_size)
+        resolved.use_cuda_graph = (False, captures and resolved.cuda_graph_booleans[1])
+        warm_up = manager.warmup
+        manager.warmup = lambda: self._warm_up(warm_up)
+
+    def _warm_up(self, warm_up: Any) -> None:
+        """Runs the passes of transformers' warm-up, whose tokens are no one's, without counting them."""
+        with self.sparse.statistics.unchanged():
+            warm_up()
+
+    def end(self) -> None:
+        """Stops the managers, whose graphs and caches belong to this context, and lets go of the caches."""
+        for manager in self.created:
+            if manager.is_running():
+                manager.stop(hard_stop=True)
+        if getattr(self.model, "_cached_continuous_batching_manager", None) in self.created:
+            self.model.destroy_cached_continuous_batching_manager()
+        self.sparse.paged.release()
+
+
+def check_attached(model: Any, sparse: "Sparse") -> None:
+    """Raises UserError unless what is attached to ``model`` can be served over pages."""
+    if not is_tapped(model.config):
+        raise UserError("generate_batch: accepted are language models, not models with images")
+    config: Any = decoder(model).config
+    for layer in attention_layers(config):
+        if layer.kept is not None:
+            raise UserError(f"generate_batch: layer {layer.layer} keeps the model's own attention: {layer.kept}")
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or _has_window(config):
+        raise UserError("generate_batch: layers with a sliding window are not supported; accepted is model.generate")
+    if sparse.measure_recall or sparse.statistics.timer is not None:
+        raise UserError("generate_batch: measure_recall and measure_time are not supported; accepted is model.generate")
+    policy = None if sparse.selection is None else sparse.selection.policy
+    if any(isinstance(each, Multiscale) for each in (policy if isinstance(policy, Sequence) else [policy])):
+        raise UserError("generate_batch: select.policy=multiscale reads no pages; accepted are the other policies")
+    routed = sparse.routed
+    if routed is None:
+        return
+    router: Any = routed.router
+    if isinstance(router, PageRouter):
+        raise UserError("qmodel: generate_batch takes query classifiers, k-means and random buckets, no decode gates or pages")
+    if routed.threshold is not None:
+        raise UserError("keys: generate_batch counts no sizes of buckets; give probes instead")
+    if routed.independent:
+        raise UserError("independent=True: not supported by generate_batch, where a query group shares its buckets")
+    if router.num_buckets > MOST_BUCKETS:
+        raise UserError(f"qmodel: generate_batch takes up to {MOST_BUCKETS:,} buckets, this router has {router.num_buckets:,}")
+
+
+def check_config(config: "ContinuousBatchingConfig", sparse: "Sparse") -> None:
+    """Raises UserError for a value of a configuration that sparse attention cannot serve."""
+    if sparse.gate is not None:
+        block = sparse.gate.cfg.block_size
+        accepted = f"accepted are multiples of {block}, the gate's block size"
+        require(config.page_size % block == 0, "page_size", config.page_size, accepted)
+    require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "accepted is 0")
+    compiled = config.varlen_compile_config or config.decode_compile_config or config.default_compile_level
+    require(not compiled, "varlen_compile_config, decode_compile_config, default_compile_level", compiled, "not accepted")
+    graphs = config.use_cuda_graph
+    prompts = graphs if isinstance(graphs, bool) else graphs is not None and graphs[0]
+    require(not prompts, "use_cuda_graph", graphs, "prompts are not captured; accepted are False and (False, True)")
+
+
+def _check_version() -> None:
+    installed = transformers.__version__
+    if tuple(map(int, installed.split(".")[:2])) < NEEDED:
+        raise UserError(f"generate_batch: needs transformers {'.'.join(map(str, NEEDED))} or newer, {installed} is installed")
+
+
+def _has_window(config: Any) -> bool:
+    """Returns whether transformers keeps the cache of layers without a type as one of a window."""
+    return getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
+
+
+def _longest(config: Any, hints: Any) -> int:
+    """Returns the number of tokens of the longest request that is expected."""
+    asked = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+    return min(asked, max_length(config)) if asked > 0 else max_length(config)

@@ -1,0 +1,154 @@
+"""A forward pass over the pages of many sequences: which pages, which lengths, and where the new keys go.
+
+transformers describes a pass in one of two ways. With a block table every sequence has one new token, and the attention
+function writes its key; in that form all lengths stay on the device, as in a CUDA graph. Otherwise there are the slots to
+write, and the slots of all keys of all sequences one after another.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.serving.paged.state import PagedState
+
+Rows = Tensor | slice
+
+
+class Prompt(NamedTuple):
+    """A sequence with several new tokens, the first of which is token ``first`` of the pass.
+
+    Attributes
+    ----------
+    queries, keys : number of new tokens, and of keys with theirs.
+    table : int32 ``[pages]``.
+    pooled : number of leading blocks whose pooled keys are known before the pass.
+    """
+
+    first: int
+    queries: int
+    keys: int
+    table: Tensor
+    pooled: int
+
+    @property
+    def tokens(self) -> slice:
+        """The tokens of the sequence in the pass."""
+        return slice(self.first, self.first + self.queries)
+
+
+@dataclass
+class Sequences:
+    """Sequences of a pass that one operation serves.
+
+    Attributes
+    ----------
+    tokens : their new tokens in the pass.
+    table, kv_len : int32 ``[B, pages]`` and ``[B]``.
+    longest : number of keys of the longest one; None where it is only on the device.
+    """
+
+    tokens: Rows
+    table: Tensor
+    kv_len: Tensor
+    longest: int | None
+
+
+@dataclass
+class Prompts(Sequences):
+    """Sequences with several new tokens.
+
+    Attributes
+    ----------
+    items : each of them.
+    cu_queries : int32 ``[B + 1]``.
+    """
+
+    items: list[Prompt]
+    cu_queries: Tensor
+
+
+@dataclass
+class PagedPass:
+    """A forward pass over a paged cache.
+
+    Attributes
+    ----------
+    state : of the cache.
+    pages, offsets : int64 ``[T]``, where the key of each token goes.
+    decoded : the sequences with one new token, or None.
+    prompts : the others, or None.
+    """
+
+    state: PagedState
+    pages: Tensor
+    offsets: Tensor
+    decoded: Sequences | None
+    prompts: Prompts | None
+
+    @property
+    def layers(self) -> "dict[int, PagedPass]":
+        """Stands for the layers of a cache: each of them is this pass."""
+        return dict.fromkeys(self.state.allocator.layer_indices, self)
+
+    @classmethod
+    def of(cls, state: PagedState, arguments: dict[str, Any]) -> "PagedPass":
+        """Returns the pass that transformers describes in the arguments of a decoder."""
+        allocator = state.allocator
+        kv_len = arguments["cu_seq_lens_k"][allocator.layer_type].diff().int()
+        if arguments["block_table"] is not None:
+            return cls._of_new_tokens(state, arguments["block_table"][allocator.index], kv_len)
+        read, write = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
+        return cls._of_slots(state, arguments["cu_seq_lens_q"], kv_len, write if len(read) == 0 else read, write)
+
+    @classmethod
+    def _of_new_tokens(cls, state: PagedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
+        """Returns a pass over one token of each sequence; sequences without a key are padding."""
+        longest = None if kv_len.is_cuda else int(kv_len.max())
+        width = block_table.shape[1] if longest is None else -(-longest // state.page_size)
+        table = block_table[:, :width].clamp(min=0) // state.pages_of_layers
+        position = (kv_len.long() - 1).clamp(min=0)
+        pages = table.gather(1, position[:, None] // state.page_size).squeeze(1).long()
+        pages = pages.where(kv_len > 0, state.free_page)
+        decoded = Sequences(slice(None), table, kv_len, longest)
+        return cls(state, pages, position % state.page_size, decoded, None)
+
+    @classmethod
+    def _of_slots(cls, state: PagedState, cu_queries: Tensor, kv_len: Tensor, slots: Tensor, write: Tensor) -> "PagedPass":
+        """Returns a pass over any number of tokens of each sequence, ``slots`` being those of all of their keys."""
+        size = state.page_size
+        ends = kv_len.long().cumsum(0)
+        longest = int(kv_len.max())  # waits for the device, as the counts below
+        logical = size * torch.arange(-(-longest // size), device=slots.device)
+        first_slots = (ends - kv_len)[:, None] + logical
+        table = (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
+        known = state.leading_pooled(table) if state.pooled else torch.zeros_like(ends)
+        counts = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known]).T.tolist()
+        counts = [(row, *numbers) for row, numbers in enumerate(counts) if numbers[1] > 0]  # the others are padding
+        single = [row for row, _, queries, _, _ in counts if queries == 1]
+        decoded = None
+        if single:
+            tokens = torch.tensor([first for _, first, queries, _, _ in counts if queries == 1], device=slots.device)
+            decoded = Sequences(tokens, table[single], kv_len[single], max(keys for _, _, n, keys, _ in counts if n == 1))
+        items = [
+            Prompt(first, queries, keys, table[row], _known_blocks(state, keys - queries, known))
+            for row, first, queries, keys, known in counts
+            if queries > 1
+        ]
+        pages = write // state.slots_of_page
+        prompts = _prompts(items, table, kv_len, [row for row, _, queries, _, _ in counts if queries > 1])
+        return cls(state, pages, write % state.slots_of_page, decoded, prompts)
+
+
+def _known_blocks(state: PagedState, cached: int, known: int) -> int:
+    return 0 if state.gate is None else min(known, cached // state.gate.block_size)
+
+
+def _prompts(items: list[Prompt], table: Tensor, kv_len: Tensor, rows: list[int]) -> Prompts | None:
+    """Returns the sequences with several new tokens, the ``rows`` of a pass; None if there are none."""
+    if not items:
+        return None
+    counts = torch.tensor([0, *(item.queries for item in items)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    tokens: Rows = torch.cat([torch.arange(item.first, item.first + item.queries) for item in items]).to(table.device)
+    return Prompts(tokens, table[rows], kv_len[rows], max(item.keys for item in items), items, counts.to(table.device))

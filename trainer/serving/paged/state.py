@@ -1,0 +1,126 @@
+"""What a paged cache remembers of its keys besides the keys: buckets, and pooled keys for gates.
+
+It belongs to slots, not to requests. So requests that share a prefix share it too, and one that was preempted finds it again.
+Only a page that is copied needs its state copied.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.models.rope import Rotation
+
+if TYPE_CHECKING:
+    from msattn.trainer.config import GateConfig
+    from msattn.trainer.models.layer_inputs import LayerInputs
+    from msattn.trainer.serving.paged.passes import Prompt
+
+
+class PagedState:
+    """State of the slots of one cache of transformers, in which pages of all layers with one number form a block.
+
+    Parameters
+    ----------
+    cache : transformers' ``PagedAttentionCache``, with full attention in every layer.
+    routed : layers whose keys get buckets.
+    gate : configuration of the gates that score blocks of cached keys, or None.
+    gated : layers with such a gate.
+
+    Attributes
+    ----------
+    page_size : slots of a page.
+    free_page : a page that no sequence owns, which padded tokens write.
+    buckets : by layer, int16 ``[P, page_size, Hkv]``, the bucket of each slot.
+    pooled : by layer, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``, pooled keys before RoPE of whole blocks.
+    is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer.
+    """
+
+    def __init__(self, cache: Any, *, routed: Iterable[int], gate: "GateConfig | None", gated: Iterable[int]) -> None:
+        (allocator,) = cache.cache_allocators.values()
+        self.allocator = allocator
+        self.page_size, self.gate = allocator.tokens_per_page, gate
+        self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
+        self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
+        self.free_page = allocator.write_trash_index // self.slots_of_page
+        keys, _ = self.pages(allocator.layer_indices[0])
+        pages, _, heads, size = keys.shape
+        with torch.inference_mode(False):
+            of_slots = {"size": (pages, self.page_size, heads), "dtype": torch.int16, "device": keys.device}
+            self.buckets = {layer: torch.zeros(**of_slots) for layer in routed}
+            self.pooled: dict[int, Tensor] = {}
+            if gate is not None:
+                blocks, width = self.page_size // gate.block_size, len(gate.k_pool) * size
+                self.pooled = {layer: torch.zeros(pages, blocks, heads, width, device=keys.device) for layer in gated}
+                self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
+        self._copy = allocator.copy_blocks
+        allocator.copy_blocks = self._copy_blocks
+
+    def release(self) -> None:
+        """Lets go of the cache and of all memory."""
+        del self.allocator.copy_blocks
+        self.buckets, self.pooled = {}, {}
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of a layer: views ``[P, page_size, Hkv, D]`` of the cache."""
+        keys, values = self.allocator.get_cache_for_block_table(layer)
+        return keys[:: self.pages_of_layers], values[:: self.pages_of_layers]
+
+    def _copy_blocks(self, source: list[int], target: list[int], *args: Any, **kwargs: Any) -> None:
+        """Copies pages with their state, for transformers: a request that forks gets a copy of its last page."""
+        self._copy(source, target, *args, **kwargs)
+        for state in (*self.buckets.values(), *self.pooled.values(), *([self.is_pooled] if self.pooled else [])):
+            state[target] = state[source]
+
+    def leading_pooled(self, table: Tensor) -> Tensor:
+        """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
+        return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
+
+    def mark(self, pages: Tensor, blocks: Tensor | slice, *, pooled: bool) -> None:
+        """Notes whether the pooled keys of ``blocks`` (in each page) will be there after this pass."""
+        self.is_pooled[pages, blocks] = pooled
+
+    def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a sequence: ``[1, Hkv, n, D]``."""
+        head = first // self.page_size
+        pages = table[head : -(-end // self.page_size)].long()
+        span = slice(first - head * self.page_size, end - head * self.page_size)
+        keys, values = (x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.pages(layer))
+        return keys, values
+
+    def pool_keys(self, x: "LayerInputs", prompt: "Prompt", rotation: Rotation | None) -> Tensor:
+        """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
+
+        Keys that are not pooled yet are those of this pass, before RoPE, and cached ones (of the unfinished block, of tokens
+        that were decoded), which are recovered by inverting their rotation.
+
+        Parameters
+        ----------
+        x : inputs of the sequence in this pass; ``x.k`` may be a placeholder.
+
+        Returns
+        -------
+        Tensor : fp32 ``[1, Hkv, Tc, len(pools) * D]``.
+        """
+        assert self.gate is not None
+        size, held = self.gate.block_size, self.pooled[x.layer]
+        tail, cached = x.k_nope, prompt.keys - prompt.queries
+        if prompt.pooled * size < cached:
+            older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
+            if x.rotates:
+                assert rotation is not None
+                older = rotation.invert(older, torch.arange(prompt.pooled * size, cached, device=older.device)[None])
+            tail = torch.cat([older, tail], dim=2)
+        new = pool_blocks(tail, self.gate.k_pool, block_size=size)
+        pages, blocks = self.place(prompt.table, prompt.pooled, prompt.keys // size)
+        held[pages, blocks] = new[0, :, : len(pages)].transpose(0, 1)
+        pages, blocks = self.place(prompt.table, 0, prompt.pooled)
+        return torch.cat([held[pages, blocks].transpose(0, 1)[None], new], dim=2)
+
+    def place(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Returns the page of each of the blocks ``first`` to ``end - 1`` of a sequence, and its number in the page."""
+        assert self.gate is not None
+        blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.gate.block_size
+        return table[blocks // per_page].long(), blocks % per_page
