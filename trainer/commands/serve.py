@@ -4,15 +4,24 @@ import logging
 import os
 import socket
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from msattn.trainer.config import ServeConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.progress import report
 
+if TYPE_CHECKING:
+    from msattn.trainer.models import Loaded
+    from msattn.trainer.serving.http.engine import Engine
+    from msattn.trainer.serving.http.supervisor import Supervisor
+    from msattn.trainer.serving.sparse import Sparse
+
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 MIN_TRANSFORMERS = "5.23"
+WAITING_CONNECTIONS = 1024
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -63,29 +72,48 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     from msattn.trainer.commands.greedy import describe, load_served
     from msattn.trainer.models import load
     from msattn.trainer.models.chat import around_prompt
-    from msattn.trainer.serving.http.app import Guard, Service, build_app
-    from msattn.trainer.serving.http.engine import Engine
-    from msattn.trainer.serving.http.supervisor import Supervisor
 
     served = None if cfg.dense else load_served(cfg)
     loaded = load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed) if served is None else served.loaded
     around_prompt(loaded.tokenizer, None)  # the chat template renders a message, within limits of time and memory
-    with nullcontext() if served is None else attach(loaded.model, **served.options) as sparse:
-        engine = Engine(loaded, cfg, sparse)
-        engine.start()
-        try:
-            max_body = int(cfg.server.max_body_mb * 2**20)
-            service = Service(engine, model=cfg.model.name, default_tokens=cfg.max_new_tokens, max_body=max_body)
-            supervisor = Supervisor(Guard(build_app(service), service, api_key), engine, drain_s=cfg.server.drain_s)
-            bound.listen(1024)
-            _log_to_stderr()
-            pages = f"{engine.pages().total} pages of {cfg.server.page_size} tokens"
-            how = f"{cfg.model.name}: dense" if served is None else describe(cfg, served)
-            print_once(f"serving at {where}/v1, {pages}, requests of up to {engine.longest} tokens. {how}")
-            with report(lambda: ""):  # no lines about the time that the command has taken
-                supervisor.run(bound)
-        finally:
-            engine.stop()
+    attached = nullcontext() if served is None else attach(loaded.model, **served.options)
+    with attached as sparse, server(loaded, cfg, sparse, api_key) as (engine, supervisor):
+        bound.listen(WAITING_CONNECTIONS)
+        _log_to_stderr()
+        pages = f"{engine.pages().total} pages of {cfg.server.page_size} tokens"
+        how = f"{cfg.model.name}: dense" if served is None else describe(cfg, served)
+        print_once(f"serving at {where}/v1, {pages}, requests of up to {engine.longest} tokens. {how}")
+        with report(lambda: ""):  # no lines about the time that the command has taken
+            supervisor.run(bound)
+
+
+@contextmanager
+def server(
+    loaded: "Loaded", cfg: ServeConfig, sparse: "Sparse | None" = None, api_key: str | None = None
+) -> "Iterator[tuple[Engine, Supervisor]]":
+    """Starts the engine of a loaded model, and yields it with a supervisor that has yet to run.
+
+    Parameters
+    ----------
+    sparse : what :func:`msattn.attach` yielded for the model; None serves it densely.
+    api_key : the key that requests must bring; None accepts all.
+
+    Raises
+    ------
+    UserError : the model cannot be served, or memory is too small for the KV cache.
+    """
+    from msattn.trainer.serving.http.app import Guard, Service, build_app
+    from msattn.trainer.serving.http.engine import Engine
+    from msattn.trainer.serving.http.supervisor import Supervisor
+
+    engine = Engine(loaded, cfg, sparse)
+    engine.start()
+    try:
+        max_body = int(cfg.server.max_body_mb * 2**20)
+        service = Service(engine, model=cfg.model.name, default_tokens=cfg.max_new_tokens, max_body=max_body)
+        yield engine, Supervisor(Guard(build_app(service), service, api_key), engine, drain_s=cfg.server.drain_s)
+    finally:
+        engine.stop()
 
 
 def _log_to_stderr() -> None:

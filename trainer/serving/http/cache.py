@@ -11,8 +11,7 @@ from msattn.trainer.memory import free_memory
 from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers import ContinuousBatchingConfig
+    from transformers import ContinuousBatchingConfig, PreTrainedModel
 
     from msattn.trainer.serving.sparse import Sparse
 
@@ -42,7 +41,7 @@ def batching_config(
     """Returns the configuration of a manager for ``model``.
 
     Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests when one is cancelled in the
-    pass that completes a page of its own. A dense model may switch to FlashAttention, where that is installed.
+    pass that completes a page of its own.
 
     Raises
     ------

@@ -66,7 +66,7 @@ class Supervisor:
         Fault : the engine or the HTTP server ended by itself.
         """
         thread = threading.Thread(target=self._serve, args=(bound,), name="msattn-http", daemon=True)
-        with handled(self._stop):
+        with handled(self._on_signal):
             thread.start()
             while not self._stopped and self._fault(thread) is None:
                 self._engine.unblock()
@@ -85,9 +85,13 @@ class Supervisor:
         with suppress(SystemExit):  # uvicorn's, if it cannot start
             self._server.run(sockets=[bound])
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        handle(end_at_once)
+    def stop(self) -> None:
+        """Begins to stop, as a first signal does."""
         self._stopped = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        handle(end_at_once)
+        self.stop()
 
     def _fault(self, thread: threading.Thread) -> Fault | None:
         return self._engine.fault or (None if thread.is_alive() else Fault("the HTTP server has ended"))
