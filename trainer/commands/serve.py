@@ -79,11 +79,10 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     attached = nullcontext() if served is None else attach(loaded.model, **served.options)
     with attached as sparse, server(loaded, cfg, sparse, api_key) as (engine, supervisor):
         bound.listen(WAITING_CONNECTIONS)
-        _log_to_stderr()
         pages = f"{engine.pages().total} pages of {cfg.server.page_size} tokens"
         how = f"{cfg.model.name}: dense" if served is None else describe(cfg, served)
         print_once(f"serving at {where}/v1, {pages}, requests of up to {engine.longest} tokens. {how}")
-        with report(lambda: ""):  # no lines about the time that the command has taken
+        with _log_to_stderr(), report(lambda: ""):  # no lines about the time that the command has taken
             supervisor.run(bound)
 
 
@@ -116,9 +115,17 @@ def server(
         engine.stop()
 
 
-def _log_to_stderr() -> None:
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Prints a line on stderr for each request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("msattn: %(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log = logging.getLogger("msattn.serve")
-    log.handlers[:], log.propagate = [handler], False
+    log.addHandler(handler)
+    log.propagate = False
     log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True

@@ -9,7 +9,8 @@ from msattn.trainer.models import Loaded, load
 from tests.serving.http.running import KEY, Running, configuration, running
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
     "# {{ m.role }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# answer\n{% endif %}"
 )
 

@@ -1,4 +1,4 @@
-"""Answers of the server, through the official client: the tokens of greedy ``generate``, stop strings, sampling, many clients."""
+"""Answers through the official client: the tokens of greedy ``generate``, stop strings, sampling, many clients."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,10 @@ from msattn.trainer.models import Loaded
 from tests.serving.http.running import SECONDS, Running, eventually, greedy
 
 PROMPT = "def main(arguments):\n    return"
-CHAT: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "def main("}]}]
+CHAT: Any = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "def main("}]},
+]
 NEW = 12
 
 
@@ -58,7 +61,9 @@ def test_a_chat_renders_the_template(embedded: Loaded, client: OpenAI) -> None:
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(tokens)
-    first, *pieces, last = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=NEW, temperature=0, stream=True)
+    first, *pieces, last = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=NEW, temperature=0, stream=True
+    )
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
     assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "length")
@@ -155,5 +160,5 @@ def test_the_configuration_names_what_has_no_use() -> None:
     }.items():
         with pytest.raises(UserError, match=says):
             compose("serve", [override])
-    with pytest.raises(UserError, match="dense=True: accepted is false with artifacts.gate"):
+    with pytest.raises(UserError, match=r"dense=True: accepted is false with artifacts\.gate"):
         compose("serve", ["dense=true", "artifacts.gate=embedded"])

@@ -9,11 +9,19 @@ from transformers import AutoTokenizer
 
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.serving.http.text import StopStrings, TokenText
+from tests.factory import save_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("words")
+    save_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @given(tokens=st.lists(st.integers(0, 4095), max_size=40), sizes=st.lists(st.integers(1, 5), min_size=40, max_size=40))
@@ -33,6 +41,14 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
     pieces = [text.push([token]) for token in tokens]
     assert "".join(pieces) == "x \U0001f980 y"
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(tokens=st.lists(st.integers(0, 3), max_size=12))
+def test_special_tokens_leave_the_spaces_around_them(words: Any, tokens: list[int]) -> None:
+    """A tokenizer of words puts a space before each but the first; t0 is special and has no text."""
+    text = TokenText(words)
+    pieces = [text.push([token]) for token in tokens]
+    assert "".join(pieces) == words.decode(tokens, skip_special_tokens=True)
 
 
 @given(

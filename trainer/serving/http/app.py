@@ -172,6 +172,10 @@ def build_app(service: Service) -> "FastAPI":
     async def refuse(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status, error.headers)
 
+    @app.exception_handler(Exception)
+    async def fail(request: Request, error: Exception) -> Response:  # which is raised once more, and logged by Guard
+        return JSONResponse(ApiError(500, "the server failed").body, 500)
+
     @app.exception_handler(StarletteHTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         problem = ApiError(error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}")
@@ -235,8 +239,6 @@ class Guard:
             await self._answer(scope, receive, note)
         except Exception as error:  # a fault of this server; the client gets no details
             LOG.error("%s: %s: %s", _where(scope), type(error).__name__, first_line(error))
-            if not status:
-                await _send_error(ApiError(500, "the server failed"), scope, receive, note)
         finally:
             self._finish(scope, status, time.monotonic() - began)
 

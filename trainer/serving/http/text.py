@@ -28,7 +28,9 @@ class TokenText:
         if text.endswith(INCOMPLETE) and not last:
             return ""
         piece = text[len(self._decode(self._start, self._end)) :]
-        self._start, self._end = self._end, len(self._tokens)
+        if piece:  # a context of special tokens alone would have no text
+            self._start = self._end
+        self._end = len(self._tokens)
         return piece
 
     def _decode(self, start: int, end: int) -> str:
