@@ -15,7 +15,7 @@ from msattn.trainer.commands import compose
 from msattn.trainer.errors import UserError
 
 COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
-COMMANDS += ("push", "import-gate", "doctor", "help")
+COMMANDS += ("serve", "push", "import-gate", "doctor", "help")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
 

@@ -48,7 +48,8 @@ def state():
         sorted(ALL_ATTENTION_FUNCTIONS), sorted(ALL_MASK_ATTENTION_FUNCTIONS), threading.active_count(), sorted(os.listdir("."))
 
 socket.socket.connect = socket.getaddrinfo = refuse
-for name in ("hydra", "omegaconf", "wandb", "faiss", "datasets", "matplotlib", "typer"):
+optional = "hydra omegaconf wandb faiss datasets matplotlib typer fastapi uvicorn prometheus_client"
+for name in optional.split():
     sys.modules[name] = None  # an import of it fails
 before = state()
 for name in sys.argv[1:]:

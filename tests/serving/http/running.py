@@ -65,7 +65,7 @@ class Running:
         return float(found[1]) if found else 0.0
 
     def raw(self, data: bytes) -> bytes:
-        """What the server answers to bytes that need not be HTTP."""
+        """Returns the answer to bytes that need not be HTTP."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as connection:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)

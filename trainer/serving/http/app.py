@@ -164,7 +164,6 @@ def build_app(service: Service) -> "FastAPI":
     """Returns the routes of ``service``."""
     from fastapi import FastAPI, HTTPException, Request, Response
     from fastapi.responses import JSONResponse
-    from starlette.exceptions import HTTPException as StarletteHTTPException
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
@@ -176,7 +175,8 @@ def build_app(service: Service) -> "FastAPI":
     async def fail(request: Request, error: Exception) -> Response:  # which is raised once more, and logged by Guard
         return JSONResponse(ApiError(500, "the server failed").body, 500)
 
-    @app.exception_handler(StarletteHTTPException)
+    @app.exception_handler(404)
+    @app.exception_handler(405)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         problem = ApiError(error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}")
         return JSONResponse(problem.body, error.status_code, error.headers)

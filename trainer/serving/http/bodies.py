@@ -117,7 +117,7 @@ class ChatBody(Body):
 
 @dataclass(frozen=True)
 class Call:
-    """What a request asks for. ``max_tokens``, ``temperature`` and ``top_p`` are None if the server's defaults apply."""
+    """The parameters of a request. ``max_tokens``, ``temperature`` and ``top_p`` are None if the server's defaults apply."""
 
     prompt: Prompt
     chat: bool

@@ -34,7 +34,7 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request chooses tokens: ``temperature=0`` takes the likeliest one."""
+    """The choice of tokens of a request: ``temperature=0`` takes the likeliest one."""
 
     temperature: float
     top_p: float
