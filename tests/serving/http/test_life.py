@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +158,13 @@ def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> Non
     prompt = "def main(arguments):\n    return arguments.get('x')\n\n" * 20
     tokens = embedded.tokenizer(prompt).input_ids
     options: Any = {"gate": "embedded", "qmodel": "embedded", "select": "topk", "sparsity": 0.7, "dense_below": 0}
-    with msattn.attach(embedded.model, **options) as sparse:
-        one: Any = embedded.model.generation_config
-        generation = transformers.GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=one.eos_token_id)
+    model: Any = embedded.model
+    with msattn.attach(model, **options) as sparse:
+        ends = model.generation_config.eos_token_id
+        generation = transformers.GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=ends)
         cfg: Any = configuration("dense=false")
         batching = sparse.batching_config(num_blocks=32, max_batch_tokens=512, use_async_batching=False)
-        (alone,) = embedded.model.generate_batch([tokens], generation, batching).values()
+        (alone,) = model.generate_batch([tokens], generation, batching).values()
         with running(embedded, cfg, sparse) as served, served.client() as client:
             answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
             assert answer.choices[0].text == embedded.tokenizer.decode(alone.generated_tokens)
@@ -201,7 +201,7 @@ def test_too_little_memory_names_what_is_needed(small: Loaded, monkeypatch: pyte
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs ``msattn serve`` in an empty folder of this process; returns (exit code, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self, bound: None)  # a server that starts would not end

@@ -43,6 +43,14 @@ def _read_prompt(given: Any) -> Prompt:
     raise ValueError("accepted is one text, or one list of tokens")
 
 
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _as_list(stop: Any) -> Any:
+    return [] if stop is None else [stop] if isinstance(stop, str) else stop
+
+
 class Strict(BaseModel):
     """An object without unknown keys, whose values are not converted to other types."""
 
@@ -66,16 +74,12 @@ class Message(Strict):
     """A message of a conversation. ``developer`` is OpenAI's later name of ``system``."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(lambda content: _as_parts(content))]
+    content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
 
     def plain(self) -> dict[str, str]:
         """Returns the message as chat templates take it."""
         content = "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-def _as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class Body(Strict):
@@ -86,17 +90,13 @@ class Body(Strict):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     seed: int | None = None
-    stop: Annotated[list[StopString], Field(max_length=MAX_STOP), BeforeValidator(lambda stop: _as_list(stop))] = []
+    stop: Annotated[list[StopString], Field(max_length=MAX_STOP), BeforeValidator(_as_list)] = []
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     n: One | None = 1
     presence_penalty: Zero | None = 0
     frequency_penalty: Zero | None = 0
-
-
-def _as_list(stop: Any) -> Any:
-    return [] if stop is None else [stop] if isinstance(stop, str) else stop
 
 
 class CompletionBody(Body):
