@@ -144,16 +144,17 @@ def launch(
 
     The grid depends on shapes and ``max_queries`` alone, so that a captured CUDA graph serves any lengths up to them.
     """
-    _, q_heads, head = q.shape
+    num_queries, q_heads, head = q.shape
     k, v, table, kv_len = cache
     batch, page_size, kv_heads = table.shape[0], *k.shape[1:3]
+    num_keys = table.shape[1] * page_size
     cols = padded_head(head)
     tile = tile or tuned.pick("paged_block_sparse_attention", cols, q.dtype, capability(q.device))
     row_blocks = triton.cdiv(max_queries, block_size)
     cu_queries, kv_len = cu_queries.contiguous(), kv_len.contiguous()
     lists, lengths, list_heads, entries = None, None, 1, 1
     if block_mask is not None:
-        lists, lengths = compact_packed_rows(block_mask, cu_queries, kv_len, block_size)
+        lists, lengths = compact_packed_rows(block_mask, cu_queries, kv_len, num_queries, num_keys, block_size)
         list_heads, _, entries = lists.shape[1:]
 
     out = torch.zeros_like(q)
@@ -161,7 +162,7 @@ def launch(
     _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
         q, k, v, out, lse, table, cu_queries, kv_len, lists, lengths,
         *q.stride(), *k.stride()[:3], *v.stride()[:3], *out.stride(), *table.stride(),
-        q_heads // kv_heads, kv_heads, row_blocks, batch, list_heads, entries,
+        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=block_size, BN=min(block_size, tile.keys), PAGE=page_size, PRECISION=precision(q.dtype),
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
@@ -169,12 +170,12 @@ def launch(
     return out, lse
 
 
-@triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "batch", "list_heads", "entries"])
+@triton.jit(do_not_specialize=["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads", "entries"])
 def _paged_block_sparse_attention_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_table, p_cu_queries, p_kv_len, p_lists, p_lengths,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ot, stride_oh, stride_od, stride_tb, stride_tp,
-    group, kv_heads, row_blocks, batch, list_heads, entries, scale2, limit,
+    group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
@@ -183,7 +184,7 @@ def _paged_block_sparse_attention_kernel(
     kv_head = pid // (group * row_blocks) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * row_blocks * kv_heads)
-    first_row, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b)
+    first_row, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b, num_queries, num_keys)
     t0 = r * BM
     if t0 >= queries:
         return
@@ -192,11 +193,13 @@ def _paged_block_sparse_attention_kernel(
     rows = (first_row + t).to(tl.int64)
     stored = (t < queries)[:, None] & (d < HEAD)[None, :]
 
-    _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, True)
     if p_lists is not None:
         p_list, full, all_blocks = find_list(
             p_lists, p_lengths, b, h, r, kv_heads * group, batch, list_heads, row_blocks, entries
         )
+    else:
+        p_list = None
+        _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, True)
 
     p_table += b.to(tl.int64) * stride_tb
     p_k += kv_head.to(tl.int64) * stride_kh
@@ -208,7 +211,7 @@ def _paged_block_sparse_attention_kernel(
     PARTS: tl.constexpr = BM // BN  # key tiles of a block
     for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
         block = n // PARTS
-        if p_lists is not None:
+        if p_list is not None:
             block = tl.load(p_list + block).to(tl.int32)
         u0 = block * BM + n % PARTS * BN
         u = u0 + tl.arange(0, BN)

@@ -1,16 +1,16 @@
 """Attention of a few queries over a long paged cache (flash decoding).
 
-The kernels are those of :mod:`msattn.kernels.flash_decode.forward`, in their variant "partial".
+The kernels are those of :mod:`msattn.kernels.common.dense_decode`, in their variant "partial".
 """
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
+from msattn.kernels.common import dense_decode
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.paged_checks import check_paged_decode
-from msattn.kernels.flash_decode import forward
-from msattn.kernels.flash_decode import score_mod as mods
+from msattn.kernels.common.softcap import softcap_mod
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 
@@ -92,7 +92,7 @@ def launch(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernels of ``flash_decode`` on pages."""
-    score_mod = None if softcap is None else mods.softcap(softcap)
+    score_mod = None if softcap is None else softcap_mod(softcap)
     table = table if table.stride(1) == 1 else table.contiguous()
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [P, Hkv, page_size, D]
-    return forward.launch(q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table)
+    return dense_decode.launch(q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table)

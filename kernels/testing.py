@@ -55,28 +55,6 @@ def starts(padding: Sequence[int] | None, device: str | torch.device = "cpu") ->
     return None if padding is None else torch.tensor(padding, dtype=torch.int32, device=device)
 
 
-def paged(k: Tensor, v: Tensor, page_size: int, kv_len: Sequence[int] | None = None, seed: int = 0) -> PagedKeys:
-    """Copies ``k, v [B, Hkv, M, D]`` into shuffled pages.
-
-    ``kv_len`` are the filled positions of each sequence, M by default. What must not be read is NaN in a slot and -1 in the table.
-    """
-    batch, heads, num_keys, head_size = k.shape
-    pages = -(-num_keys // page_size)
-    lengths = torch.tensor([num_keys] * batch if kv_len is None else kv_len, dtype=torch.int32, device=k.device)
-    number = torch.randperm(batch * pages + 1, generator=torch.Generator().manual_seed(seed))[1:].to(k.device)
-    filled = torch.arange(pages * page_size, device=k.device) < lengths[:, None]
-
-    def in_pages(x: Tensor) -> Tensor:
-        by_slot = torch.nn.functional.pad(x, (0, 0, 0, pages * page_size - num_keys)).transpose(1, 2)
-        by_slot = by_slot.masked_fill(~filled[..., None, None], math.nan)
-        cache = x.new_full((batch * pages + 1, page_size, heads, head_size), math.nan)
-        cache[number] = by_slot.reshape(-1, page_size, heads, head_size)
-        return cache
-
-    table = number.int().view(batch, pages).masked_fill(~filled[:, ::page_size], -1)
-    return PagedKeys(in_pages(k), in_pages(v), table, lengths)
-
-
 class Case(NamedTuple):
     """Problem of an attention operation; ``padding`` counts padded positions."""
 
@@ -359,3 +337,29 @@ def random_buckets(
     generator = torch.Generator().manual_seed(seed)
     skewed = torch.rand(batch, heads, num_keys, generator=generator) ** 2 * (num_buckets + 1) - 1
     return skewed.floor().int().to(device)
+
+
+def random_pages(
+    k: Tensor, v: Tensor, kv_len: Tensor, page_size: int, others: Sequence[Tensor] = (), seed: int = 0
+) -> tuple[PagedKeys, list[Tensor]]:
+    """Distributes a cache over shuffled pages, and ``others [B, Hkv, M]`` by slot.
+
+    ``k, v [B, Hkv, M, D]`` become strided views of one buffer, whose other slots hold NaN. Entries of the table past the end of
+    a sequence are -1. The others become ``[P, page_size, Hkv]``, with -1 in other slots.
+    """
+    batch, _, num_keys, _ = k.shape
+    shape = batch, -(-num_keys // page_size)
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randperm(batch * shape[1] + 2, generator=generator)[:-2].view(shape).to(k.device)
+    position = torch.arange(num_keys, device=k.device)
+    page, offset = table[:, position // page_size], position % page_size
+
+    def distribute(x: Tensor, fill: float) -> Tensor:
+        pages = x.new_full((batch * shape[1] + 2, page_size, x.shape[1], *x.shape[3:]), fill)
+        pages[page, offset] = x.transpose(1, 2)
+        return pages
+
+    k, v = torch.stack([distribute(x, math.nan) for x in (k, v)], 1).unbind(1)
+    unused = torch.arange(shape[1], device=k.device) * page_size >= kv_len[:, None]
+    cache = PagedKeys(k, v, table.masked_fill(unused, -1).int(), kv_len)
+    return cache, [distribute(x, -1) for x in others]

@@ -142,6 +142,9 @@ def attach(
     that is not possible, and such passes are dense and count as ``dense_fallbacks``. Passes that are dense because that is
     faster count as ``dense_by_choice``.
 
+    ``generate_batch`` and ``init_continuous_batching`` of the model serve many prompts over a paged cache; see
+    :meth:`Sparse.batching_config`. Managers end with the context.
+
     On a GPU, single tokens are decoded with CUDA graphs. Forward hooks and adapters that are changed take effect with the next
     pass over several tokens.
     """

@@ -26,6 +26,17 @@ BLOCK_SPARSE = [  # one program per block of 64 queries
     Tile(64, 32, 4, 5),
     Tile(64, 32, 4, 6),
 ]
+PAGED_BLOCK_SPARSE = [  # dependent loads of list, page and keys use pipeline stages
+    Tile(64, 64, 4, 3),
+    Tile(64, 64, 4, 5),
+    Tile(64, 64, 4, 7),
+    Tile(64, 64, 8, 3),
+    Tile(64, 64, 8, 5),
+    Tile(64, 32, 4, 3),
+    Tile(64, 32, 4, 5),
+    Tile(64, 32, 4, 7),
+    Tile(64, 16, 4, 5),
+]
 BACKWARD = [  # two tiles of each input and one or two accumulators are live at the same time
     Tile(64, 64, 4, 1),
     Tile(64, 64, 4, 2),
@@ -76,7 +87,7 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
         Tile(64, 64, 4, 2, 2),
     ],
     "block_sparse_attention": BLOCK_SPARSE,
-    "paged_block_sparse_attention": BLOCK_SPARSE,
+    "paged_block_sparse_attention": PAGED_BLOCK_SPARSE,
     "block_sparse_attention_dq": BACKWARD,
     "block_sparse_attention_dkv": BACKWARD,
     "multiscale_attention": BLOCK_SPARSE,
@@ -91,6 +102,7 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
     "materialized_attention": DENSE,
     "materialized_attention_backward": BACKWARD,
     "bucket_decode": DECODE,
+    "paged_bucket_decode": DECODE,
     "flash_decode": DECODE,
     "bucket_mass": [
         Tile(128, 64, 8, 4, 2),
@@ -129,7 +141,9 @@ FORWARD_KERNELS = {
     "conv_attention": ["conv_attention", "conv_attention_resident"],
     "head_mix_attention": ["head_mix_scores", "materialized_attention"],
     "bucket_decode": ["bucket_decode"],
+    "paged_bucket_decode": ["paged_bucket_decode"],
     "flash_decode": ["flash_decode"],
+    "paged_flash_decode": ["flash_decode"],
     "bucket_mass": ["bucket_mass"],
     "nearest_centroid": ["nearest_centroid", "bucket_sums"],
 }
@@ -142,7 +156,8 @@ BACKWARD_KERNELS = {
 SHAPE_DEPENDENT = {  # modules whose ``default_tile`` depends on the shape
     "bucket_decode": "msattn.kernels.bucket_decode",
     "bucket_mass": "msattn.kernels.bucket_mass.forward",
-    "flash_decode": "msattn.kernels.flash_decode.forward",
+    "flash_decode": "msattn.kernels.common.dense_decode",
+    "paged_bucket_decode": "msattn.kernels.paged_bucket_decode",
 }
 
 

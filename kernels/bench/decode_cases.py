@@ -13,12 +13,15 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Layer, Options, Peer
+from msattn.kernels.bench.cases import BenchCase, Function, Layer, Options, Peer
 from msattn.kernels.bench.prefill_cases import conv_weight
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.testing import random_pages
+from msattn.kernels.types import PagedKeys
 
 LAYERS = 8  # caches read in turn, so that none is still in the L2 cache when it is read again
+PAGE_SIZES = (16, 64, 256)
 PARTS = 8  # partial results that merge_states combines
 
 
@@ -54,22 +57,9 @@ def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
     The step has 1024 buckets, 32 probes, a sink of 1 and 2047 recent keys, or fewer if the cache is short.
     """
-    from msattn.kernels import bucket_decode as op
-
     problem = _bucket_problem(shape, options.softcap)
-    window, compared = problem.window, _bucket_peers(shape, problem)
-    yield BenchCase(
-        partial(op.bucket_decode, **window),
-        partial(reference.bucket_decode, **window),
-        partial(eager.bucket_decode, **window),
-        problem.layers,
-        _work(shape, 1, problem.read * shape.length),
-        compared,
-        problem.name,
-        1 - problem.read,
-        queries=1,
-        graph=True,
-    )
+    compared = _bucket_peers(shape, problem)
+    yield _listed(shape, problem, compared)
     yield _routed(shape, problem, compared)
 
 
@@ -79,14 +69,97 @@ def probe_buckets(shape: Shape, options: Options) -> Iterator[BenchCase]:
     yield _routed(shape, problem, _bucket_peers(shape, problem))
 
 
+def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields the step of ``bucket_decode`` with lists, then a case per page size that scans buckets."""
+    from msattn.kernels import paged_bucket_decode as op
+
+    problem = _bucket_problem(shape, options.softcap)
+    window, compared = problem.window, _bucket_peers(shape, problem)
+    yield _listed(shape, problem, compared, "lists, ")
+    ids = problem.buckets.short()
+
+    def on_pages(function: Function) -> Function:
+        def decode(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, slots: Tensor, probes: Tensor) -> Any:
+            return function(q, PagedKeys(k, v, table, kv_len), slots, probes, **window)
+
+        return decode
+
+    for page_size in PAGE_SIZES:
+        pages = [(layer[0], *_paged(shape, layer[1], layer[2], page_size, [ids])) for layer in problem.layers]
+        layers = [(*paged, layer[4]) for paged, layer in zip(pages, problem.layers, strict=True)]
+        yield BenchCase(
+            on_pages(op.paged_bucket_decode),
+            on_pages(reference.paged_bucket_decode),
+            on_pages(eager.paged_bucket_decode),
+            layers,
+            _work(shape, 1, problem.read * shape.length),
+            compared,
+            f"pages of {page_size}, {problem.name}",
+            1 - problem.read,
+            queries=1,
+            graph=True,
+        )
+
+
+def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields for each number of queries ``flash_decode``, then a case per page size."""
+    from msattn.kernels import paged_flash_decode as op
+    from msattn.kernels.flash_decode import flash_decode as contiguous
+    from msattn.kernels.flash_decode.score_mod import softcap
+
+    cap = options.softcap
+    score_mod, plain = None if cap is None else softcap(cap), partial(eager.causal_decode, softcap=cap)
+    cache = shape.cache(LAYERS, max(options.queries))
+
+    def on_pages(function: Function) -> Function:
+        return lambda q, *pages: function(q, PagedKeys(*pages), softcap=cap)
+
+    for queries in options.queries:
+        layers: list[Layer] = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
+        work, setting = _work(shape, queries, shape.length), peers.capped_setting(f"N = {queries}", cap)
+        scores = shape.batch * shape.q_heads * queries * shape.length
+        compared = [*_dense(layers, work, setting, cap), peers.eager(plain, layers, work, scores, setting=setting)]
+        yield BenchCase(
+            partial(contiguous, causal=True, score_mod=score_mod),
+            partial(reference.flash_decode, causal=True, score_mod=score_mod),
+            plain,
+            layers,
+            work,
+            compared,
+            f"contiguous, {setting}",
+            queries=queries,
+            graph=True,
+        )
+        for page_size in PAGE_SIZES:
+            yield BenchCase(
+                on_pages(op.paged_flash_decode),
+                on_pages(reference.paged_flash_decode),
+                on_pages(eager.paged_flash_decode),
+                [(q, *_paged(shape, k, v, page_size)) for q, k, v in layers],
+                work,
+                compared,
+                f"pages of {page_size}, {setting}",
+                queries=queries,
+                graph=True,
+            )
+
+
+def _paged(shape: Shape, k: Tensor, v: Tensor, page_size: int, others: Sequence[Tensor] = ()) -> Layer:
+    """Returns pages of keys and values, the table, full lengths, and the others by slot."""
+    kv_len = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=k.device)
+    cache, by_slot = random_pages(k, v, kv_len, page_size, others, shape.seed)
+    return *cache, *by_slot
+
+
 class _BucketProblem(NamedTuple):
     """Problem of ``bucket_decode``.
 
-    ``layers`` are tuples (q, k, v, index, probes), ``window`` has the options ``recent``, ``sink`` and ``softcap``, ``read`` is
-    the share of keys that is read.
+    ``layers`` are tuples (q, k, v, index, probes) with an index of ``buckets``, int32 ``[B, Hkv, M]``; ``window`` has the
+    options ``recent``, ``sink`` and ``softcap``, ``read`` is the share of keys that is read.
     """
 
     layers: list[Layer]
+    buckets: Tensor
     window: dict[str, Any]
     read: float
     name: str
@@ -104,7 +177,7 @@ def _bucket_problem(shape: Shape, softcap: float | None = None) -> _BucketProble
     layers = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
     read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
     name = peers.capped_setting(f"{num_probes} of {num_buckets} buckets", softcap)
-    return _BucketProblem(layers, {"recent": recent, "sink": 1, "softcap": softcap}, read, name)
+    return _BucketProblem(layers, buckets, {"recent": recent, "sink": 1, "softcap": softcap}, read, name)
 
 
 def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
@@ -117,6 +190,24 @@ def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
     ]
 
 
+def _listed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer], prefix: str = "") -> BenchCase:
+    """Returns the case of a step without routing."""
+    from msattn.kernels import bucket_decode as op
+
+    return BenchCase(
+        partial(op.bucket_decode, **problem.window),
+        partial(reference.bucket_decode, **problem.window),
+        partial(eager.bucket_decode, **problem.window),
+        problem.layers,
+        _work(shape, 1, problem.read * shape.length),
+        compared,
+        prefix + problem.name,
+        1 - problem.read,
+        queries=1,
+        graph=True,
+    )
+
+
 def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> BenchCase:
     """Returns the case of a step with routing by classifiers of 1024 hidden units.
 
@@ -125,7 +216,7 @@ def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> 
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
 
-    layers, window, read, name = problem
+    layers, _, window, read, name = problem
     num_buckets, num_probes, hidden = layers[0][3].offsets.shape[2] - 1, layers[0][4].shape[2], 1024
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, one_hot, pad
 
 from msattn.kernels.testing import block_numbers, capped, dense_attention, max_over_blocks, tokens_of_blocks, visible
-from msattn.kernels.types import BucketIndex
+from msattn.kernels.types import BucketIndex, PagedKeys
 
 BLOCK = 64
 
@@ -110,6 +110,36 @@ def bucket_decode(
     """Dense attention of one query with a mask over the cache."""
     read = keys_read(index, probes, recent, sink).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype, score_mod=capped(softcap))[:2]
+
+
+def causal_decode(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Dense attention of the newest queries with a causal mask."""
+    return dense_attention(q, k, v, _causal(q, k), dtype=q.dtype, score_mod=capped(softcap))[:2]
+
+
+def paged_flash_decode(q: Tensor, cache: PagedKeys, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Dense attention over the gathered cache; all sequences have the length of the first."""
+    return causal_decode(q, _gather_pages(cache.k, cache), _gather_pages(cache.v, cache), softcap)
+
+
+def paged_bucket_decode(
+    q: Tensor, cache: PagedKeys, buckets: Tensor, probes: Tensor, recent: int, sink: int, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Dense attention with a mask over the gathered cache.
+
+    Assumes that all sequences have the length of the first, that each key is in a bucket and each probe is valid.
+    """
+    k, v, bucket = (_gather_pages(x, cache) for x in (cache.k, cache.v, buckets))
+    position, size = torch.arange(k.shape[2], device=q.device), k.shape[2]
+    probed = torch.zeros((*probes.shape[:2], 2**15), dtype=torch.bool, device=q.device).scatter_(2, probes.long(), True)
+    read = probed.gather(2, bucket.long())
+    read = (read | (position < sink) | (position >= size - recent)).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype, score_mod=capped(softcap))[:2]
+
+
+def _gather_pages(x: Tensor, cache: PagedKeys) -> Tensor:
+    """Returns ``x [P, page_size, Hkv, ...]`` in order of position, ``[B, Hkv, M, ...]``."""
+    return x[cache.table.long()].flatten(1, 2).transpose(1, 2)[:, :, : int(cache.kv_len[0])]
 
 
 def keys_read(index: BucketIndex, probes: Tensor, recent: int, sink: int) -> Tensor:

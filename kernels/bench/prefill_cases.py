@@ -16,7 +16,7 @@ from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Function, Layer, Options, Peer
 from msattn.kernels.bench.rows import Shape, Work
-from msattn.kernels.testing import paged, random_block_mask
+from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
 
 BLOCK = eager.BLOCK
@@ -88,7 +88,7 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
 def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per sparsity and page size, and dense attention over pages.
 
-    Prompts are packed, and their keys lie in shuffled pages. The peer ``block_sparse`` reads the same blocks of contiguous keys.
+    Prompts are packed, their keys are in shuffled pages. The peer ``block_sparse`` reads the same blocks of contiguous keys.
     """
     from msattn.kernels.block_sparse_attention import forward as contiguous
 
@@ -97,7 +97,8 @@ def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[Ben
     all_blocks = torch.ones_like(_mask(shape, 0, 1))
     full = peers.dense_work(shape, False)
     dense = [*_dense(shape, qkv, options), peers.eager(plain, [(*qkv, all_blocks)], full, _scores(shape))]
-    caches = {page_size: paged(*qkv[1:], page_size) for page_size in PAGE_SIZES}
+    lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=shape.device)
+    caches = {page_size: random_pages(*qkv[1:], lengths, page_size)[0] for page_size in PAGE_SIZES}
     for sparsity in options.sparsities:
         mask = _mask(shape, sparsity, shape.q_heads)
         pairs, layers = _pairs_read(mask, shape), [(*qkv, mask)]

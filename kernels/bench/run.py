@@ -26,6 +26,8 @@ CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
     "bucket_decode": decode_cases.bucket_decode,
     "probe_buckets": decode_cases.probe_buckets,
     "flash_decode": decode_cases.flash_decode,
+    "paged_bucket_decode": decode_cases.paged_bucket_decode,
+    "paged_flash_decode": decode_cases.paged_flash_decode,
     "conv_decode": decode_cases.conv_decode,
     "bucket_mass": clustering_cases.bucket_mass,
     "merge_states": decode_cases.merge_states,

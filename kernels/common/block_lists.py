@@ -37,10 +37,17 @@ def compact_rows(
     )
 
 
-def compact_packed_rows(block_mask: Tensor, cu_queries: Tensor, kv_len: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns the lists of :func:`compact_rows` for causal sequences of different lengths, which are on the device."""
-    span = cu_queries.contiguous(), kv_len.contiguous()
-    return _compact(block_mask[:, :, None], None, 0, 0, 0, *span, BLOCK=block_size, CAUSAL=True, BY_COLUMN=False)
+def compact_packed_rows(
+    block_mask: Tensor, cu_queries: Tensor, kv_len: Tensor, num_queries: int, num_keys: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the lists of :func:`compact_rows` for packed causal sequences, whose lengths are on the device.
+
+    ``num_queries`` and ``num_keys`` are those that there is room for, see :func:`.paged_tiles.packed_span`.
+    """
+    return _compact(
+        block_mask[:, :, None], None, num_queries, num_keys, 0, cu_queries, kv_len,
+        BLOCK=block_size, CAUSAL=True, BY_COLUMN=False,
+    )  # fmt: skip
 
 
 def compact_columns(
@@ -75,7 +82,7 @@ def _compact(
 ) -> tuple[Tensor, Tensor]:
     """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``.
 
-    Sequences are bounded by the numbers and ``kv_start``, or packed and bounded by ``cu_queries`` and ``kv_len``.
+    Sequences are padded, with ``kv_start``, or packed, with ``cu_queries`` and ``kv_len``.
     """
     if kv_start is not None:  # sequences may share a mask, but their causal limits differ by padding
         mask = mask.expand(kv_start.shape[0], -1, -1, -1, -1)
@@ -103,7 +110,7 @@ def _compact_kernel(
     """One program compacts one row block (column block) of the mask."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if p_cu_queries is not None:
-        _, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b)
+        _, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b, num_queries, num_keys)
     else:
         _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
     if BY_COLUMN:

@@ -4,15 +4,16 @@ from msattn.kernels.common.primitives import tl, triton
 
 
 @triton.jit
-def packed_span(p_cu_queries, p_kv_len, b):
-    """Returns the bounds of sequence b of packed queries.
+def packed_span(p_cu_queries, p_kv_len, b, num_queries, num_keys):
+    """Returns the bounds of sequence b of ``num_queries`` packed queries, whose table has room for ``num_keys``.
 
     They are the row of its first query, the number of keys, the number of queries, and ``delta`` (see
-    :mod:`msattn.kernels.common.primitives`).
+    :mod:`msattn.kernels.common.primitives`). Values are clamped, so that nothing outside the tensors is read.
     """
-    first_row = tl.load(p_cu_queries + b)
-    queries = tl.load(p_cu_queries + b + 1) - first_row
-    keys = tl.load(p_kv_len + b)
+    first_row = tl.minimum(tl.maximum(tl.load(p_cu_queries + b), 0), num_queries)
+    end = tl.minimum(tl.load(p_cu_queries + b + 1), num_queries)
+    queries = tl.maximum(end - first_row, 0)
+    keys = tl.minimum(tl.maximum(tl.load(p_kv_len + b), 0), num_keys)
     return first_row, keys, queries, keys - queries
 
 

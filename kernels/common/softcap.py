@@ -5,11 +5,26 @@ Kernels keep scores unscaled. The limit of unscaled scores is ``softcap / scale`
 """
 
 from msattn.kernels.common.primitives import LN_2, tl, triton
+from msattn.kernels.types import ScoreMod
 
 
 def unscaled_limit(softcap: float | None, scale: float) -> float | None:
     """Returns the limit of unscaled scores, or None."""
     return None if softcap is None else softcap / scale
+
+
+def softcap_mod(limit: float) -> ScoreMod:
+    """Returns the score modification of dense decoding."""
+    return ScoreMod(_softcap_kernel, _softcap, numbers=(float(limit),), built_in="softcap")
+
+
+@triton.jit
+def _softcap_kernel(score, b, h, i, j, limit):
+    return cap_scores(score, limit)
+
+
+def _softcap(score, b, h, i, j, limit):
+    return limit * (score / limit).tanh()
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.primitives import tl, triton
-from msattn.kernels.common.softcap import cap_scores
+from msattn.kernels.common.softcap import softcap_mod
 from msattn.kernels.types import ScoreMod
 
 
@@ -31,7 +31,7 @@ def softcap(limit: float) -> ScoreMod:
     """
     if not 0 < limit < math.inf:
         raise ValueError(f"limit={limit!r}: expected a positive, finite number")
-    return ScoreMod(_softcap_kernel, _softcap, numbers=(float(limit),), built_in="softcap")
+    return softcap_mod(limit)
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
@@ -71,15 +71,6 @@ def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> 
     """Restores the modification of that name from its tensors and numbers."""
     constructors: dict[str, Callable[..., ScoreMod]] = {"softcap": softcap, "alibi": alibi, "sliding_window": sliding_window}
     return constructors[name](*tensors, *numbers)
-
-
-@triton.jit
-def _softcap_kernel(score, b, h, i, j, limit):
-    return cap_scores(score, limit)
-
-
-def _softcap(score, b, h, i, j, limit):
-    return limit * (score / limit).tanh()
 
 
 @triton.jit

@@ -15,8 +15,10 @@ from msattn.kernels.operations import DIFFERENTIABLE
 SHAPE = bench.Shape(700, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
 OPTIONS = bench.Options(lengths=[700], queries=[1, 3])
 CHECKED = [
-    *("maxpool_attention", "block_sparse_attention", "multiscale_attention", "conv_attention", "head_mix_attention"),
+    *("maxpool_attention", "block_sparse_attention", "paged_block_sparse_attention", "multiscale_attention"),
+    *("conv_attention", "head_mix_attention"),
     *("bucket_decode", "probe_buckets", "flash_decode", "conv_decode", "bucket_mass"),
+    *("paged_bucket_decode", "paged_flash_decode"),
 ]
 
 

@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels.flash_decode import forward as op
+    from msattn.kernels.common import dense_decode as op
     from msattn.kernels.flash_decode import score_mod
     from msattn.kernels.testing import random_qkv, starts
 
@@ -73,6 +73,20 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
         op.launch(q, k, v, *options, softcap, tile)
         if _compiles_backward(head_size, sm):
             backward.launch(q, lse, q, k, v, q, lse, *options, softcap, *tiles)
+
+
+def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import paged_block_sparse_attention as op
+    from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
+
+    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
+    tile = _tile("paged_block_sparse_attention", dtype, head_size, sm)
+    block_size, page_size = _block_size(head_size), _choose([256, 16, 64], head_size, sm)
+    cache, _ = random_pages(k, v, starts([200]), page_size)
+    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
+    mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
+    for block_mask, softcap in zip((None, mask), CAPS, strict=True):
+        op.launch(q[0].transpose(0, 1), cache, rows, block_mask, 200, block_size, 0.1, softcap, tile)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:

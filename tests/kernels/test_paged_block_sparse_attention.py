@@ -11,8 +11,9 @@ from torch import Tensor
 
 from msattn.kernels import paged_block_sparse_attention as module
 from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
 from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
-from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, paged, random_qkv
+from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 BACKENDS: list[Backend] = ["torch", "triton"]
@@ -57,7 +58,10 @@ def make(case: Case, device: str, seed: int = 0) -> Problem:
     batch, num_keys, num_queries = len(lengths), max(lengths) + 5, sum(case.new) + 1  # and a query after the last sequence
     q, _, _ = random_qkv(1, case.q_heads, 1, num_queries, 1, case.head_size, case.dtype, device, seed)
     _, k, v = random_qkv(batch, 1, case.kv_heads, 1, num_keys, case.head_size, case.dtype, device, seed)
-    cache = paged(k, v, case.page_size, lengths, seed)
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
+    unfilled = torch.arange(num_keys, device=device) >= kv_len[:, None]
+    k, v = (x.masked_fill(unfilled[:, None, :, None], torch.nan) for x in (k, v))
+    cache, _ = random_pages(k, v, kv_len, case.page_size, seed=seed)
     cu_queries = torch.tensor([0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device)
     row_blocks = -(-max(1, *case.new) // case.block_size)
     col_blocks = -(-cache.table.shape[1] * case.page_size // case.block_size)
@@ -210,6 +214,22 @@ def test_kernel_equals_the_one_over_contiguous_keys(page_size: int, mask_heads: 
         torch.testing.assert_close(x[: len(y)], y, rtol=1e-5, atol=1e-5)
 
 
+def test_compacted_lists(device: str) -> None:
+    """The lists of packed sequences are those of each sequence alone."""
+    case = Case(16, 16, 4, 2, 16, 2, ((0, 33), (63, 1), (40, 0), (111, 20)))
+    _, cache, cu_queries, mask, _, _ = make(case, device)
+    assert mask is not None
+    capacity = cache.table.shape[1] * case.page_size
+    lists, lengths = compact_packed_rows(mask, cu_queries, cache.kv_len, sum(case.new), capacity, case.block_size)
+    for b, (cached, new) in enumerate(case.sequences):
+        wanted, sizes = compact_rows(mask[b : b + 1], None, new, cached + new, cached, case.block_size, True)
+        assert torch.equal(lengths[b], sizes[0])
+        for h, r in itertools.product(range(2), range(mask.shape[2])):
+            count = sizes[0, h, r, 1]
+            assert torch.equal(lists[b, h, r, :count], wanted[0, h, r, :count])
+    assert lengths[:, :, :, 1].sum((1, 2)).tolist()[2] == 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_of_whole_blocks_equal_one_pass(backend: Backend, device: str) -> None:
     whole = Case(16, 32, 2, 1, 64, 2, ((0, 90),))
@@ -328,17 +348,10 @@ def test_operator(backend: Backend, device: str) -> None:
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     """A graph serves other lengths, chunks, pages and masks of the same shapes."""
-    first, second = (
-        Case(64, 64, 8, 2, 128, 8, sequences, torch.bfloat16)
-        for sequences in (((500, 300), (0, 200)), ((300, 200), (400, 300)))
-    )
-    problem, other = make(first, "cuda"), make(second, "cuda", seed=1)
-    pages = min(problem.cache.table.shape[1], other.cache.table.shape[1])
-    tensors, others = (
-        (x.q, x.cache.k[: 2 * pages], x.cache.v[: 2 * pages], x.cache.table[:, :pages] % (2 * pages),
-         x.cache.kv_len.clamp(max=64 * pages), x.cu_queries, x.mask[..., :pages])
-        for x in (problem, other)
-    )  # fmt: skip
+    chunks = ((500, 300), (0, 200)), ((300, 200), (500, 300))
+    cases = [Case(64, 64, 8, 2, 128, 8, sequences, torch.bfloat16) for sequences in chunks]
+    problems = (make(case, "cuda", seed) for seed, case in enumerate(cases))
+    tensors, others = ([x.q, *x.cache, x.cu_queries, *([] if x.mask is None else [x.mask])] for x in problems)
 
     def step(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, cu_queries: Tensor, mask: Tensor) -> Any:
         return paged_block_sparse_attention(q, PagedKeys(k, v, table, kv_len), cu_queries, mask, max_queries=300)
@@ -354,7 +367,7 @@ def test_cuda_graph() -> None:
         x.copy_(y)
     graph.replay()
     for x, y in zip(got, step(*others), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -369,8 +382,9 @@ def test_offsets_beyond_32_bits() -> None:
     cu_queries = torch.tensor([0, 256], dtype=torch.int32, device="cuda")
     packed = q[0].transpose(0, 1)
     table = torch.tensor([[pages - 1]], dtype=torch.int32, device="cuda")
-    got = paged_block_sparse_attention(packed, PagedKeys(*large, table, lengths), cu_queries, None, max_queries=256)
-    small = PagedKeys(*(x[-1:] for x in large), torch.zeros_like(table), lengths)
+    cache = PagedKeys(large[0], large[1], table, lengths)
+    got = paged_block_sparse_attention(packed, cache, cu_queries, None, max_queries=256)
+    small = PagedKeys(large[0, -1:], large[1, -1:], torch.zeros_like(table), lengths)
     want = paged_block_sparse_attention(packed, small, cu_queries, None, max_queries=256)
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -26,7 +26,10 @@ from msattn.trainer.models.layer_inputs import LayerInputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IMPLEMENTATION = "msattn_flash_tap"  # continuous batching of transformers accepts names that contain "flash"
+IMPLEMENTATION = "msattn_tap"
+# The same, of models whose layers are all served: continuous batching of transformers accepts names that contain "flash".
+# Layers with chunks, which only other models have, refuse such names.
+BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged; its ``layers`` stand for the layers of a cache
 DENSE = "msattn_dense"
@@ -150,7 +153,7 @@ class _LayerTap(NotCopied):
 
 def is_tapped(config: Any) -> bool:
     """Returns whether the decoder with this configuration is tapped."""
-    return config._attn_implementation == IMPLEMENTATION
+    return config._attn_implementation in (IMPLEMENTATION, BATCHED_IMPLEMENTATION)
 
 
 def _tapped_attention(
@@ -264,8 +267,9 @@ def _register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, _mask_of_layers)
+    for name in (IMPLEMENTATION, BATCHED_IMPLEMENTATION):
+        AttentionInterface.register(name, _tapped_attention)
+        AttentionMaskInterface.register(name, _mask_of_layers)
 
 
 @contextmanager
@@ -291,7 +295,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
     try:
         with _entering:
             before = config._attn_implementation
-            if before == IMPLEMENTATION:
+            if is_tapped(config):
                 raise UserError("model: it is already attached; leave that context (or call disable) first")
             layers = attention_layers(config)
             for layer in layers:
@@ -300,7 +304,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
             capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)  # SDPA would not cap
             kept = frozenset(layer.layer for layer in layers if layer.kept)
             _kept[id(config)] = _Kept(kept, "eager" if capped else before)
-            config._attn_implementation = IMPLEMENTATION
+            config._attn_implementation = IMPLEMENTATION if kept else BATCHED_IMPLEMENTATION
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
 """The life of a server: queue, memory, shutdown, a thread that dies, errors of its start."""
 
+import logging
 import re
 import signal
 import socket
@@ -98,8 +99,8 @@ def test_waiting_requests_begin_after_the_last_that_ran_was_cancelled(small: Loa
 
 def test_shutdown_lets_requests_finish(small: Loaded) -> None:
     with running(small, configuration()) as served, served.client() as client:
-        whole = client.completions.create(**WORDS, max_tokens=600).choices[0].text
-        stream = client.completions.create(**WORDS, max_tokens=600, stream=True)
+        whole = client.completions.create(**WORDS, max_tokens=200).choices[0].text
+        stream = client.completions.create(**WORDS, max_tokens=200, stream=True)
         begun = next(iter(stream)).choices[0].text
         served.supervisor.stop()
         eventually(lambda: served.engine.draining)
@@ -145,13 +146,6 @@ def test_a_thread_that_dies_ends_the_server(
         assert isinstance(served.error, Fault)
         assert str(served.error) == "the thread that generates has ended (RuntimeError: a kernel failed)"
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_a_fault_of_the_server_has_no_details(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(small, configuration()) as served:
-        monkeypatch.setattr(served.engine, "submit", lambda *arguments: 1 / 0)
-        answer = served.post(json=WORDS)
-        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the server failed")
 
 
 def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> None:
@@ -204,6 +198,7 @@ def test_too_little_memory_names_what_is_needed(small: Loaded, monkeypatch: pyte
 def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs ``msattn serve`` in an empty folder of this process; returns (exit code, stderr)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra adds one for the stream of this test
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self, bound: None)  # a server that starts would not end
 
     def run(*arguments: str) -> tuple[int, str]:

@@ -186,3 +186,11 @@ def test_the_log_has_one_line_without_the_text(served: Running, caplog: pytest.L
     assert "+ 2 tokens" in first
     assert second.startswith("POST '/v1/completions\\x1b[2J' 404")
     assert not any(hidden in line for line in (first, second) for hidden in ("secret", KEY, "\x1b"))
+
+
+def test_a_fault_of_the_server_has_no_details(served: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.engine, "submit", lambda *arguments: 1 / 0)
+        answer = served.post(json=GOOD)
+    assert (answer.status_code, problem(answer)["message"]) == (500, "the server failed")
+    assert "POST /v1/completions: ZeroDivisionError: division by zero" in caplog.text

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from msattn.trainer.attach import Sparse
@@ -35,9 +34,3 @@ def together(
     outputs = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=config).values()
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.generated_tokens for output in outputs]
-
-
-def filled(state: Any, layer: int, table: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Returns the slots of a sequence of ``keys`` keys as indices of a state: their pages, and their places in these."""
-    positions = torch.arange(keys, device=table.device)
-    return table[positions // state.page_size].long(), positions % state.page_size

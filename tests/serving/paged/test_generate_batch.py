@@ -1,10 +1,9 @@
-"""Continuous batching of an attached model: the tokens of dense ``generate`` if everything is read, and of sparse ``generate``."""
+"""Continuous batching of an attached model: dense `generate` if everything is read, and the tokens of sparse `generate`."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
@@ -158,6 +157,34 @@ def test_dynamic_rope_falls_back_to_dense_chunks() -> None:
     with attach(model, gate=gate_for(model), select=EVERY_BLOCK) as sparse:
         assert together(model, sparse, [prompt], max_batch_tokens=4 * BLOCK + 1) == [dense]
         assert sparse.stats()["dense_fallbacks"] == 2 * LAYERS  # chunks after an unfinished block
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_cuda_graphs_give_the_tokens_of_dense_generate(cuda_graphs: bool) -> None:
+    """Passes are padded, and decoded tokens replay graphs; the warm-up of transformers counts nowhere."""
+    model, prompts = tiny_model(), ragged(12)
+    model.to("cuda")
+    expected = [alone(model, prompt) for prompt in prompts]
+    with attach_reading_all(model, cuda_graphs=cuda_graphs) as sparse:
+        assert together(model, sparse, prompts, max_batch_tokens=75, max_requests_per_batch=8) == expected
+        stats = sparse.stats()
+    assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"]) == (0, 1, 0)
+    with attach(model, gate=gate_for(model), select=HALF, **ROUTED) as sparse:
+        together(model, sparse, prompts, max_requests_per_batch=8)
+        stats = sparse.stats()
+    assert 0.2 < stats["sparsity"] < 0.5
+    assert 0.3 < stats["selectivity"] < 1
+
+
+@pytest.mark.gpu
+def test_short_sequences_in_a_graph_read_every_key() -> None:
+    model, (short, long) = tiny_model(), prompts_of(40, 190)
+    model.to("cuda")
+    dense = alone(model, short)
+    with attach(model, **ROUTED | {"recent": 8}, dense_below=100) as sparse:
+        assert together(model, sparse, [short, long])[0] == dense
+        assert sparse.stats()["selectivity"] < 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ class PagedAttention:
     ----------
     selection, routed, statistics, dense_below, rotation : those of the :class:`msattn.trainer.serving.sparse.Sparse`.
 
+    Attributes
+    ----------
+    managers : the managers of continuous batching whose passes it serves.
+
     Notes
     -----
     Sequences with several new tokens read the blocks of the selection, those with one the dense window and their buckets. In
@@ -63,6 +67,7 @@ class PagedAttention:
         self.selection, self.routed, self.statistics = selection, routed, statistics
         self.dense_below, self.rotation = dense_below, rotation
         self.gate = None if selection is None else selection.gate
+        self.managers: WeakSet[Any] = WeakSet()
         self._states: WeakKeyDictionary[Any, PagedState] = WeakKeyDictionary()
 
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -70,10 +75,8 @@ class PagedAttention:
 
         Raises
         ------
-        UserError : the manager began with another attention.
+        UserError : the pass is one of a manager that was created with another attention.
         """
-        if arguments.get("attention_mask") is not None:
-            raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
         now = PagedPass.of(self._state(arguments["cache"], config), arguments)
         if now.state.pooled:
             self._mark_pooled(now)
@@ -113,9 +116,9 @@ class PagedAttention:
         keys[now.pages, now.offsets] = x.k[0].transpose(0, 1)
         values[now.pages, now.offsets] = x.v[0].transpose(0, 1)
         if self.routed is not None and x.layer in now.state.buckets:
-            with self.statistics.timed("selection"):
-                buckets = self.routed.router.assign(x.layer, x.k_nope, x.k)
-                now.state.buckets[x.layer][now.pages, now.offsets] = buckets[0].transpose(0, 1).to(torch.int16)
+            router: Any = self.routed.router
+            buckets = router.assign(x.layer, x.k_nope, x.k)[0]
+            now.state.buckets[x.layer][now.pages, now.offsets] = buckets.transpose(0, 1).to(torch.int16)
 
     def _decoded(self, x: LayerInputs, now: PagedPass, rows: Sequences) -> Tensor:
         """Returns the attention of the new tokens of sequences with one, ``[B, Hq, D]``."""
@@ -129,7 +132,8 @@ class PagedAttention:
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
-        probes = route(self.routed.router, queries, self.routed.probes)  # type: ignore[arg-type]
+        router: Any = self.routed.router
+        probes = route(router, queries, self.routed.probes)
         return paged_bucket_decode(
             q, cache, now.state.buckets[x.layer], probes, recent=self._window(rows), sink=self.routed.sink,
             counts=self.statistics.key_counts(keys), **scores,
@@ -205,6 +209,9 @@ class PagedAttention:
 
     def _state(self, cache: Any, config: Any) -> PagedState:
         if cache not in self._states:
+            processors = [manager.batch_processor for manager in self.managers]
+            if not any(processor is not None and processor.cache is cache for processor in processors):
+                raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
             routed = () if self.routed is None else self.routed.layers
             gate = None if self.gate is None else self.gate.cfg
             self._states[cache] = PagedState(cache, routed=routed, gate=gate, gated=served_layers(config))

@@ -1,17 +1,17 @@
 """Managers of transformers' continuous batching for an attached model: their configuration, and their end with the context."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 import transformers
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import attention_layers, decoder, max_length
+from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.tap import is_tapped
 from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.seer.policies import Multiscale
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NEEDED = (5, 23)  # version of transformers; earlier ones page their cache in another way
 PAGE_SIZE = 256
 MEMORY = 0.8  # share of the free memory that the cache gets by default: buckets and pooled keys lie beside it
+MOST_REQUESTS = 256  # at a time by default: each takes memory for the slots that it reads, as many as the longest may have
 MOST_BUCKETS = torch.iinfo(torch.int16).max
 
 
@@ -72,7 +73,7 @@ class Managers:
     def __init__(self, original: Any, sparse: "Sparse", *, cuda_graphs: bool) -> None:
         self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
         self.model = original.__self__  # of a PEFT model, the one inside
-        self.created: WeakSet[Any] = WeakSet()
+        self.created = sparse.paged.managers
 
     @torch.no_grad()
     def create(self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
@@ -86,42 +87,58 @@ class Managers:
         check_attached(self.model, self.sparse)
         config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
         check_config(config, self.sparse)
+        if workload_hints is not None:
+            longest = workload_hints.max_prompt_length
+            check_length(self.model.config, longest, f"prompt of {longest} tokens")
         held = getattr(self.model, "_cached_continuous_batching_manager", None)
         if held is not None and held not in self.created:
             raise UserError(
                 "generate_batch: a manager of before is kept; call model.destroy_cached_continuous_batching_manager() first"
             )
+        pages, config.max_blocks_per_request = config.max_blocks_per_request, None  # transformers would warn of none
         manager = self.original(
             generation_config=generation_config, continuous_batching_config=config, workload_hints=workload_hints
         )
         if manager not in self.created:
-            self._configure(manager, config, workload_hints)
+            if pages is None:
+                pages = -(-_longest(self.model.config, workload_hints) // config.page_size)
+            self._configure(manager, config, pages)
             self.created.add(manager)
         return manager
 
-    def _configure(self, manager: Any, given: Any, hints: Any) -> None:
+    def _configure(self, manager: Any, given: Any, pages: int) -> None:
         """Turns on the decoding over block tables, for which transformers looks for a kernel of its own, and CUDA graphs."""
         resolved, captures = manager.continuous_batching_config, self.cuda_graphs and uncapturable(decoder(self.model)) is None
-        resolved.max_blocks_per_request = given.max_blocks_per_request
-        if resolved.max_blocks_per_request is None:
-            resolved.max_blocks_per_request = -(-_longest(self.model.config, hints) // resolved.page_size)
+        resolved.max_blocks_per_request = pages
         resolved.use_cuda_graph = (False, captures and resolved.cuda_graph_booleans[1])
-        warm_up = manager.warmup
-        manager.warmup = lambda: self._warm_up(warm_up)
+        if given.max_requests_per_batch is None:
+            resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MOST_REQUESTS)
+        manager.warmup = partial(self._warm_up, manager.warmup)
+        manager.add_request = partial(self._add_request, manager.add_request)
 
-    def _warm_up(self, warm_up: Any) -> None:
+    def _warm_up(self, warm_up: Callable[[], None]) -> None:
         """Runs the passes of transformers' warm-up, whose tokens are no one's, without counting them."""
         with self.sparse.statistics.unchanged():
             warm_up()
+
+    def _add_request(self, add: Callable[..., Any], input_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """Adds a request whose prompt a pass can take; one that fails there would end all others."""
+        check_prompt(input_ids, self.model.config)
+        return add(input_ids, *args, **kwargs)
 
     def end(self) -> None:
         """Stops the managers, whose graphs and caches belong to this context, and lets go of the caches."""
         for manager in self.created:
             if manager.is_running():
                 manager.stop(hard_stop=True)
+            manager.start = manager.warmup = _ended
         if getattr(self.model, "_cached_continuous_batching_manager", None) in self.created:
             self.model.destroy_cached_continuous_batching_manager()
         self.sparse.paged.release()
+
+
+def _ended() -> None:
+    raise UserError("generate_batch: this manager has ended with its attached context; create another one")
 
 
 def check_attached(model: Any, sparse: "Sparse") -> None:
@@ -165,6 +182,14 @@ def check_config(config: "ContinuousBatchingConfig", sparse: "Sparse") -> None:
     graphs = config.use_cuda_graph
     prompts = graphs if isinstance(graphs, bool) else graphs is not None and graphs[0]
     require(not prompts, "use_cuda_graph", graphs, "prompts are not captured; accepted are False and (False, True)")
+
+
+def check_prompt(ids: Sequence[int], config: Any) -> None:
+    """Raises UserError for a prompt without tokens, with more than the model has positions for, or with ids that are none."""
+    size = text_config(config).vocab_size
+    require(len(ids) > 0, "input_ids", list(ids), "accepted is one token or more")
+    require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"accepted are 0 to {size - 1}")
+    check_length(config, len(ids), f"prompt of {len(ids)} tokens")
 
 
 def _check_version() -> None:

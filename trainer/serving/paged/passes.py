@@ -100,7 +100,8 @@ class PagedPass:
         if arguments["block_table"] is not None:
             return cls._of_new_tokens(state, arguments["block_table"][allocator.index], kv_len)
         read, write = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
-        return cls._of_slots(state, arguments["cu_seq_lens_q"], kv_len, write if len(read) == 0 else read, write)
+        longest = arguments["max_length_k"][allocator.layer_type]
+        return cls._of_slots(state, arguments["cu_seq_lens_q"], kv_len, longest, write if len(read) == 0 else read, write)
 
     @classmethod
     def _of_new_tokens(cls, state: PagedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
@@ -115,40 +116,50 @@ class PagedPass:
         return cls(state, pages, position % state.page_size, decoded, None)
 
     @classmethod
-    def _of_slots(cls, state: PagedState, cu_queries: Tensor, kv_len: Tensor, slots: Tensor, write: Tensor) -> "PagedPass":
+    def _of_slots(
+        cls, state: PagedState, cu_queries: Tensor, kv_len: Tensor, longest: int, slots: Tensor, write: Tensor
+    ) -> "PagedPass":
         """Returns a pass over any number of tokens of each sequence, ``slots`` being those of all of their keys."""
         size = state.page_size
         ends = kv_len.long().cumsum(0)
-        longest = int(kv_len.max())  # waits for the device, as the counts below
         logical = size * torch.arange(-(-longest // size), device=slots.device)
         first_slots = (ends - kv_len)[:, None] + logical
         table = (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(ends)
-        counts = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known]).T.tolist()
-        counts = [(row, *numbers) for row, numbers in enumerate(counts) if numbers[1] > 0]  # the others are padding
-        single = [row for row, _, queries, _, _ in counts if queries == 1]
-        decoded = None
-        if single:
-            tokens = torch.tensor([first for _, first, queries, _, _ in counts if queries == 1], device=slots.device)
-            decoded = Sequences(tokens, table[single], kv_len[single], max(keys for _, _, n, keys, _ in counts if n == 1))
-        items = [
-            Prompt(first, queries, keys, table[row], _known_blocks(state, keys - queries, known))
-            for row, first, queries, keys, known in counts
-            if queries > 1
-        ]
-        pages = write // state.slots_of_page
-        prompts = _prompts(items, table, kv_len, [row for row, _, queries, _, _ in counts if queries > 1])
-        return cls(state, pages, write % state.slots_of_page, decoded, prompts)
+        numbers = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known]).T
+        rows = [_Row(row, *own) for row, own in enumerate(numbers.tolist())]  # waits for the device
+        decoded = _decoded([row for row in rows if row.queries == 1], table, kv_len)
+        prompts = _prompts([row for row in rows if row.queries > 1], table, kv_len, state)
+        return cls(state, write // state.slots_of_page, write % state.slots_of_page, decoded, prompts)
 
 
-def _known_blocks(state: PagedState, cached: int, known: int) -> int:
-    return 0 if state.gate is None else min(known, cached // state.gate.block_size)
+class _Row(NamedTuple):
+    """A sequence of a pass: its row in the tables, and fields of :class:`Prompt`; one without queries is padding."""
+
+    number: int
+    first: int
+    queries: int
+    keys: int
+    pooled: int
 
 
-def _prompts(items: list[Prompt], table: Tensor, kv_len: Tensor, rows: list[int]) -> Prompts | None:
-    """Returns the sequences with several new tokens, the ``rows`` of a pass; None if there are none."""
-    if not items:
+def _decoded(rows: list[_Row], table: Tensor, kv_len: Tensor) -> Sequences | None:
+    """Returns the sequences with one new token; None if there are none."""
+    if not rows:
         return None
-    counts = torch.tensor([0, *(item.queries for item in items)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    tokens: Rows = torch.cat([torch.arange(item.first, item.first + item.queries) for item in items]).to(table.device)
-    return Prompts(tokens, table[rows], kv_len[rows], max(item.keys for item in items), items, counts.to(table.device))
+    numbers, tokens = [row.number for row in rows], torch.tensor([row.first for row in rows], device=table.device)
+    return Sequences(tokens, table[numbers], kv_len[numbers], max(row.keys for row in rows))
+
+
+def _prompts(rows: list[_Row], table: Tensor, kv_len: Tensor, state: PagedState) -> Prompts | None:
+    """Returns the sequences with several new tokens; None if there are none."""
+    if not rows:
+        return None
+    items = []
+    for number, first, queries, keys, pooled in rows:
+        whole = 0 if state.gate is None else (keys - queries) // state.gate.block_size  # blocks of cached keys
+        items.append(Prompt(first, queries, keys, table[number], min(pooled, whole)))
+    numbers, counts = [row.number for row in rows], torch.tensor([0, *(row.queries for row in rows)])
+    tokens = torch.cat([torch.arange(row.first, row.first + row.queries) for row in rows]).to(table.device)
+    cu_queries = counts.cumsum(0, dtype=torch.int32).to(table.device)
+    return Prompts(tokens, table[numbers], kv_len[numbers], max(row.keys for row in rows), items, cu_queries)

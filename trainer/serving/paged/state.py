@@ -1,4 +1,4 @@
-"""What a paged cache remembers of its keys besides the keys: buckets, and pooled keys for gates.
+"""The state of a paged cache beside its keys and values: buckets of keys, and pooled keys for gates.
 
 It belongs to slots, not to requests. So requests that share a prefix share it too, and one that was preempted finds it again.
 Only a page that is copied needs its state copied.

@@ -1,0 +1,361 @@
+"""Kernels of split-K attention of a few queries over a long cache, which may be paged.
+
+    s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij) v_j
+
+The keys are divided into splits, which run as separate programs. There are two variants:
+
+- `partial`: each split keeps its own row maximum m_s, with l_s = sum exp(s - m_s) and o_s = sum exp(s - m_s) v. A second kernel
+  rescales and adds them: ``out = sum exp(m_s - m) o_s / sum exp(m_s - m) l_s``.
+- `global`: a first pass over the keys alone finds the row maxima. The second pass starts from the largest of them, m, so that
+  its sums add up without rescaling. Every program of the second pass reduces the maxima of all splits itself: they are few, and
+  another kernel would take longer than reading them.
+
+``lse = m + log l`` in both.
+
+Decoding is memory-bound: N * group rows need 4 * N * group * D FLOPs for the 4 * D bytes of a 16-bit key and value, so tensor
+cores wait for memory up to a few hundred rows. All queries of a key/value head's group are therefore packed into the rows of
+one tile, which reads keys and values once: 2 * M * D * Hkv numbers in total, the minimum for exact attention. `global` reads
+the keys twice (50 % more bytes) and saves exp(m_s - m) for the N * group rows of each split. The results of the splits add
+D + 2 fp32 numbers per row and split.
+
+Whole tiles are loaded through tensor descriptors if the rows of keys and values are aligned, because few long requests come
+closer to the peak memory bandwidth than many short ones. The last, partial tile of a split, and caches in any other layout, are
+loaded through pointers.
+
+The keys may be in pages. Descriptors then load tiles of a page, if pages are a multiple of the tile.
+
+Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts: part_max, part_sum ``[B, Hkv,
+G * N, S]``, in base 2 and not normalized; part_out ``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are
+the result itself. Grid: (split, block of rows), key/value head, sequence; then the merge kernel.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.common.checks import has_aligned_rows
+from msattn.kernels.common.primitives import (
+    LN_2,
+    LOG2_E,
+    capability,
+    load_tile,
+    num_sms,
+    padded_head,
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
+    precision,
+    softmax_step,
+    tile_view,
+    tl,
+    triton,
+)
+from msattn.kernels.common.splits import choose_splits, merge_splits
+from msattn.kernels.tuned import Tile
+from msattn.kernels.types import ScoreMod
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    variant: str,
+    causal: bool,
+    scale: float,
+    splits: int | None,
+    tile: Tile | None = None,
+    table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launches the kernels; ``tile`` overrides the default tile, for tuning.
+
+    With a ``table``, int32 ``[B, pages]`` with contiguous rows, ``k`` and ``v`` are pages ``[P, Hkv, page_size, D]``. The grid
+    depends on shapes alone, so that a captured CUDA graph serves any lengths.
+    """
+    plan = _plan(q, k, splits, tile, table)
+    buffers = _allocate(q, k, plan)
+    views = _tile_views(k, v, plan)
+    for step in ("max", "sum") if variant == "global" else ("partial",):
+        _launch_step(step, plan, buffers, q, k, v, views, score_mod, kv_start, kv_len, causal, scale, table)
+    if plan.splits > 1:
+        merge_splits(*buffers, rebase=variant == "partial")
+    return buffers.out, buffers.lse
+
+
+class _Plan(NamedTuple):
+    """Division of group * N ``rows`` into ``row_blocks``, of ``num_keys`` keys into ``splits``.
+
+    ``page_size`` is None for keys that are not in pages.
+    """
+
+    tile: Tile
+    rows: int
+    row_blocks: int
+    num_keys: int
+    page_size: int | None
+    splits: int
+
+
+class _Buffers(NamedTuple):
+    """Results of the splits and final results; layouts are in the module docstring."""
+
+    part_max: Tensor
+    part_sum: Tensor
+    part_out: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def _plan(q: Tensor, k: Tensor, splits: int | None, tile: Tile | None, table: Tensor | None) -> _Plan:
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    page_size = None
+    rows = q_heads // kv_heads * num_queries
+    tile = tile or default_tile(rows, padded_head(head), q.element_size(), capability(q.device))
+    if table is not None:
+        page_size, num_keys = num_keys, num_keys * table.shape[1]
+        tile = _tile_of_pages(tile, page_size)
+    row_blocks = triton.cdiv(rows, tile.rows)
+    tiles = triton.cdiv(num_keys, tile.keys)
+    if splits is None:
+        slots = tile.programs * num_sms(q.device)
+        efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
+        splits = choose_splits(batch * kv_heads * row_blocks, slots, tiles, efficiency)
+    return _Plan(tile, rows, row_blocks, num_keys, page_size, min(splits, tiles))
+
+
+def _tile_of_pages(tile: Tile, page_size: int) -> Tile:
+    """Returns a tile for pages.
+
+    It divides pages, so that descriptors can load it, unless it would have fewer than 64 keys. Keys are loaded after the entry
+    of the table that they depend on, which takes as many pipeline stages again.
+    """
+    divisor = math.gcd(tile.keys, page_size)
+    keys = divisor if divisor >= min(64, tile.keys) else tile.keys
+    return tile._replace(keys=keys, stages=2 * tile.stages - 1, programs=tile.programs * tile.keys // keys)
+
+
+def _allocate(q: Tensor, k: Tensor, plan: _Plan) -> _Buffers:
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    part_max = q.new_empty((q.shape[0], k.shape[1], plan.rows, plan.splits), dtype=torch.float32)
+    if plan.splits == 1:  # the kernel writes the result itself
+        return _Buffers(part_max, lse, out, out, lse)
+    return _Buffers(part_max, torch.empty_like(part_max), part_max.new_empty((*part_max.shape, q.shape[3])), out, lse)
+
+
+def _tile_views(k: Tensor, v: Tensor, plan: _Plan) -> list[Any]:
+    """Returns tensor descriptors of keys and values, or None if rows are not aligned, or tiles cross pages."""
+    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # descriptors cannot have strides of 0
+    aligned &= plan.page_size is None or plan.page_size % plan.tile.keys == 0
+    return [tile_view(x, plan.tile.keys) if aligned else None for x in (k, v)]
+
+
+def _launch_step(
+    step: str,
+    plan: _Plan,
+    buffers: _Buffers,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    views: list[Any],
+    score_mod: ScoreMod | None,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    causal: bool,
+    scale: float,
+    table: Tensor | None,
+) -> None:
+    """Launches one pass over the keys: "partial", or "max" followed by "sum"."""
+    batch, q_heads, num_queries, head = q.shape
+    kv_heads, num_keys, tile = k.shape[1], plan.num_keys, plan.tile
+    if score_mod is None:
+        kernel, mod_arguments, window = None, (), None
+    else:
+        kernel, mod_arguments, window = score_mod.kernel, (*score_mod.tensors, *score_mod.numbers), score_mod.window
+    _split_kernel[(plan.splits * plan.row_blocks, kv_heads, batch)](
+        q, k, v, *views, buffers.part_max, buffers.part_sum, buffers.part_out, kv_start, kv_len, table, mod_arguments,
+        *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
+        q_heads // kv_heads, num_queries, num_keys, plan.row_blocks, num_keys + num_queries if window is None else window,
+        scale, LOG2_E if score_mod else scale * LOG2_E,
+        STEP=step, SINGLE=plan.splits == 1, MOD=kernel, CAUSAL=causal, PAGE=plan.page_size,
+        HEAD=head, BM=tile.rows, BN=tile.keys, BD=padded_head(head), PRECISION=precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # without V, the same bytes in flight
+        **pdl_args(q.device),
+    )  # fmt: skip
+
+
+def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
+    """Returns the tile for ``rows`` = group * N and a padded head size of ``cols``.
+
+    Up to 128 rows share one read of keys and values. Shared memory holds three tiles of each. A tile has up to 32 KiB where
+    shared memory has 227 KiB (compute capabilities 9.0 to 11.x), else up to 16 KiB.
+    """
+    if itemsize == 4:  # fp32 runs on CUDA cores
+        return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
+    rows = max(16, min(128, triton.next_power_of_2(rows)))
+    large = 90 <= sm < 120 and rows < 128
+    keys = max(16, min(128, 32768 // (cols * itemsize)) if large else min(64, 16384 // (cols * itemsize)))
+    programs = 2 if rows < 128 and keys * cols * itemsize <= 16384 else 1
+    return Tile(rows=rows, keys=keys, warps=4 if rows < 128 else 8, stages=3, programs=programs)
+
+
+@triton.jit(do_not_specialize=["stride_tb", "group", "num_queries", "num_keys", "row_blocks", "window"])
+def _split_kernel(
+    q, k, v, k_desc, v_desc, part_max, part_sum, part_out, kv_start, kv_len, table, mod_arguments,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
+    stride_vb, stride_vh, stride_vm, stride_vd, stride_tb,
+    group, num_queries, num_keys, row_blocks, window, scale, scale2,
+    STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr, PAGE: tl.constexpr,
+    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Processes one split of the keys for a block of rows.
+
+    ``STEP`` "max" computes row maxima, "sum" sums relative to the maxima of all splits, and "partial" both, for the split
+    alone. With ``SINGLE`` there is one split, and the kernel writes the final result.
+    """
+    pdl_wait(PDL)
+    if STEP != "max" and not SINGLE:  # the dependent is the merge kernel
+        pdl_launch_dependents(PDL)
+    split, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
+    num_splits = tl.num_programs(0) // row_blocks
+    kv_head, batch = tl.program_id(1), tl.program_id(2)
+    rows = group * num_queries
+    row = row_block * BM + tl.arange(0, BM)
+    packed = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
+    head = kv_head * group + packed // num_queries
+    begin, end, first_key, offset = _split_range(
+        kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL, BN
+    )
+    i = offset + packed % num_queries  # positions of the rows' queries
+
+    o_d = tl.arange(0, BD)
+    m_d = o_d < HEAD
+    p_q = q + batch.to(tl.int64) * stride_qb + (head.to(tl.int64) * stride_qh + packed % num_queries * stride_qn)[:, None]
+    b_q = tl.load(p_q + o_d[None, :] * stride_qd, mask=m_d[None, :], other=0.0)  # [BM, BD]
+    k += kv_head.to(tl.int64) * stride_kh
+    v += kv_head.to(tl.int64) * stride_vh
+    if PAGE is not None:
+        table += batch.to(tl.int64) * stride_tb
+    part = (batch * tl.num_programs(1) + kv_head).to(tl.int64) * rows + row
+    part = part * num_splits + split  # [BM]
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+    if STEP == "sum":
+        m = _row_max(part_max + (part - split), row < rows, num_splits, BM)
+    base = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf is NaN
+
+    by_pointer = begin  # keys from here on are loaded through pointers
+    if k_desc is not None:
+        by_pointer += tl.maximum(end - begin, 0) // BN * BN
+        for j0 in tl.range(begin, by_pointer, BN):
+            j = j0 + tl.arange(0, BN)
+            block, first = _block_and_row(table, batch, j0, True, PAGE)
+            s = tl.dot(b_q, tl.trans(load_tile(k_desc, block, kv_head, first, BN, BD)), input_precision=PRECISION)
+            s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
+            if STEP == "max":
+                m = tl.maximum(m, tl.max(s, 1) * scale2)
+            else:
+                b_v = load_tile(v_desc, block, kv_head, first, BN, BD)
+                m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
+    for j0 in tl.range(by_pointer, end, BN):
+        j = j0 + tl.arange(0, BN)
+        live = j < end
+        m_tile = live[:, None] & m_d[None, :]
+        block, row_of = _block_and_row(table, batch, j, live, PAGE)
+        block, row_of = block.to(tl.int64), row_of.to(tl.int64)
+        p_k = k + (block * stride_kb + row_of * stride_km)[:, None] + o_d[None, :] * stride_kd
+        b_k = tl.load(p_k, mask=m_tile, other=0.0)  # [BN, BD]
+        s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+        s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
+        s = tl.where(live[None, :], s, float("-inf"))
+        if STEP == "max":
+            m = tl.maximum(m, tl.max(s, 1) * scale2)
+        else:
+            p_v = v + (block * stride_vb + row_of * stride_vm)[:, None] + o_d[None, :] * stride_vd
+            b_v = tl.load(p_v, mask=m_tile, other=0.0)  # [BN, BD]
+            m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
+
+    if STEP == "max" or SINGLE:  # dependent programs that start earlier would be distributed unevenly over the SMs
+        pdl_launch_dependents(PDL)
+    if STEP == "max" or (STEP == "partial" and not SINGLE):
+        tl.store(part_max + part, m, mask=row < rows)
+    if STEP != "max":
+        if SINGLE:  # part_sum and part_out are lse and out
+            l = tl.where(l > 0, l, 1.0)  # l and acc are 0 where no key is visible
+            acc = acc / l[:, None]
+            l = (m + tl.log2(l)) * LN_2
+        tl.store(part_sum + part, l, mask=row < rows)
+        p_out = part_out + part[:, None] * HEAD + o_d[None, :]
+        tl.store(p_out, acc.to(part_out.dtype.element_ty), mask=(row < rows)[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _block_and_row(table, batch, j, live, PAGE: tl.constexpr):
+    """Returns where keys j are: their page and rows of it, or sequence and position if there are no pages."""
+    if PAGE is None:
+        block, row = batch, j
+    else:
+        block, row = tl.load(table + j // PAGE, mask=live, other=0), j % PAGE
+    return block, row
+
+
+@triton.jit
+def _modify(
+    s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """Modifies and masks the scores ``s [BM, BN]`` of queries i and keys j."""
+    if MOD is not None:
+        i_valid, j_valid = tl.maximum(i, 0), tl.minimum(j, num_keys - 1)  # valid positions, also for masked scores
+        s = MOD(s * scale, batch, head[:, None], i_valid[:, None], j_valid[None, :], *mod_arguments)
+    seen = (i >= first_key)[:, None]
+    if CAUSAL:
+        seen = seen & (j[None, :] <= i[:, None])
+    return tl.where(seen, s, float("-inf"))
+
+
+@triton.jit
+def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds a tile to sums relative to m ("partial") or to ``base`` ("sum")."""
+    if STEP == "partial":
+        m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+    else:
+        p = tl.exp2(s * scale2 - base[:, None])
+        l += tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return m, l, acc
+
+
+@triton.jit
+def _split_range(
+    kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Returns begin and end of a split, the first unpadded key, query 0's position.
+
+    Visible keys are divided into splits with equal numbers of tiles.
+    """
+    first_key = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
+    stop = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
+    offset = stop - num_queries
+    if not CAUSAL:
+        offset = tl.maximum(offset, 0)
+    begin = tl.maximum(first_key, offset + 1 - window)
+    share = tl.cdiv(tl.maximum(stop - begin, 0), num_splits * BN) * BN
+    begin += split * share
+    return begin, tl.minimum(begin + share, stop), first_key, offset
+
+
+@triton.jit
+def _row_max(parts, exists, num_splits, BM: tl.constexpr):
+    """Returns the maximum over all splits of each row, from pointers ``parts [BM]``."""
+    largest = tl.full([BM, 32], float("-inf"), tl.float32)
+    for first in tl.range(0, num_splits, 32):  # type: ignore[misc]
+        s = first + tl.arange(0, 32)[None, :]
+        m_s = exists[:, None] & (s < num_splits)
+        largest = tl.maximum(largest, tl.load(parts[:, None] + s, mask=m_s, other=float("-inf")))
+    return tl.max(largest, 1)

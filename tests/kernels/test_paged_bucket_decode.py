@@ -1,0 +1,305 @@
+"""Tests of `paged_bucket_decode`: agreement with fp64 and with `bucket_decode`, edge cases, operator."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import paged_bucket_decode as module
+from msattn.kernels.bucket_decode import bucket_decode
+from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.paged_bucket_decode import paged_bucket_decode
+from msattn.kernels.testing import (
+    CAPPED_SCALE,
+    assert_within_budget,
+    capped,
+    dense_attention,
+    random_buckets,
+    random_pages,
+    random_qkv,
+    starts,
+)
+from msattn.kernels.types import Backend, PagedKeys
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _several_tiles_of_a_scan(device: str):
+    """The interpreter scans fewer positions at a time, so that short sequences have several tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(module, "SCAN", 32)
+        yield
+
+
+class Case(NamedTuple):
+    """One problem; ``block_size`` makes blocks of positions the buckets."""
+
+    lengths: tuple[int, ...]
+    q_heads: int
+    kv_heads: int
+    head_size: int
+    page_size: int
+    dtype: torch.dtype = FULL
+    num_buckets: int = 10
+    num_probes: int = 4
+    recent: int | tuple[int, ...] = 9
+    sink: int = 1
+    block_size: int | None = None
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns random q, k, v and buckets ``[B, Hkv, M]``, and probes with repetitions, -1 and others out of range."""
+        batch, num_keys = len(self.lengths), max(1, *self.lengths)
+        q, k, v = random_qkv(batch, self.q_heads, self.kv_heads, 1, num_keys, self.head_size, self.dtype, device)
+        buckets = random_buckets(batch, self.kv_heads, num_keys, self.num_buckets, device)
+        shape = (batch, self.kv_heads, self.num_probes)
+        probes = torch.randint(-1, self.num_buckets, shape, dtype=torch.int32)
+        probes[..., 2::5] = torch.tensor([-5, 2**15, 2**30])[torch.randint(3, probes[..., 2::5].shape)].int()
+        return q, k, v, buckets, probes.to(device)
+
+    def options(self, device: str) -> dict[str, Any]:
+        """Returns keyword arguments of the operation."""
+        recent = starts(self.recent, device) if isinstance(self.recent, tuple) else self.recent
+        return {"recent": recent, "sink": self.sink}
+
+    def keys_read(self, buckets: Tensor, probes: Tensor) -> Tensor:
+        """Returns the keys to read by definition: bool ``[B, Hkv, M]``."""
+        position = torch.arange(buckets.shape[2], device=buckets.device)
+        bucket = buckets if self.block_size is None else (position // self.block_size).expand_as(buckets)
+        end, recent = (torch.tensor(x, device=buckets.device).view(-1, 1, 1) for x in (self.lengths, self.recent))
+        probed = (bucket[..., None] == probes[:, :, None]).any(-1) & (bucket >= 0)
+        return (probed | (position < self.sink) | (position >= end - recent)) & (position < end)
+
+
+def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
+    q, k, v, buckets, probes = case.inputs(device)
+    read = case.keys_read(buckets, probes)
+    seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
+    scale = None if softcap is None else CAPPED_SCALE
+    exact, eager, full = (
+        dense_attention(q, k, v, seen, scale, dtype, capped(softcap)) for dtype in (torch.float64, case.dtype, FULL)
+    )
+    for x in (k, v):
+        x.masked_fill_(~read[..., None], float("nan"))  # unread keys may hold any value
+    cache, (slots,) = random_pages(k, v, starts(case.lengths, device), case.page_size, [buckets.short()])
+    counts = torch.ones(read.shape[:2], dtype=torch.int64, device=device)
+    options: dict[str, Any] = {**case.options(device), "scale": scale, "softcap": softcap, "counts": counts}
+    got = paged_bucket_decode(q, cache, case.block_size or slots, probes, **options, backend=backend)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == FULL
+    assert_within_budget("out", got.out, exact.out, eager.out)
+    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+    assert torch.equal(counts, 1 + read.sum(-1))
+
+
+# Covers nearly all pairs of values of length, head size, dtype, group, page size and window.
+CASES = [
+    Case((111, 0, 65), 4, 1, 80, 16, HALF, recent=(3, 70, 9), sink=4),
+    Case((300, 63), 7, 1, 128, 64, FULL, num_probes=70),
+    Case((1,), 4, 4, 64, 256, HALF, num_probes=0),
+    Case((65, 111), 8, 2, 128, 16, HALF, num_buckets=40, recent=0, sink=0),
+    Case((111,), 1, 1, 80, 256, FULL, num_buckets=2000, num_probes=700, recent=0),
+    Case((63, 1), 2, 2, 64, 64, FULL, recent=500),
+    Case((300, 111), 7, 7, 80, 64, HALF, recent=(64, 0), sink=200),
+    Case((65, 300), 4, 1, 64, 16, FULL, recent=17, block_size=16),
+    Case((111, 300), 7, 1, 80, 64, HALF, num_buckets=40, recent=0, sink=0, block_size=10),
+    Case((63, 0), 4, 4, 128, 256, FULL, num_buckets=1, num_probes=70, block_size=64),
+    Case((300,), 1, 1, 128, 48, HALF, num_buckets=100, num_probes=70, block_size=3),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device)
+
+
+CAPPED_CASES = [(CASES[n], limit) for n, limit in ((1, 5.0), (0, 50.0), (7, 5.0), (3, 50.0))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device, softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 63, 65, 111, 4095])
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("dtype", [FULL, HALF, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisoned: None) -> None:
+    heads, windows, probes = [(2, 2), (4, 1), (7, 1)], [(0, 0), (1, 9), (4, (2, 100))], [0, 5, 100]
+    for head_size, (q_heads, kv_heads), (sink, recent), num_probes, block_size in itertools.product(
+        [64, 80, 128, 256], heads, windows, probes, [None, 64]
+    ):
+        lengths = (num_keys, num_keys // 2)
+        case = Case(lengths, q_heads, kv_heads, head_size, page_size, dtype, 64, num_probes, recent, sink, block_size)
+        check(case, "triton", "cuda", 5.0 if sink else None)
+
+
+@pytest.mark.gpu
+def test_one_split_at_large_batch(poisoned: None) -> None:
+    """There are more sequences than programs at once, so that one program scans several tiles."""
+    lengths = tuple(range(1, 4000, 20))
+    check(Case(lengths, 8, 2, 128, 256, torch.bfloat16, 64, 8, 100), "triton", "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=2),
+    page_size=st.sampled_from([1, 5, 16, 64]),
+    num_buckets=st.integers(1, 70),
+    recent=st.integers(0, 100),
+    sink=st.integers(0, 5),
+    softcap=st.sampled_from([None, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_lists_of_the_gathered_cache(
+    backend: Backend,
+    device: str,
+    lengths: list[int],
+    page_size: int,
+    num_buckets: int,
+    recent: int,
+    sink: int,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    """Pages and their order change nothing; neither does a repeated probe."""
+    batch, num_keys = len(lengths), max(1, *lengths)
+    q, k, v = random_qkv(batch, 2, 1, 1, num_keys, 16, device=device, seed=seed)
+    kv_len = starts(lengths, device)
+    buckets = random_buckets(batch, 1, num_keys, num_buckets, device, seed)
+    cache, (slots,) = random_pages(k, v, kv_len, page_size, [buckets.short()], seed)
+    probes = torch.randint(-1, num_buckets, (batch, 1, 3), dtype=torch.int32).to(device)
+    options: dict[str, Any] = {"recent": recent, "sink": sink, "softcap": softcap}
+    counts, want_counts = torch.zeros(2, batch, 1, dtype=torch.int64, device=device)
+    index = build_bucket_index(buckets, num_buckets)
+    want = bucket_decode(q, k, v, index, probes, kv_len=kv_len, counts=want_counts, **options)
+    twice = torch.cat([probes.flip(-1), probes], -1)
+    got = paged_bucket_decode(q, cache, slots, twice, counts=counts, **options, backend=backend)
+    assert torch.equal(counts, want_counts)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accepts_any_strides(backend: Backend, device: str) -> None:
+    case = CASES[1]
+    q, k, v, buckets, probes = case.inputs(device)
+    cache, (slots,) = random_pages(k, v, starts(case.lengths, device), 64, [buckets.short()])
+    want = paged_bucket_decode(q, cache, slots, probes, recent=9, backend=backend)
+    by_head_k, by_head_v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v))
+    by_head = cache._replace(k=by_head_k, v=by_head_v)
+    every_second = cache._replace(table=torch.stack([cache.table, -cache.table], -1)[..., 0])
+    slots, probes = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0), probes.mT.contiguous().mT
+    for other in (by_head, every_second):
+        for x, y in zip(paged_bucket_decode(q, other, slots, probes, recent=9, backend=backend), want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    case = Case((70, 30), 4, 2, 64, 16)
+    q, k, v, buckets, probes = case.inputs(device)
+    cache, (slots,) = random_pages(k, v, starts(case.lengths, device), 16, [buckets.short()])
+    counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
+    arguments = (q, *cache, slots, 0, probes, starts([5, 9], device), 0, 1, 0.1, 5.0, backend)
+    torch.library.opcheck(module._operator, arguments)
+    torch.library.opcheck(module._counting_operator, (*arguments, counts))
+    compiled = torch.compile(paged_bucket_decode, fullgraph=True, backend="aot_eager")
+    for bucket_of in (slots, 16):
+        got = compiled(q, cache, bucket_of, probes, recent=5, counts=counts, backend=backend)
+        want = paged_bucket_decode(q, cache, bucket_of, probes, recent=5, backend=backend)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+    assert (counts > 5).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    q, k, v, buckets, probes = Case((20,), 2, 1, 64, 16).inputs(device)
+    cache, (slots,) = random_pages(k, v, starts([20], device), 16, [buckets.short()])
+    out = paged_bucket_decode(q.requires_grad_(), cache, slots, probes, recent=3, backend=backend).out
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        out.sum().backward()
+
+
+INT = {"dtype": torch.int32}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 2, 2, 64)}, "one query"),
+        ({"q": torch.zeros(1, 3, 1, 64)}, "q has 3 heads"),
+        ({"q": torch.zeros(2, 2, 1, 64)}, "cache.table.shape=\\(1, 2\\)"),
+        ({"q": torch.zeros(1, 2, 1, 72)}, "cache.k has shape"),
+        ({"k": torch.zeros(5, 16, 64, 2).mT}, "cache.k has shape .* strides"),
+        ({"v": torch.zeros(5, 8, 2, 64)}, "cache.v.shape"),
+        ({"v": torch.zeros(5, 16, 2, 64).half()}, "cache.v.dtype"),
+        ({"table": torch.zeros(1, 2)}, "cache.table is torch.float32"),
+        ({"table": torch.zeros(1, 0, **INT)}, "cache.table is"),
+        ({"kv_len": torch.zeros(2, **INT)}, "cache.kv_len is"),
+        ({"kv_len": torch.zeros(1, **INT, device="meta")}, "cache.kv_len.device=meta"),
+        ({"buckets": torch.zeros(5, 16, 2, **INT)}, "buckets is torch.int32"),
+        ({"buckets": torch.zeros(5, 16, 1).short()}, "buckets is torch.int16 \\(5, 16, 1\\)"),
+        ({"buckets": 0}, "buckets=0"),
+        ({"probes": torch.zeros(1, 1, 4, **INT)}, "probes is torch.int32"),
+        ({"recent": -1}, "recent=-1"),
+        ({"recent": torch.zeros(1)}, "recent is torch.float32"),
+        ({"sink": -2}, "sink=-2"),
+        ({"scale": 0.0}, "scale=0.0"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"counts": torch.zeros(1, 2)}, "counts is torch.float32"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        # the values of tensors, by the reference alone
+        ({"kv_len": torch.tensor([33], **INT)}, "cache.kv_len=\\[33\\]: expected 0 to 32"),
+        ({"kv_len": torch.tensor([-1], **INT)}, "cache.kv_len=\\[-1\\]"),
+        ({"table": torch.tensor([[0, 5]], **INT)}, "cache.table\\[0\\]=\\[0, 5\\]: expected pages"),
+        ({"table": torch.tensor([[-1, 3]], **INT)}, "cache.table"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    k, v = torch.zeros(2, 5, 16, 2, 64)
+    tables: dict[str, Any] = {"table": torch.tensor([[2, 4]], **INT), "kv_len": torch.tensor([20], **INT)}
+    arguments: dict[str, Any] = {"q": torch.zeros(1, 2, 1, 64), "k": k, "v": v, "buckets": 16, "recent": 3, **tables}
+    arguments |= {"probes": torch.zeros(1, 2, 4, **INT), **change}
+    cache = PagedKeys(*(arguments.pop(name) for name in PagedKeys._fields))
+    q, buckets, probes = (arguments.pop(name) for name in ("q", "buckets", "probes"))
+    with pytest.raises(ValueError, match=message):
+        paged_bucket_decode(q, cache, buckets, probes, **arguments)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured step follows in-place changes of pages, lengths, buckets, probes and window."""
+    case = Case((4095, 1000), 8, 2, 128, 256, torch.bfloat16, num_buckets=64, num_probes=8)
+    q, k, v, buckets, probes = case.inputs("cuda")
+    cache, (slots,) = random_pages(k, v, starts(case.lengths, "cuda"), 256, [buckets.short()])
+    recent = torch.tensor([9, 30], dtype=torch.int32, device="cuda")
+    counts, want_counts = (torch.zeros(2, 2, dtype=torch.int64, device="cuda") for _ in range(2))
+    paged_bucket_decode(q, cache, slots, probes, recent=recent, counts=counts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = paged_bucket_decode(q, cache, slots, probes, recent=recent, counts=counts)
+    other, (other_slots,) = random_pages(k, v, starts([17, 4000], "cuda"), 256, [buckets.short()], seed=1)
+    for lengths in ([17, 4000], [0, 2049]):
+        for x, y in zip((*cache[:3], slots), (*other[:3], other_slots), strict=True):
+            x.copy_(y)
+        cache.kv_len.copy_(torch.tensor(lengths))
+        probes.random_(-1, 64)
+        recent.copy_(torch.tensor([64, 1]))
+        for x in (counts, want_counts):
+            x.zero_()
+        graph.replay()
+        want = paged_bucket_decode(q, cache, slots, probes, recent=recent, counts=want_counts)
+        for x, y in zip((*got, counts), (*want, want_counts), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)

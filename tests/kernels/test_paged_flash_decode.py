@@ -1,0 +1,183 @@
+"""Tests of `paged_flash_decode`: agreement with fp64 and with `flash_decode`, edge cases, operator."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msattn.kernels import paged_flash_decode as module
+from msattn.kernels.common import dense_decode
+from msattn.kernels.flash_decode import flash_decode
+from msattn.kernels.flash_decode import score_mod as mods
+from msattn.kernels.paged_flash_decode import paged_flash_decode
+from msattn.kernels.testing import (
+    CAPPED_SCALE,
+    assert_within_budget,
+    capped,
+    dense_attention,
+    random_pages,
+    random_qkv,
+    starts,
+)
+from msattn.kernels.tuned import Tile
+from msattn.kernels.types import Backend, PagedKeys
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """One problem."""
+
+    lengths: tuple[int, ...]
+    q_heads: int
+    kv_heads: int
+    num_queries: int
+    head_size: int
+    page_size: int
+    dtype: torch.dtype = FULL
+
+
+def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
+    batch, num_keys = len(case.lengths), max(1, *case.lengths)
+    q, k, v = random_qkv(batch, *case[1:4], num_keys, case.head_size, case.dtype, device)
+    j, kv_len = torch.arange(num_keys, device=device), torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    i = kv_len.view(-1, 1, 1, 1) - case.num_queries + torch.arange(case.num_queries, device=device)[:, None]
+    scale = None if softcap is None else CAPPED_SCALE
+    exact, eager, full = (
+        dense_attention(q, k, v, j <= i, scale, dtype, capped(softcap)) for dtype in (torch.float64, case.dtype, FULL)
+    )
+    for x in (k, v):
+        x.masked_fill_((j >= kv_len[:, None])[:, None, :, None], float("nan"))  # unread keys may hold any value
+    cache, _ = random_pages(k, v, kv_len, case.page_size)
+    got = paged_flash_decode(q, cache, scale=scale, softcap=softcap, backend=backend)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == FULL
+    assert_within_budget("out", got.out, exact.out, eager.out)
+    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+
+
+# Covers nearly all pairs of values of length, head size, dtype, group, page size and number of queries.
+CASES = [
+    Case((111, 0, 300), 4, 1, 1, 80, 16, HALF),
+    Case((300, 65), 7, 1, 3, 128, 64, FULL),
+    Case((1,), 4, 4, 16, 64, 256, HALF),
+    Case((300, 63), 8, 2, 4, 128, 256, HALF),
+    Case((111,), 1, 1, 1, 80, 48, FULL),
+    Case((63, 1), 2, 2, 2, 64, 64, FULL),
+    Case((65, 111), 7, 7, 1, 256, 16, FULL),
+    Case((300, 111), 7, 1, 16, 64, 128, HALF),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "softcap"), [(CASES[1], 5.0), (CASES[0], 50.0), (CASES[3], 5.0)], ids=str)
+def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+    check(case, backend, device, softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 63, 65, 111, 4095])
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("dtype", [FULL, HALF, torch.bfloat16], ids=str)
+def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisoned: None) -> None:
+    for head_size, (q_heads, kv_heads), num_queries in itertools.product(
+        [64, 80, 128, 256], [(2, 2), (4, 1), (7, 1)], [1, 4, 16]
+    ):
+        case = Case((num_keys, num_keys // 2), q_heads, kv_heads, num_queries, head_size, page_size, dtype)
+        check(case, "triton", "cuda", 5.0 if q_heads == 7 else None)
+
+
+@pytest.mark.parametrize(
+    ("tile", "page_size", "keys", "programs"), [(128, 64, 64, 2), (128, 256, 128, 1), (64, 16, 64, 1), (16, 48, 16, 1)]
+)
+def test_tiles_divide_pages_or_cross_them(tile: int, page_size: int, keys: int, programs: int) -> None:
+    got = dense_decode._tile_of_pages(Tile(16, tile, 4, 3), page_size)
+    assert (got.keys, got.programs) == (keys, programs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=2),
+    page_size=st.sampled_from([1, 5, 16, 64]),
+    num_queries=st.integers(1, 5),
+    softcap=st.sampled_from([None, 1.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_flash_decode_of_the_gathered_cache(
+    backend: Backend, device: str, lengths: list[int], page_size: int, num_queries: int, softcap: float | None, seed: int
+) -> None:
+    q, k, v = random_qkv(len(lengths), 2, 1, num_queries, max(1, *lengths), 16, device=device, seed=seed)
+    kv_len = starts(lengths, device)
+    cache, _ = random_pages(k, v, kv_len, page_size, seed=seed)
+    score_mod = None if softcap is None else mods.softcap(softcap)
+    want = flash_decode(q, k, v, causal=True, score_mod=score_mod, kv_len=kv_len)
+    for x, y in zip(paged_flash_decode(q, cache, softcap=softcap, backend=backend), want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(2, 4, 2, 3, 70, device=device)
+    cache, _ = random_pages(k, v, starts([70, 30], device), 16)
+    torch.library.opcheck(module._operator, (q, *cache, 0.1, 5.0, backend))
+    compiled = torch.compile(paged_flash_decode, fullgraph=True, backend="aot_eager")
+    want = paged_flash_decode(q, cache, softcap=2.0, backend=backend)
+    for x, y in zip(compiled(q, cache, softcap=2.0, backend=backend), want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    q, k, v = random_qkv(1, 2, 1, 1, 20, device=device)
+    cache, _ = random_pages(k, v, starts([20], device), 16)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        paged_flash_decode(q.requires_grad_(), cache, backend=backend).out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 2, 64)}, "q.shape"),
+        ({"q": torch.zeros(1, 3, 1, 64)}, "q has 3 heads"),
+        ({"q": torch.zeros(1, 2, 1, 64).half()}, "cache.k.dtype"),
+        ({"scale": -1.0}, "scale=-1.0"),
+        ({"softcap": 0.0}, "softcap=0.0"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        ({"kv_len": torch.tensor([33], dtype=torch.int32)}, "cache.kv_len=\\[33\\]: expected 0 to 32"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    k, v = torch.zeros(2, 5, 16, 2, 64)
+    table, kv_len = torch.tensor([[2, 4]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    arguments: dict[str, Any] = {"q": torch.zeros(1, 2, 1, 64), "k": k, "v": v, "table": table, "kv_len": kv_len} | change
+    cache = PagedKeys(*(arguments.pop(name) for name in PagedKeys._fields))
+    with pytest.raises(ValueError, match=message):
+        paged_flash_decode(arguments.pop("q"), cache, **arguments)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured step follows in-place changes of pages and lengths."""
+    q, k, v = random_qkv(2, 8, 2, 1, 4095, 128, torch.bfloat16, "cuda")
+    cache, _ = random_pages(k, v, starts([4095, 1000], "cuda"), 256)
+    paged_flash_decode(q, cache)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = paged_flash_decode(q, cache)
+    other, _ = random_pages(k, v, starts([17, 4000], "cuda"), 256, seed=1)
+    for x, y in zip(cache, other, strict=True):
+        x.copy_(y)
+    graph.replay()
+    for x, y in zip(got, paged_flash_decode(q, cache), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)

@@ -1,0 +1,155 @@
+"""Managers of continuous batching: their configuration, what is refused in one line, and other ways to create one."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CompileConfig, ContinuousBatchingConfig
+
+from msattn.trainer.attach import attach, disable, enable
+from msattn.trainer.config import GateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.quest_pages import QuestPages
+from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.seer.decode_gate import DecodeGate
+from msattn.trainer.serving.statistics import Statistics
+from tests.factory import tiny_model
+from tests.serving.paged.batches import GREEDY, PAGE, alone, prompts_of, together
+from tests.test_attach import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for, random_partition
+
+CALIBRATED = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
+CALIBRATED.thresholds = {"shares": [0.1, 0.5], "densities": [4.0, 0.5]}
+ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2}
+ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
+    "decode gates": ({"qmodel": "decode_gate", "probes": 1}, "qmodel: generate_batch takes query classifiers"),
+    "pages": ({"qmodel": QuestPages(8, [0, 1], 2), "probes": 1}, "qmodel: generate_batch takes query classifiers"),
+    "shares": ({"qmodel": CALIBRATED, "keys": 0.2}, "keys: generate_batch counts no sizes"),
+    "independent": ({**ROUTED, "independent": True}, "independent=True: not supported"),
+    "buckets": ({"qmodel": RandomBuckets(2**15, [1], 2), "probes": 1}, "up to 32,767 buckets, this router has 32,768"),
+    "zooms": ({"gate": "gate", "select": "multiscale"}, "select.policy=multiscale reads no pages"),
+    "recall": ({**ROUTED, "measure_recall": True}, "measure_recall and measure_time are not supported"),
+    "time": ({**ROUTED, "measure_time": True}, "measure_recall and measure_time are not supported"),
+}
+CONFIGURED: dict[str, tuple[dict[str, Any], str]] = {
+    "page": ({"page_size": 24}, "page_size=24: accepted are multiples of 16, the gate's block size"),
+    "offload": ({"cpu_offload_space": 0.5}, "cpu_offload_space=0.5: accepted is 0"),
+    "prompts": ({"use_cuda_graph": True}, "use_cuda_graph=True: prompts are not captured"),
+    "both": ({"use_cuda_graph": (True, True)}, "use_cuda_graph="),
+    "level": ({"default_compile_level": 1}, "default_compile_level"),
+    "compile": ({"varlen_compile_config": CompileConfig()}, "varlen_compile_config"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACHED)
+def test_what_cannot_be_served_over_pages_is_refused(name: str) -> None:
+    model = tiny_model()
+    options, message = ATTACHED[name]
+    built = {
+        "gate": lambda: gate_for(model),
+        "decode_gate": lambda: DecodeGate.build(model.config, GateConfig(block_size=16, phase="decode")),
+    }
+    given = {key: built[value]() if value in ("gate", "decode_gate") else value for key, value in options.items()}
+    with attach(model, **given), pytest.raises(UserError, match=message):
+        model.generate_batch(prompts_of(20), GREEDY)
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_configurations_that_cannot_be_served_are_refused(name: str) -> None:
+    model = tiny_model()
+    options, message = CONFIGURED[name]
+    with attach_reading_all(model) as sparse, pytest.raises(UserError, match=message):
+        model.init_continuous_batching(GREEDY, sparse.batching_config(**options))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("gemma2", "layer 0 keeps the model's own attention"), ("phi3", "sliding window"), ("llama4_text", "layer 0 keeps")],
+)
+def test_models_with_windows_are_refused(family: str, message: str) -> None:
+    model = tiny_model(family)
+    with attach(model, gate=gate_for(model)), pytest.raises(UserError, match=message):
+        model.generate_batch(prompts_of(20), GREEDY)
+
+
+def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    monkeypatch.setattr(transformers, "__version__", "5.22.1")
+    with attach_reading_all(model) as sparse:
+        for call in (lambda: model.generate_batch(prompts_of(20)), sparse.batching_config):
+            with pytest.raises(UserError, match=r"needs transformers 5.23 or newer, 5.22.1 is installed"):
+                call()
+
+
+def test_managers_of_another_attention_are_refused() -> None:
+    model, config = tiny_model(), ContinuousBatchingConfig(page_size=PAGE, num_blocks=16, max_batch_tokens=64)
+    prompts = prompts_of(40)
+    expected = [output.generated_tokens for output in model.generate_batch(prompts, GREEDY, config).values()]
+    manager = model.init_continuous_batching(GREEDY, config)
+    with attach_reading_all(model):
+        manager.start()
+        manager.add_request(prompts[0], max_new_tokens=3)
+        assert "outside the attached context" in manager.get_result(timeout=20).error
+        manager.stop(hard_stop=True)
+    model.generate_batch(prompts, GREEDY, config, persistent_manager=True)
+    with attach_reading_all(model), pytest.raises(UserError, match="destroy_cached_continuous_batching_manager"):
+        model.generate_batch(prompts, GREEDY, config)
+    model.destroy_cached_continuous_batching_manager()
+    assert [output.generated_tokens for output in model.generate_batch(prompts, GREEDY, config).values()] == expected
+
+
+def test_prompts_that_would_end_all_requests_are_refused() -> None:
+    model, (good,) = tiny_model(), prompts_of(20)
+    with attach_reading_all(model) as sparse:
+        config = sparse.batching_config(page_size=PAGE, num_blocks=16, max_batch_tokens=64)
+        with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=config) as manager:
+            for bad, message in (([], "one token"), ([3, 128], "0 to 127"), ([-1], "0 to 127"), ([1] * 257, "prompt of 257")):
+                with pytest.raises(UserError, match=message):
+                    manager.add_request(bad)
+            manager.add_request(good)
+            assert manager.get_result(timeout=20).error is None
+        with pytest.raises(UserError, match="prompt of 257 tokens"):
+            model.generate_batch([[1] * 257], GREEDY, config)
+
+
+def test_the_default_configuration() -> None:
+    model = tiny_model()
+    with attach_reading_all(model) as sparse:
+        config = sparse.batching_config(num_blocks=8)
+        assert (config.page_size, config.auto_switch_to_flash, config.num_blocks) == (256, False, 8)
+        resolved = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE)).continuous_batching_config
+        assert resolved.max_blocks_per_request == model.config.max_position_embeddings // PAGE
+        assert not any(resolved.use_cuda_graph)
+        given = sparse.batching_config(page_size=PAGE, max_blocks_per_request=3)
+        assert model.init_continuous_batching(GREEDY, given).continuous_batching_config.max_blocks_per_request == 3
+
+
+def test_an_enabled_model_and_one_with_adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base, prompts = tiny_model(), prompts_of(70)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    expected = [alone(model, prompt) for prompt in prompts]
+    sparse = enable(model, gate=gate_for(base), select=EVERY_BLOCK, qmodel=random_partition(), probes=BUCKETS)
+    assert together(model, sparse, prompts) == expected
+    disable(model)
+    assert [alone(model, prompt) for prompt in prompts] == expected
+
+
+def test_statistics_leave_out_what_is_not_counted() -> None:
+    statistics = Statistics()
+    for _ in range(2):
+        statistics.add("sparsity", 0.5)
+        statistics.add_visible(torch.tensor(10))
+        statistics.add_visible(10, all_read=True)
+        statistics.key_counts(torch.zeros(1, 2, 1, 1)).add_(1)
+        before = statistics.mean("sparsity"), statistics.share_of_keys()
+        with statistics.unchanged():
+            statistics.add("sparsity", 0.9)
+            statistics.count("dense_by_choice")
+            statistics.add_visible(torch.tensor(1000), all_read=True)
+            statistics.key_counts(torch.zeros(1, 2, 1, 1)).add_(7)
+            statistics.key_counts(torch.zeros(3, 2, 1, 1)).add_(7)
+        assert (statistics.mean("sparsity"), statistics.share_of_keys()) == before == (0.5, 0.6)
+        assert statistics.number("dense_by_choice") == 0

@@ -1,0 +1,159 @@
+"""State of the slots of a paged cache: pooled keys and buckets of shared, preempted, copied and padded pages."""
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.attach import attach
+from msattn.trainer.errors import UserError
+from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.rope import Rotation
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.serving.paged.attention import PagedAttention
+from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Sequences
+from msattn.trainer.serving.paged.state import PagedState
+from tests.factory import tiny_model
+from tests.serving.paged.batches import GREEDY, PAGE, alone, prompts_of, together
+from tests.test_attach import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for, random_partition
+
+AFTER_ROPE = KMeans(random_partition().centroids, random_partition().layers, rope=True)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Checks pooled keys and buckets wherever they are used against those of the cached keys; counts what it has seen."""
+    counts: Counter[str] = Counter()
+    pool, decode = PagedState.pool_keys, PagedAttention._decoded
+
+    def pool_keys(state: PagedState, x: LayerInputs, prompt: Prompt, rotation: Rotation | None) -> Tensor:
+        pooled = pool(state, x, prompt, rotation)
+        assert state.gate is not None
+        assert rotation is not None
+        keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys)
+        before_rope = rotation.invert(keys, torch.arange(prompt.keys)[None])
+        expected = pool_blocks(before_rope, state.gate.k_pool, block_size=BLOCK)
+        torch.testing.assert_close(pooled, expected, rtol=1e-4, atol=1e-4)
+        counts["known blocks"] += prompt.pooled
+        counts["recovered blocks"] += (prompt.keys - prompt.queries) // BLOCK - prompt.pooled
+        return pooled
+
+    def decoded(attention: PagedAttention, x: LayerInputs, now: PagedPass, rows: Sequences) -> Tensor:
+        for table, length in zip(rows.table, rows.kv_len.tolist(), strict=True):
+            if length > 0 and x.layer in now.state.buckets:
+                keys, _ = now.state.keys(x.layer, table, 0, length)
+                positions = torch.arange(length)
+                held = now.state.buckets[x.layer][table[positions // now.state.page_size].long(), positions % PAGE]
+                assert torch.equal(held.T[None], AFTER_ROPE.assign(x.layer, keys, keys))
+                counts["decoded"] += 1
+        return decode(attention, x, now, rows)
+
+    monkeypatch.setattr(PagedState, "pool_keys", pool_keys)
+    monkeypatch.setattr(PagedAttention, "_decoded", decoded)
+    return counts
+
+
+def test_state_follows_preempted_requests_and_prefixes(seen: Counter[str]) -> None:
+    model, prompts = tiny_model(), prompts_of(170, 120, 150, prefix=64) + prompts_of(90, 100)
+    expected = [alone(model, prompt) for prompt in prompts]
+    with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
+        options = {"num_blocks": 8, "max_batch_tokens": 61, "safety_margin": 0.0}
+        assert together(model, sparse, prompts, **options) == expected
+    assert seen["known blocks"] > 0
+    assert seen["decoded"] > 0
+
+
+def test_pooled_keys_of_decoded_tokens_are_recovered(seen: Counter[str]) -> None:
+    """The next turn of a chat finds pages of the answer, of whose blocks no keys before RoPE were kept.
+
+    All pages were in use by another request before, which has left its own pooled keys there.
+    """
+    model, (other, prompt) = tiny_model(), prompts_of(230, 3 * PAGE - 5)
+    with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
+        config = sparse.batching_config(page_size=PAGE, num_blocks=8, max_batch_tokens=256)
+        with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=config) as manager:
+            answers = []
+            for turn in range(4):
+                asked = prompt if turn else other
+                manager.add_request(asked, request_id=str(turn), max_new_tokens=PAGE + 3 if turn else 2)
+                answers.append((asked, manager.get_result(request_id=str(turn), timeout=20).generated_tokens))
+                prompt = [*asked, *answers[-1][1], 7, 8, 9] if turn else prompt
+    assert seen["recovered blocks"] > 0
+    assert seen["known blocks"] > 0
+    for asked, answer in answers:
+        assert answer[:10] == alone(model, asked)[: len(answer)]
+
+
+@pytest.mark.parametrize("pages_of_request", [None, 0])
+def test_copied_pages_have_the_state_of_theirs(seen: Counter[str], pages_of_request: int | None) -> None:
+    """Requests with several answers fork: they share whole pages, and get copies of the unfinished one."""
+    model, prompts = tiny_model(), prompts_of(150, 97)
+    several = GenerationConfig(
+        max_new_tokens=10, do_sample=True, num_return_sequences=3, eos_token_id=-1, pad_token_id=0, temperature=2.0
+    )
+    with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
+        answers = together(model, sparse, prompts, several, max_blocks_per_request=pages_of_request)
+    assert len({tuple(answer) for answer in answers}) > len(prompts)
+    assert seen["decoded"] >= 6 * 9
+
+
+@pytest.mark.parametrize("pages_of_request", [None, 0])
+def test_padded_passes(monkeypatch: pytest.MonkeyPatch, seen: Counter[str], pages_of_request: int | None) -> None:
+    """With CUDA graphs transformers pads all passes, with sequences of no tokens and tokens of no sequence."""
+    create = ModelRunner.__init__
+
+    def padding(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        self.pad_inputs = True
+
+    monkeypatch.setattr(ModelRunner, "__init__", padding)
+    model, prompts = tiny_model(), prompts_of(150, 97, 20, 1)
+    expected = [alone(model, prompt) for prompt in prompts]
+    with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
+        options = {"max_batch_tokens": 70, "max_blocks_per_request": pages_of_request, "max_requests_per_batch": 8}
+        assert together(model, sparse, prompts, **options) == expected
+        stats = sparse.stats()
+    assert (stats["selectivity"], stats["sparsity"]) == (1, 0)
+
+
+def test_leaving_the_context_frees_the_state() -> None:
+    model, prompts = tiny_model(), prompts_of(70)
+    expected = alone(model, prompts[0])
+    for _ in range(2):
+        with attach_reading_all(model) as sparse:
+            assert together(model, sparse, prompts) == [expected]
+            manager = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE, num_blocks=32))
+            manager.start()
+            manager.add_request(prompts[0], max_new_tokens=3)
+            assert manager.get_result(timeout=20).generated_tokens == expected[:3]
+            held = list(sparse.paged._states.values())[-1]
+            state, buckets = weakref.ref(held), weakref.ref(next(iter(held.buckets.values())))
+            del held
+        assert not manager.is_running()
+        with pytest.raises(UserError, match="has ended with its attached context"):
+            manager.start()
+        del manager
+        gc.collect()
+        assert state() is None
+        assert buckets() is None
+    assert "init_continuous_batching" not in vars(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_persistent_manager_ends_with_the_context() -> None:
+    model, prompts = tiny_model(), prompts_of(70)
+    expected = alone(model, prompts[0])
+    with attach(model, gate=gate_for(model), select=EVERY_BLOCK) as sparse:
+        config = sparse.batching_config(page_size=PAGE, num_blocks=32)
+        for _ in range(2):
+            outputs = model.generate_batch(prompts, GREEDY, config, persistent_manager=True)
+            assert [output.generated_tokens for output in outputs.values()] == [expected]
+        assert model._cached_continuous_batching_manager is not None
+    assert not hasattr(model, "_cached_continuous_batching_manager")
