@@ -237,7 +237,7 @@ def import_gate(
     out: Annotated[Path, typer.Option(help="The folder of the new artifact.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in that folder.")] = False,
 ) -> None:
-    """Turn the released gates of SeerAttention's authors into an artifact. Those for prefill; their code does not run."""
+    """Turn the released gates of SeerAttention's authors into an artifact. For prefill or decoding; their code does not run."""
     from msattn.trainer.commands.import_gate import import_gate as run
 
     with _stopped_by_signals():

@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
+import pytest
 import yaml
 
 TOKEN, READER = "hf_standinTokenOfSomeone", "hf_standinTokenThatReads"
 CUT = 0  # instead of a status: the connection ends without an answer
+HANG = -1  # there is no answer
 
 
 @dataclass
@@ -41,8 +46,9 @@ class Hub:
 
     Attributes
     ----------
-    faults : statuses (or :data:`CUT`) of requests whose method and path contain the key, such as ``PUT /lfs``.
+    faults : statuses (or :data:`CUT`, :data:`HANG`) of requests whose method and path contain the key, such as ``PUT /lfs``.
     calls : methods and paths of all requests.
+    ended : set when the server ends.
     """
 
     url: str = ""
@@ -50,6 +56,7 @@ class Hub:
     uploads: dict[str, bytes] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def create(self, name: str, private: bool = False, **files: bytes) -> Repository:
         self.repositories[name] = Repository(private)
@@ -76,9 +83,28 @@ def serving() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.ended.set()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The stand-in, a token for it, and an empty cache."""
+    with serving() as found:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # content goes to the Hub by HTTP alone
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+        yield found
+        huggingface_hub.utils.close_session()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -113,9 +139,11 @@ class Handler(BaseHTTPRequestHandler):
         for fragment, status in self.state.faults.items():
             if fragment in call:
                 self.close_connection = True
+                if status == HANG:
+                    self.state.ended.wait()
                 refusal = {"error": f"refused {self.headers['Authorization']}"}
                 # told of the end, the client does not send its next request into a connection that is about to end
-                return None if status == CUT else self._send(status, refusal, Connection="close")
+                return None if status in (CUT, HANG) else self._send(status, refusal, Connection="close")
         return handle(path, body)
 
     def _chunk(self) -> bytes:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from msattn import cli
+from tests.hub_server import Hub
+from tests.seer.test_official import released
 from tests.test_bad_input import SMALL, SMALL_EVAL, text
 
 TRAINING = [*SMALL, "data.heldout_path=heldout.txt", "overwrite=true"]
@@ -21,6 +23,9 @@ COMMANDS = {
     "train-mta": ["train-mta", *MTA, "train.steps=4", "train.batch_size=2", "train.save_every=2"],
     "eval": ["eval", *SMALL_EVAL, "data.heldout_path=heldout.txt"],
     "generate": ["generate", *SMALL, "select=quest", "max_new_tokens=4", "--prompt", "a word"],
+    "import-gate": ["import-gate", "theirs", "--out", "outputs/theirs/base/gate", "--overwrite"],
+    "push": ["push", "outputs/tiny/base/kmeans", "someone/small"],
+    "doctor": ["doctor", "tiny"],
     "bench": ["bench", "op=merge_states", *SIZES, "device=cpu", "tracker=none"],
 }
 
@@ -34,20 +39,21 @@ def run(arguments: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text and a k-means. This process has then imported what the commands import."""
+    """A folder with a text, a k-means and released gates. This process has then imported what the commands import."""
     folder = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("text.txt").write_text(text(4000))
         Path("heldout.txt").write_text(text(4000, "term"))
-        for command in ("fit-kmeans", "eval", "bench"):
+        released(Path("theirs"))
+        for command in ("fit-kmeans", "eval", "bench", "import-gate", "doctor"):
             assert run(COMMANDS[command]) == 0
     return folder
 
 
 @pytest.fixture
-def work(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the prepared folder, which is also the working directory."""
+def work(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub) -> Path:
+    """A copy of the prepared folder, which is also the working directory; pushes go to a stand-in of the Hub."""
     shutil.copytree(prepared, tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"

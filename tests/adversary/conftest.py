@@ -7,6 +7,7 @@ import pytest
 
 from tests.adversary.commands import prepared, work  # noqa: F401  # fixtures
 from tests.adversary.tries import Tries
+from tests.hub_server import hub  # noqa: F401  # a fixture
 
 SHARE_OF_FEW = 0.04  # of the cases, in `make test`
 SHARE_OF_MANY = float(os.environ.get("MSATTN_HOSTILE_SHARE", "0.2"))  # in `make test-all`; 1 tries all cases

@@ -1,4 +1,4 @@
-"""Real commands on a disk that fills up, under a limit of the size of files, and with outputs that are full.
+"""Real commands on a disk that fills up or is read-only, under a limit of the size of files, and with outputs that are full.
 
 A command that cannot write ends with exit code 2 and one line. With space again, the same command, with ``resume=true`` if it
 trains, ends as one that was never interrupted.
@@ -30,7 +30,10 @@ from tests.adversary.tries import Tries
 pytestmark = [pytest.mark.area("disk full"), pytest.mark.filterwarnings("ignore")]
 Result = dict[str, torch.Tensor]
 TRAINED = {"train-gate": "gate", "fit-kmeans": "kmeans", "train-qmodel": "qmodel", "finetune": "model", "train-mta": "solver"}
-WRITING = [*TRAINED, "eval", "bench"]
+KINDS = {**TRAINED, "import-gate": "gate"}
+MODELS = {"train-mta": "mta", "import-gate": "theirs"}
+WRITING = [*KINDS, "eval", "bench"]
+REFUSALS = "cannot be written|are free|no permission to write|is not writable"
 LARGEST = 400_000  # bytes: no command writes as much into one file
 
 
@@ -75,16 +78,16 @@ def fault_of(code: int, output: str) -> str | None:
     lines = [line for line in lines if "so far" not in line and "earlier evaluation" not in line]
     if "Traceback" in output or code not in (0, 2):
         return f"exit code {code}: {output[-600:]}"
-    if code == 2 and not (len(lines) == 1 and re.search("cannot be written|are free", lines[0])):
+    if code == 2 and not (len(lines) == 1 and re.search(REFUSALS, lines[0])):
         return f"exit code 2 with {len(lines)} lines: {output[-600:]}"
     return None
 
 
 def result(folder: Path, command: str) -> Result:
     """The tensors of the artifact that ``command`` writes; none of other commands."""
-    if command not in TRAINED:
+    if command not in KINDS:
         return {}
-    artifact = folder / "outputs" / ("mta" if command == "train-mta" else "tiny") / "base" / TRAINED[command]
+    artifact = folder / "outputs" / MODELS.get(command, "tiny") / "base" / KINDS[command]
     if command in ("finetune", "train-mta"):
         return {name: tensor for path in sorted(artifact.glob("*.safetensors")) for name, tensor in load_file(path).items()}
     return dict(read(artifact).tensors)
@@ -143,6 +146,19 @@ def test_disks_that_fill_up(tries: Tries, work: Path, tmp_path: Path, whole: Cal
             subprocess.run(["mount", "-o", "remount,size=100m", str(folder)], check=True)
             fault = fault or second_fault(folder, tmp_path / "output", command, whole(command))
         tries.record(f"{command}, {size:,} bytes free", fault)
+
+
+def test_disks_that_are_read_only(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], Result]) -> None:
+    for number, command in enumerate(tries.chosen(WRITING)):
+        folder = tmp_path / str(number)
+        shutil.copytree(work, folder)
+        with limited_disk(folder, 100_000_000):
+            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+            code, output = end_of(folder, tmp_path / "output", COMMANDS[command])
+            fault = fault_of(code, output) or (None if code == 2 else f"exit code {code}: {output[-600:]}")
+            subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+            fault = fault or second_fault(folder, tmp_path / "output", command, whole(command))
+        tries.record(f"{command}, read-only", fault)
 
 
 @pytest.mark.parametrize("descriptor", [1, 2], ids=["stdout", "stderr"])

@@ -25,6 +25,7 @@ from msattn.trainer.signals import end_at_once, handle, raised
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, replace_stream
 from tests.adversary.tries import TIME_LIMIT, Tries, wait_until
+from tests.hub_server import HANG, Hub
 from tests.jobs import BYTECODE, ROOT
 from tests.training.test_checkpoints_survive import TRAIN, Line, final_weights, run
 
@@ -150,6 +151,21 @@ def test_signals_to_each_command(tries: Tries, work: Path) -> None:
             child.send(number)
         case = f"{command}, {number.name} after {', '.join(f'{pause:.2f}' for pause in pauses)} s"
         tries.record(case, output_fault(child.wait(), {0, STOPS[number]}, (work / "output").read_text()))
+
+
+def test_signals_while_the_hub_does_not_answer(tries: Tries, work: Path, hub: Hub) -> None:
+    draw = random.Random(7)
+    for request, number in tries.chosen(
+        product(("POST /api/repos/create", "GET /api/models", "POST /api/models", "PUT"), STOPS)
+    ):
+        hub.faults = {request: HANG}
+        hub.calls.clear()
+        child = started(work, *COMMANDS["push"])
+        waits = wait_until(lambda request=request: any(request in call for call in hub.calls))
+        time.sleep(draw.uniform(0, 0.2))
+        child.send(number)
+        fault = output_fault(child.wait(), {STOPS[number]}, (work / "output").read_text())
+        tries.record(f"{number.name} in {request}", fault if waits else "no such request")
 
 
 def close_reader() -> None:

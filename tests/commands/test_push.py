@@ -5,9 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -23,28 +22,10 @@ from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from tests.factory import tiny_model
-from tests.hub_server import CUT, READER, TOKEN, Hub, serving
+from tests.hub_server import CUT, READER, TOKEN, Hub
 
 NAME = "someone/small"
 KINDS: dict[str, Any] = {"gate": Gate, "kmeans": KMeans, "qmodel": QModel}
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The stand-in, a token for it, and an empty cache."""
-    with serving() as found:
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # content goes to the Hub by HTTP alone
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
-        yield found
-        huggingface_hub.utils.close_session()
 
 
 @pytest.fixture

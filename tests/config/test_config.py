@@ -135,6 +135,7 @@ def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
         ("train-gate", "gate.block_size=48", "gate.block_size=48: a power of two"),
         ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
         ("train-gate", "gate.loss=mze", "did you mean mse?"),
+        ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: accepted with gate.phase=decode alone"),
         ("train-gate", "gate.q_pool=[avg,avg]", "each once"),
         ("train-gate", "train.steps=0", "train.steps=0: in [1, 1e7]"),
         ("train-gate", "train.steps=many", "train.steps='many': accepted is an integer"),

@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     folder = artifacts.artifact_folder(outputs, "rand", "base", "decode_gate")
     details = gate.details() | {"serving": {"probes": 2, "recent": 9, "sink": 3, "dense_layers": [1]}}
     facts: dict[str, Any] = {"config": {}, "model": loaded.fingerprint, "data": "none", "seed": 0, "metrics": {}}
-    artifacts.write(folder, kind="decode_gate", tensors=gate.tensors(), details=details, **facts)
+    artifacts.write(folder, kind="decode_gate", tensors=gate.state_dict(), details=details, **facts)
     return outputs
 
 

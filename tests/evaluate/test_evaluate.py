@@ -88,7 +88,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     centroids = F.normalize(torch.randn(2, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
     shared = {"config": {}, "model": model.fingerprint, "data": "none", "seed": 0, "metrics": {}}
     folder = {kind: artifacts.artifact_folder(outputs, "rand", "base", kind) for kind in ("gate", "kmeans")}
-    artifacts.write(folder["gate"], kind="gate", tensors=gate.tensors(), details=gate.details(), **shared)
+    artifacts.write(folder["gate"], kind="gate", tensors=gate.state_dict(), details=gate.details(), **shared)
     details = {"layers": [0, 1], "rope": False}
     artifacts.write(folder["kmeans"], kind="kmeans", tensors={"centroids": centroids}, details=details, **shared)
     return outputs

@@ -204,7 +204,7 @@ def new_gates(root: Path, device: str, dtype: str) -> Path:
     return artifacts.write(
         root / f"outputs/small/{device}-{dtype}/gate",
         kind="gate",
-        tensors=gate.tensors(),
+        tensors=gate.state_dict(),
         model=loaded.fingerprint,
         details=gate.details(),
         **shared,

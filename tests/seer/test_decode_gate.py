@@ -49,15 +49,21 @@ def rotated(y: Tensor, inv_freq: Tensor, position: int) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
 
+def normalized(y: Tensor, weight: Tensor) -> Tensor:
+    return y / (y.square().mean() + 1e-6).sqrt() * weight
+
+
 def scores_in_loops(gate: DecodeGate, x: LayerInputs, query: int, position: int) -> Tensor:
     """Scores ``[Hkv, Tc]`` before softmax of one unpadded sequence by the definition, in loops over blocks and heads."""
     weights: Any = gate.gates[x.layer]
     group, cfg, found = x.q_nope.shape[1] // gate.kv_heads, gate.cfg, []
     for h in range(gate.kv_heads):
         y = weights.query_weight[h] @ torch.cat([x.q_nope[0, h * group + i, query] for i in range(group)])
+        y = normalized(y, weights.query_norm[h]) if cfg.qk_norm else y
         gate_q = rotated(y, gate.inv_freq, position) if cfg.rope else y
         for c, block in enumerate(x.k_nope[0, h].split(BLOCK)):
             y = weights.key_weight[h] @ torch.cat([FUNCTIONS[pool](block) for pool in cfg.k_pool])
+            y = normalized(y, weights.key_norm[h]) if cfg.qk_norm else y
             gate_k = rotated(y, gate.inv_freq, c * BLOCK) if cfg.rope else y
             found.append(gate_q @ gate_k / len(gate_q) ** 0.5)
     return torch.stack(found).unflatten(0, (gate.kv_heads, -1))
@@ -73,7 +79,7 @@ def inputs(q: Tensor, k: Tensor, start: Tensor | None = None, q_nope: Tensor | N
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (7, 1), (4, 2)])
-@pytest.mark.parametrize("changes", [{}, {"hidden": 8}, {"rope": False, "k_pool": ["avg"]}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"hidden": 8}, {"qk_norm": True}, {"rope": False, "k_pool": ["avg"]}], ids=str)
 def test_scores_equal_plain_loops_in_fp64(heads: int, kv_heads: int, changes: dict[str, Any]) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 16 * heads}
     gate = random_decode_gate(config(**changes), **sizes).double()
@@ -159,7 +165,9 @@ def test_sampled_queries_depend_on_the_tokens_alone() -> None:
     assert sample_queries(ids, 1000, 40).tolist() == list(range(40, 100))
 
 
-@pytest.mark.parametrize("changes", [{}, {"recent": 20}, {"loss": "mse"}, {"loss": "smooth_l1", "skip_rows": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"recent": 20}, {"loss": "mse"}, {"loss": "smooth_l1", "skip_rows": 2}, {"qk_norm": True}], ids=str
+)
 def test_training_lowers_the_loss(changes: dict[str, Any]) -> None:
     model, chunks = tiny_model(), random_tokens(4, 160)
     gate = DecodeGate.build(model.config, config(queries=48, **changes))
@@ -242,7 +250,7 @@ def save(folder: Path, gate: DecodeGate, **details: Any) -> Path:
     """Writes gates as an artifact for :func:`tiny_model`; ``details`` are further entries of its manifest."""
     facts: dict[str, Any] = {"model": fingerprint(tiny_model(), id="tiny"), "details": gate.details() | details}
     facts |= {"kind": "decode_gate", "config": {}, "data": "", "seed": 0, "metrics": {}}
-    return artifacts.write(folder / "decode_gate", tensors=gate.tensors(), **facts)
+    return artifacts.write(folder / "decode_gate", tensors=gate.state_dict(), **facts)
 
 
 def test_an_artifact_is_loaded(tmp_path: Path) -> None:

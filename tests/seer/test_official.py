@@ -172,7 +172,7 @@ FIRST = "model.layers.0.self_attn.attn_gate.mask_linear_k.weight"
         (lambda at: (at / "attn_gate_weights.pth").unlink(), "there are no gates"),
         (lambda at: edited(at, model_type="qwen3"), "model_type=qwen3: accepted are llama, qwen2"),
         (lambda at: edited(at, seerattn_gate_type=None), "no key seerattn_gate_type"),
-        (lambda at: edited(at, seerattn_gate_type=None, seerattn_q_head_pooling_type="Qproj"), "gates are for decoding"),
+        (lambda at: edited(at, seerattn_gate_type=None, seerattn_q_head_pooling_type="Qproj"), "accepted are qwen2, qwen3"),
         (lambda at: edited(at, seerattn_gate_type="Qmed_Kavg"), "seerattn_gate_type=Qmed_Kavg"),
         (lambda at: edited(at, seerattn_gate_type="Qavgavg_Kavg"), "the gates differ from ours: gate.q_pool"),
         (lambda at: edited(at, seerattn_gate_block_size=48), "the gates differ from ours: gate.block_size=48"),

@@ -29,7 +29,7 @@ gate = Gate.build(whole.config, GateConfig(block_size=16)).requires_grad_(False)
 torch.manual_seed(0)
 for weight in gate.parameters():
     torch.nn.init.normal_(weight, std=0.3)
-decode_gate = DecodeGate.build(whole.config, GateConfig(phase="decode", block_size=16, k_pool=["max", "min", "avg"]))
+decode_gate = DecodeGate.build(whole.config, GateConfig(phase="decode", block_size=16, qk_norm=True))
 for weight in decode_gate.requires_grad_(False).parameters():
     torch.nn.init.normal_(weight, std=0.3)
 classifier = QModel(random_partition(), 2, 8).requires_grad_(False).eval()

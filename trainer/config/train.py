@@ -105,6 +105,7 @@ class GateConfig:
     hidden : width of the gate's projections; None takes the head size.
     heads : ``query`` (one gate for each query head) or ``kv`` (one for each key/value head); ``prefill`` only.
     rope : apply RoPE to pooled queries and keys, at the first position of their block, and to single queries at their own.
+    qk_norm : RMSNorm of projected queries and keys before RoPE; ``decode`` only.
     loss : ``mse``, ``kl`` or ``smooth_l1``.
     skip_rows : number of first row blocks that the loss leaves out.
     queries : query positions of a chunk that train decode gates, at random.
@@ -118,6 +119,7 @@ class GateConfig:
     hidden: int | None = field(default=None, metadata=within("[2, 16384]"))
     heads: str = field(default="query", metadata=choices(HEADS))
     rope: bool = True
+    qk_norm: bool = False
     loss: str = field(default="mse", metadata=choices(LOSSES))
     skip_rows: int = field(default=0, metadata=within("[0, 1e9]"))
     queries: int = field(default=1024, metadata=within("[1, 1e9]"))
@@ -140,6 +142,8 @@ class GateConfig:
                 f"one or more of {', '.join(POOLINGS)}, each once",
             )
         require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "null or even")
+        allowed = self.phase == "decode" or not self.qk_norm
+        require(allowed, "gate.qk_norm", self.qk_norm, "accepted with gate.phase=decode alone")
 
 
 @dataclass(frozen=True)

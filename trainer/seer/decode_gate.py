@@ -2,10 +2,11 @@
 
 A gate serves a query group. The group's queries before RoPE are concatenated and projected, keys before RoPE are pooled over
 blocks and projected, and both are rotated by the gate's own RoPE: queries at their position, keys at the first position of
-their block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the blocks before the dense window.
+their block. With ``gate.qk_norm`` an RMSNorm precedes RoPE. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the blocks
+before the dense window.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -23,6 +24,7 @@ from msattn.trainer.routing.buckets import ServingNumbers
 from msattn.trainer.routing.calibrate import Thresholds
 from msattn.trainer.routing.pages import PageRouter, page_products
 from msattn.trainer.seer.gate import AttnGate
+from msattn.trainer.seer.gate_artifact import GateArtifact
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class DecodeGateDetails:
     serving: ServingNumbers = field(default_factory=ServingNumbers)
 
 
-class DecodeGate(PageRouter, artifacts.ArtifactModule):
+class DecodeGate(PageRouter, GateArtifact):
     """Decode gates of all layers of a model, trained by ``msattn train-gate gate.phase=decode``.
 
     A router whose buckets are blocks: a query with ``p`` probes reads the ``p`` blocks with the highest scores.
@@ -53,11 +55,10 @@ class DecodeGate(PageRouter, artifacts.ArtifactModule):
     Attributes
     ----------
     gates : an :class:`~msattn.trainer.seer.gate.AttnGate` for each attention layer.
-    inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
     thresholds : calibrated thresholds (:func:`msattn.trainer.routing.calibrate.calibrate`); None before training.
     """
 
-    inv_freq: Tensor
+    phase = "decode"
 
     def __init__(
         self,
@@ -73,7 +74,6 @@ class DecodeGate(PageRouter, artifacts.ArtifactModule):
         self.cfg = cfg
         self.page_size, self.pools, self.num_buckets = cfg.block_size, cfg.k_pool, num_blocks
         self.layers, self.kv_heads, self.num_heads, self.head_dim = list(range(num_layers)), num_kv_heads, num_heads, head_dim
-        self.thresholds: dict[str, Any] | None = None
         of_groups = replace(cfg, heads="kv", q_pool=["avg"])  # a single query is its own mean
         self.gates = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, of_groups) for _ in range(num_layers))
         self.register_buffer("inv_freq", inv_freq.float())
@@ -106,36 +106,19 @@ class DecodeGate(PageRouter, artifacts.ArtifactModule):
         artifact = artifacts.read(path, kind="decode_gate")
         base = artifact.manifest["model"]
         details = checked(artifact.manifest["details"], DecodeGateDetails, f"artifact {path}: details")
-        if details.gate.phase != "decode":
-            raise UserError(f"artifact {path}: details.gate.phase={details.gate.phase}: accepted is decode")
-        if len(artifact.tensors) != 1 + 2 * base["num_layers"]:  # before modules are built
-            accepted = f"accepted are {1 + 2 * base['num_layers']}"
-            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, {accepted}")
-        with torch.device("meta"):
-            sizes = (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
-            inv_freq = torch.empty((details.gate.hidden or base["head_dim"]) // 2)
-            gate = cls(*sizes, details.gate, inv_freq, details.num_blocks)
-        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
-        gate.load_state_dict(artifact.tensors, assign=True)
-        gate.artifact = artifact
-        gate.thresholds = None if details.thresholds is None else asdict(details.thresholds)
-        return gate.requires_grad_(False)
+        cfg, sizes = details.gate, (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
+        return cls._restore(
+            artifact, cfg, sizes[0], details.thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, details.num_blocks)
+        )
 
     def shard(self, part: HeadShard) -> "DecodeGate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
         heads = self.num_heads // part.ranks, self.kv_heads // part.ranks
         own = DecodeGate(len(self.gates), *heads, self.head_dim, self.cfg, self.inv_freq, self.num_buckets)
-        own.load_state_dict({name: x if name == "inv_freq" else part.of(x, 0) for name, x in self.state_dict().items()})
-        own.artifact, own.thresholds = self.artifact, self.thresholds
-        return own.requires_grad_(False)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of the artifact: weights and inverse frequencies, fp32."""
-        return dict(self.state_dict())
+        return own._take_part(self, part)
 
     def details(self) -> dict[str, Any]:
-        """Returns the manifest entries from which :meth:`load` rebuilds these gates."""
-        return {"gate": asdict(self.cfg), "num_blocks": self.num_buckets, "thresholds": self.thresholds}
+        return super().details() | {"num_blocks": self.num_buckets}
 
     def model_shape(self) -> dict[str, int]:
         """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""

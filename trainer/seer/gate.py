@@ -5,7 +5,7 @@ the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,7 @@ from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.seer.blocks import row_span, visible_blocks
 from msattn.trainer.seer.calibrate import Thresholds
+from msattn.trainer.seer.gate_artifact import GateArtifact
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
+NORM_EPS = 1e-6
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
@@ -87,6 +89,8 @@ class AttnGate(nn.Module):
         )
         self.query_weight = nn.Parameter(query.repeat(self.heads, 1, 1))  # [Hg, hidden, shared * pools * D]
         self.key_weight = nn.Parameter(key.repeat(self.heads, 1, 1))  # [Hg, hidden, pools * D]
+        if cfg.qk_norm:
+            self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.heads, self.hidden)) for _ in range(2))
 
     def pooled_inputs(self, q_nope: Tensor, k_nope: Tensor, kv_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
@@ -142,6 +146,8 @@ class AttnGate(nn.Module):
         They are scaled, so that their products with :meth:`project_keys` are the scores.
         """
         gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
+        if self.cfg.qk_norm:
+            gate_q = F.rms_norm(gate_q, (self.hidden,), eps=NORM_EPS) * self.query_norm[:, None]
         if self.cfg.rope and inv_freq is not None:
             gate_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions))
         return gate_q * self.hidden**-0.5
@@ -150,6 +156,8 @@ class AttnGate(nn.Module):
         """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them at the start of their block: ``[B, Hg, Tc, hidden]``."""
         key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
         gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
+        if self.cfg.qk_norm:
+            gate_k = F.rms_norm(gate_k, (self.hidden,), eps=NORM_EPS) * self.key_norm[:, None]
         if not self.cfg.rope or inv_freq is None:
             return gate_k
         first_keys = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
@@ -181,19 +189,17 @@ class ModulesByLayer(nn.ModuleDict):
         return super().__getitem__(str(layer))
 
 
-class Gate(artifacts.ArtifactModule):
+class Gate(GateArtifact):
     """Gates of all layers of a model that may be sparse, trained by ``msattn train-gate`` and used by ``msattn.attach``.
 
     Attributes
     ----------
     layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
     num_layers : layers of the model.
-    inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
     thresholds : calibrated thresholds of each layer (:func:`msattn.trainer.seer.calibrate.calibrate`); None before training.
-    artifact : the artifact that was loaded; None for a gate that was built.
     """
 
-    inv_freq: Tensor
+    phase = "prefill"
 
     def __init__(
         self,
@@ -211,7 +217,6 @@ class Gate(artifacts.ArtifactModule):
         self.num_layers = num_layers
         self.layer_numbers = list(range(num_layers)) if layers is None else list(layers)
         self.cfg = cfg
-        self.thresholds: dict[str, Any] | None = None
         self.layers = ModulesByLayer(
             {layer: AttnGate(head_dim, num_heads, num_kv_heads, cfg, channels) for layer in self.layer_numbers}
         )
@@ -234,45 +239,29 @@ class Gate(artifacts.ArtifactModule):
         Raises
         ------
         UserError
-            If the artifact is missing, damaged or of another kind, or its tensors do not match its manifest.
+            If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
-        base, details = artifact.manifest["model"], artifact.manifest["details"]
-        checked_details = checked(details, GateDetails, f"artifact {path}: details")
-        cfg, thresholds, num_layers = checked_details.gate, checked_details.thresholds, base["num_layers"]
-        if cfg.phase != "prefill":
-            raise UserError(f"artifact {path}: details.gate.phase={cfg.phase}: accepted is prefill")
-        layers = list(range(num_layers)) if checked_details.layers is None else checked_details.layers
+        base = artifact.manifest["model"]
+        details = checked(artifact.manifest["details"], GateDetails, f"artifact {path}: details")
+        cfg, thresholds, num_layers = details.gate, details.thresholds, base["num_layers"]
+        layers = list(range(num_layers)) if details.layers is None else details.layers
         if layers[-1] >= num_layers:
             raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
         if thresholds is not None and len(thresholds.layers) != num_layers:
             raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
-        if len(artifact.tensors) != 1 + 2 * len(layers):  # before modules are built
-            raise UserError(f"artifact {path}: {len(artifact.tensors)} tensors, accepted are {1 + 2 * len(layers)}")
-        with torch.device("meta"):
-            sizes = (num_layers, base["num_heads"], base["num_kv_heads"], base["head_dim"])
-            gate = cls(*sizes, cfg, torch.empty((cfg.hidden or base["head_dim"]) // 2), layers=layers)
-        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
-        gate.load_state_dict(artifact.tensors, assign=True)
-        gate.artifact, gate.thresholds = artifact, details["thresholds"]
-        return gate.requires_grad_(False)
+        sizes = (num_layers, base["num_heads"], base["num_kv_heads"], base["head_dim"])
+        return cls._restore(artifact, cfg, len(layers), thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, layers=layers))
 
     def shard(self, part: HeadShard) -> "Gate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
         shape = self.model_shape()
         heads, kv_heads = shape["num_heads"] // part.ranks, shape["num_kv_heads"] // part.ranks
         own = Gate(self.num_layers, heads, kv_heads, shape["head_dim"], self.cfg, self.inv_freq, layers=self.layer_numbers)
-        own.load_state_dict({name: x if name == "inv_freq" else part.of(x, 0) for name, x in self.state_dict().items()})
-        own.artifact, own.thresholds = self.artifact, self.thresholds
-        return own.requires_grad_(False)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of the artifact: weights and inverse frequencies, fp32."""
-        return dict(self.state_dict())
+        return own._take_part(self, part)
 
     def details(self) -> dict[str, Any]:
-        """Returns the manifest entries from which :meth:`load` rebuilds this gate."""
-        return {"gate": asdict(self.cfg), "thresholds": self.thresholds, "layers": self.layer_numbers}
+        return super().details() | {"layers": self.layer_numbers}
 
     def model_shape(self) -> dict[str, int]:
         """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""

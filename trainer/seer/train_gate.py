@@ -148,7 +148,7 @@ def write_gate(
     artifacts.write(
         folder,
         kind=gate.cfg.kind,
-        tensors=gate.tensors(),
+        tensors=gate.state_dict(),
         config=asdict(cfg),
         model=loaded.fingerprint,
         details=gate.details() | served,

@@ -1,0 +1,95 @@
+"""The files of a repository of SeerAttention's authors: the family, the gates' RoPE, and their weights, checked."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from msattn.trainer import models
+from msattn.trainer.errors import UserError
+from msattn.trainer.models import rope
+from msattn.trainer.models.limited import limited
+from msattn.trainer.storage.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+WEIGHTS = ("attn_gate_weights.safetensors", "attn_gate_weights.pth")
+POOLING = re.compile(r"max|min|avg")
+
+
+def check_family(files: ModelFiles, accepted: tuple[str, ...]) -> None:
+    """Raises UserError for a model of a family for which there are no gates."""
+    if (family := files.config().get("model_type")) not in accepted:
+        raise UserError(f"{files.name}: config.json: model_type={family!s:.60}: accepted are {', '.join(accepted)}")
+
+
+def rotation_factor(files: ModelFiles, config: "PretrainedConfig", hidden: int) -> float:
+    """Returns the factor by which the RoPE of gates of width ``hidden`` multiplies: YaRN's attention factor, or else 1.
+
+    Raises
+    ------
+    UserError : their frequencies are not those of ours.
+    """
+    if config.rope_parameters["rope_type"] == "dynamic":
+        raise UserError(f"{files.name}: rope_type=dynamic: the angles of its gates depend on the length, those of ours do not")
+    size = models.head_dim(config)
+    if hidden != size and (config.model_type != "qwen2" or files.config().get("head_dim") is not None):
+        raise UserError(
+            f"{files.name}: seerattn_gate_hidden_size={hidden}: its RoPE is that of heads of size {size}, ours that of the gate"
+        )
+    return rope.inverse_frequencies(config, dim=hidden)[1]
+
+
+def read_weights(files: ModelFiles, num_layers: int, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Tensor]]:
+    """Returns the weights of each layer's gate in fp32, by the names in ``shapes``.
+
+    Raises
+    ------
+    UserError : there is no file of weights or it holds other objects; the tensors have other names or shapes, or values that
+        are not finite.
+    """
+    tensors = _load(files)
+    names = [
+        {part: f"model.layers.{layer}.self_attn.attn_gate.{part}.weight" for part in shapes} for layer in range(num_layers)
+    ]
+    expected = {name for layer in names for name in layer.values()}
+    if different := sorted(expected ^ {*map(str, tensors)}):
+        has = "has no" if different[0] in expected else "has a tensor that its config.json does not ask for,"
+        raise UserError(f"{files.name}: the file of weights {has} {different[0]:.100}")
+    return [
+        {part: _weight(tensors[name], shapes[part], f"{files.name}: {name}") for part, name in layer.items()} for layer in names
+    ]
+
+
+def _load(files: ModelFiles) -> dict[str, Any]:
+    """Returns the objects in the file of weights; no code in it runs."""
+    from safetensors.torch import load_file
+
+    name = next((name for name in WEIGHTS if files.find(name) is not None), None)
+    path = None if name is None else files.find(name)
+    if path is None:
+        raise UserError(f"{files.name}: there are no gates; accepted is {' or '.join(WEIGHTS)}")
+    where = f"{files.name}: {name} does not hold weights alone"
+    if path.suffix == ".safetensors" or name == WEIGHTS[0]:
+        limited(lambda: load_file(path) and None, where)
+        return load_file(path)
+    limited(lambda: torch.load(path, map_location="meta", weights_only=True) and None, where)
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(found, dict):
+        raise UserError(f"{where} (it is a {type(found).__name__})")
+    return found
+
+
+def _weight(tensor: Any, shape: tuple[int, ...], where: str) -> Tensor:
+    """Returns a weight in fp32, checked."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        raise UserError(f"{where} is no tensor of real numbers")
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"{where} has the shape {list(tensor.shape)}, by config.json it is {list(shape)}")
+    values = tensor.float()
+    if not values.isfinite().all():
+        raise UserError(f"{where} has values that are not finite")
+    return values
