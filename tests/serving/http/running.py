@@ -104,10 +104,10 @@ def running(loaded: Loaded, cfg: ServeConfig, sparse: Any = None, api_key: str |
             assert not thread.is_alive()
 
 
-def small_loaded(folder: Path, **sizes: Any) -> Loaded:
+def small_loaded(folder: Path, family: str = "llama") -> Loaded:
     """A random model of two small layers, whose answers never end by themselves."""
     save_tokenizer(folder)
-    model = tiny_model(max_position_embeddings=4096, **sizes)
+    model = tiny_model(family, max_position_embeddings=4096)
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     return Loaded(model, AutoTokenizer.from_pretrained(folder), {})

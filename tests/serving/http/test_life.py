@@ -167,6 +167,29 @@ def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> Non
             eventually(lambda: served.metric("cache_pages_used") == 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmo3", "phi3"])
+def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) -> None:
+    """The longest request fits, though layers with a window and others share the pages in groups."""
+    small = small_loaded(tmp_path, family)
+    prompt = [5 + i % 50 for i in range(100)]
+    expected = greedy(small, prompt, 100)
+    cfg = configuration("server.page_size=16", "server.max_length=200", "server.pages=14", "server.batch_tokens=32")
+    with running(small, cfg) as served, served.client() as client:
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=100, temperature=0)
+        tokenizer: Any = small.tokenizer
+        assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+        eventually(lambda: served.metric("cache_pages_used") == 0)
+
+
+def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"does not serve this model .*chunked_attention"),
+        serve.server(small_loaded(tmp_path, "llama4_text"), configuration()),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -143,19 +143,21 @@ class Engine:
         # Any temperature and top_p other than 1 make processors, which then take the numbers of each request.
         sampled = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=0, eos_token_id=sorted(self._ends) or -1)
         config = batching_config(model, self._cfg.server, self.sparse, seed=self._cfg.seed)
-        return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
+        with _served():
+            return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
 
     def start(self) -> None:
         """Allocates the cache, captures CUDA graphs where the manager uses them, and starts its thread.
 
         Raises
         ------
-        UserError : memory is too small for the cache.
+        UserError : memory is too small for the cache, or its layers are of a kind that the manager does not serve.
         """
         server, model = self._cfg.server, self.loaded.model
         try:
-            self._manager.warmup()
-        except (MemoryError, ValueError) as error:  # transformers' own checks of the memory
+            with _served():
+                self._manager.warmup()
+        except MemoryError as error:
             raise UserError(
                 f"memory is too small for the KV cache ({first_line(error)}); lower server.pages or server.batch_tokens, "
                 "or leave out server.pages"
@@ -270,3 +272,16 @@ class Engine:
                 stats = self.sparse.stats()
             return {name: stats[name] for name in ("sparsity", "selectivity") if stats[name] is not None}
         return {}
+
+
+@contextmanager
+def _served() -> Iterator[None]:
+    """Raises a UserError for a model that transformers' continuous batching does not serve, e.g. for chunked attention."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"serve: the continuous batching of transformers does not serve this model ({first_line(error)})"
+        ) from error
