@@ -167,6 +167,7 @@ def test_bytes_that_are_no_request(served: Running) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     assert b" 400 " in served.raw(b"\x00\xff\x16\x03\x01nonsense\r\n\r\n").split(b"\r\n")[0]
     assert b" 413 " in served.raw(f"{head}Content-Length: 99999999999\r\n\r\n".encode()).split(b"\r\n")[0]
+    assert b" 200 " not in served.raw(f"{head}Content-Length: {'9' * 5000}\r\n\r\n".encode()).split(b"\r\n")[0]
     assert b" 400 " in served.raw(f"{head}Content-Length: -5\r\n\r\n".encode()).split(b"\r\n")[0]
     assert b" 400 " in served.raw(f"{head}Content-Length: 5\r\nContent-Length: 6\r\n\r\n".encode()).split(b"\r\n")[0]
     assert b" 200 " not in served.raw(f"{head}Content-Length: 100\r\n\r\n{{".encode())  # the client leaves amid its body

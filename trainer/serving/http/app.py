@@ -60,12 +60,8 @@ class Service:
         from fastapi.responses import JSONResponse, StreamingResponse
 
         self.engine.check_accepts()
-        call = read_call(await self._body(request), chat=chat, model=self.model)
-        loop = asyncio.get_running_loop()
-        encode = self._encoder.encode
-        prompt, max_tokens = await loop.run_in_executor(
-            self._encoding, encode, call.prompt, call.max_tokens, self._default_tokens
-        )
+        data, loop = await self._body(request), asyncio.get_running_loop()
+        call, prompt, max_tokens = await loop.run_in_executor(self._encoding, self._read, data, chat)
         generation = self.engine.submit(prompt, max_tokens, self._sampling(call))
         request.state.generation = generation
         watcher = asyncio.create_task(_end_with_client(request, generation))
@@ -77,25 +73,33 @@ class Service:
         text = "".join([piece async for piece in self._text(call, generation)])
         return JSONResponse(form.whole(text, str(generation.outcome), _usage(generation)))
 
+    def _read(self, data: bytes, chat: bool) -> tuple[Call, list[int], int]:
+        """Returns what a body asks for, its prompt as tokens, and the number of new ones."""
+        call = read_call(data, chat=chat, model=self.model)
+        return call, *self._encoder.encode(call.prompt, call.max_tokens, self._default_tokens)
+
     async def _body(self, request: "Request") -> bytes:
         """Returns the body of a request.
 
         Raises
         ------
-        ApiError : it is no JSON by its header, too large or too slow.
+        ApiError : it is no JSON by its header, too large, too slow or not complete.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # browsers send other types from any page without asking the server
             raise ApiError(415, f"Content-Type: {shown(kind)}: accepted is application/json")
         too_large = ApiError(413, f"the body exceeds {self._max_body} bytes (server.max_body_mb)", code="body_too_large")
-        length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self._max_body:
+        if int(request.headers.get("content-length", "0")) > self._max_body:  # the HTTP parser has checked the number
             raise too_large
-        body = bytearray()
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
+                while more:
+                    part = await request.receive()
+                    if part["type"] == "http.disconnect":
+                        raise ApiError(400, "the client has left before its body was complete")
+                    body += part.get("body", b"")
+                    more = part.get("more_body", False)
                     if len(body) > self._max_body:
                         raise too_large
         except TimeoutError as error:
