@@ -1,6 +1,7 @@
 """Exception classes with one-line messages, and functions that report them and end the process."""
 
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -126,6 +127,18 @@ def warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show_line
         yield
+
+
+@contextmanager
+def only_errors(logger: str) -> Iterator[None]:
+    """Silences what a library's logger says below errors, inside the context."""
+    of_library = logging.getLogger(logger)
+    before = of_library.level
+    of_library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        of_library.setLevel(before)
 
 
 def exit_process(code: int) -> NoReturn:

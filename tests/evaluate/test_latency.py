@@ -187,7 +187,7 @@ def test_unavailable_backends_give_the_reason() -> None:
 def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
-    routing = decoding._untrained_router(cfg, model)
+    routing = decoding.untrained_router(cfg, model)
     first = torch.zeros(2, 1, dtype=torch.long)
 
     def filled() -> Any:

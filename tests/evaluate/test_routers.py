@@ -212,5 +212,5 @@ def test_routers_take_probes_where_a_classifier_takes_a_share_of_the_keys(tmp_pa
         for routing in found.bucket_routings:
             (label,) = (label for label, _ in routing.own_settings())
             assert ("far keys" in label) == (routing is first)
-    untrained = decoding._untrained_router(cfg, loaded.model)
+    untrained = decoding.untrained_router(cfg, loaded.model)
     assert isinstance(untrained.own_settings()[0][1], int)

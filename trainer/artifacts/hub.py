@@ -12,10 +12,9 @@ from msattn import __version__
 from msattn.trainer.artifacts.card import PLACEHOLDER, artifact_card, evaluation_section, run_card
 from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
 from msattn.trainer.config.values import shown
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import check_contained, read_text, root_of_links
-from msattn.trainer.storage.model_files import no_retry_warnings
 
 if TYPE_CHECKING:
     from msattn.trainer.artifacts.reading import Artifact
@@ -154,7 +153,7 @@ def _quiet() -> Iterator[None]:
     if change:
         disable_progress_bars()
     try:
-        with no_retry_warnings():
+        with only_errors("huggingface_hub"):
             yield
     finally:
         if change:

@@ -77,6 +77,7 @@ def sizes_for(positions: int) -> dict[str, Any]:
         "eval_probes": sorted({0, max(probes // 2, 1), probes, min(2 * probes, buckets)}),
         "latency_lengths": [length for length in default.latency_lengths if length <= positions] or [positions],
         "decoding_lengths": [positions],
+        "throughput_length": max(positions // 2, 1),
     }
 
 

@@ -36,6 +36,7 @@ from msattn.trainer.config.evaluate import (
     PromptsConfig,
     RecallConfig,
     RulerConfig,
+    ThroughputConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import (
@@ -114,6 +115,7 @@ __all__ = [
     "ServingConfig",
     "SparsityConfig",
     "ThresholdConfig",
+    "ThroughputConfig",
     "TokenBudgetConfig",
     "TopKConfig",
     "TrackerConfig",

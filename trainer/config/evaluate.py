@@ -6,13 +6,25 @@ from dataclasses import dataclass, field
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.config.values import check, choices, require, within
 
-TASKS = ("perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "analysis", "latency", "decoding")
+TASKS = (
+    "perplexity",
+    "recall",
+    "needle",
+    "documents",
+    "ruler",
+    "harness",
+    "prompts",
+    "analysis",
+    "latency",
+    "decoding",
+    "throughput",
+)
 ROUTERS = ("window", "random", "lsh", "quest")
 RULER_TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 )
-QUALITY = TASKS[:3]  # the default; the other tasks measure speed
+QUALITY = TASKS[:3]  # the default
 
 
 @dataclass(frozen=True)
@@ -218,6 +230,28 @@ class DecodingConfig:
 
 
 @dataclass(frozen=True)
+class ThroughputConfig:
+    """Requests that are served together: each number of ``requests`` with prompts of each of ``lengths`` random tokens.
+
+    Each is answered with ``tokens`` new tokens. A pass has up to ``batch_tokens`` tokens, of prompts and new ones together. The
+    cache has ``pages`` pages of ``page_size`` tokens of all layers (None: enough for all requests at the same time); with
+    fewer, requests wait.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [65536], metadata=within("[1, 1e9]"))
+    requests: list[int] = field(default_factory=lambda: [16], metadata=within("[1, 1e5]"))
+    tokens: int = field(default=256, metadata=within("[1, 65536]"))
+    page_size: int = field(default=256, metadata=within("[16, 4096]"))
+    pages: int | None = field(default=None, metadata=within("[1, 1e9]"))
+    batch_tokens: int = field(default=8192, metadata=within("[16, 1e6]"))
+
+    def __post_init__(self) -> None:
+        check(self, "eval.throughput.")
+        for key in ("lengths", "requests"):
+            require(bool(getattr(self, key)), f"eval.throughput.{key}", getattr(self, key), "one or more")
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """``tasks`` to run, with a section for each.
 
@@ -240,6 +274,7 @@ class EvalConfig:
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
 
     def __post_init__(self) -> None:
         check(self, "eval.")

@@ -33,6 +33,7 @@ class ModelPresets:
     eval_probes : numbers of probes with which routing is measured (0: only sink and recent keys are read).
     eval_keys : shares of the keys at which query classifiers are measured.
     latency_lengths, decoding_lengths : prompt lengths and cache lengths at which speed is measured, in tokens.
+    throughput_length : length of the prompts of requests that are served together, in tokens.
     """
 
     seq_len: int = field(default=65536, metadata=within("[1, 1e9]"))
@@ -64,6 +65,7 @@ class ModelPresets:
         default_factory=lambda: [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], metadata=within("[1, 1e9]")
     )
     decoding_lengths: list[int] = field(default_factory=lambda: [131072, 524288], metadata=within("[1, 1e9]"))
+    throughput_length: int = field(default=65536, metadata=within("[1, 1e9]"))
 
     def __post_init__(self) -> None:
         check(self, "model.presets.")

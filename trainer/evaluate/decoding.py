@@ -95,7 +95,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             progress.advance(bar)
             if case.largest_batch is not None and batch > case.largest_batch:
                 continue
-            _free_memory()
+            free_memory()
             try:
                 done.append((case, case.measure(batch, length)))
             except BackendUnavailable as reason:
@@ -110,7 +110,7 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     """Returns the methods to measure, dense attention first."""
     routings = methods.bucket_routings
     if all(routing.router.artifact is None for routing in routings):
-        routings = [_untrained_router(cfg, model), *routings]
+        routings = [untrained_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
     by_transformers = partial(measure_transformers, model, tokens=min(tokens, TRANSFORMERS_TOKENS), seed=seed)
     cases = [DecodingCase(TRANSFORMERS, "", "generate", by_transformers, cfg.eval.decoding.transformers_batch)]
@@ -128,14 +128,14 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     return cases
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
     """Collects the cache and the graphs of the last measurement, so that the next one has all memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
+def untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
     """Returns untrained classifiers over random centroids, which have the cost of trained ones."""
     config, presets = model.config, cfg.model.presets
     layers, heads = models.served_layers(config), models.num_kv_heads(config)

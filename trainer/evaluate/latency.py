@@ -94,7 +94,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     settings, model = cfg.eval.latency, loaded.model
     kernels = SDPA_BACKENDS[model.device.type]
     trained = any(block.gate for block in methods.block_selections)
-    blocks = methods.block_selections if trained else [_untrained_gate(cfg, model), *methods.block_selections]
+    blocks = methods.block_selections if trained else [untrained_gate(cfg, model), *methods.block_selections]
     dense = [
         LatencyCase(f"{DENSE_PREFIX}{name}", "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()
     ]
@@ -150,7 +150,7 @@ def _rows_of(done: "list[tuple[LatencyCase, LatencyRun]]", length: int, situatio
     return [as_row(case.method, case.setting, length, each, dense, situation.name) for case, each in done]
 
 
-def _untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
+def untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
     """Returns an untrained gate, which has the cost of a trained one."""
     presets = cfg.model.presets
     shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)

@@ -14,7 +14,7 @@ class EvalRow:
     Attributes
     ----------
     task : ``perplexity``, ``recall``, ``needle``, ``documents``, ``ruler``, ``harness``, ``prompts``,
-        ``analysis``, ``latency`` or ``decoding``.
+        ``analysis``, ``latency``, ``decoding`` or ``throughput``.
     method : ``dense`` (with the kernel that ran, where several do), ``gate``, a baseline, or a routing method.
     setting : requested setting, e.g. ``sparsity 0.9`` or ``2 probes``.
     score, score_name : main metric of the task, and its name.
@@ -32,6 +32,7 @@ class EvalRow:
         :mod:`~msattn.trainer.evaluate.reads`. ``ruler``: the score of each task, under its name. ``harness``: ``benchmark``,
         the name of lm_eval's task. ``latency``: ``situation``, the name of a
         :class:`~msattn.trainer.evaluate.latency.Situation`. ``decoding``: ``batch``, and what each token is ``launched_by``.
+        ``throughput``: ``batch``, the number of requests, and percentiles of the seconds to the first token.
     """
 
     task: str

@@ -81,21 +81,32 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
 def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> list[EvalRow]:
     """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``."""
-    from msattn.trainer.evaluate import decoding, documents, harness, latency, needle, perplexity, prompts, recall, ruler
+    from msattn.trainer.evaluate import (
+        decoding,
+        documents,
+        harness,
+        latency,
+        needle,
+        perplexity,
+        prompts,
+        recall,
+        ruler,
+        throughput,
+    )
     from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.report.context import CPU_NOTE
     from msattn.trainer.evaluate.untrained import without_routers
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
-    parts = (perplexity, recall, needle, documents, ruler, harness, prompts, latency, decoding)
+    parts = (perplexity, recall, needle, documents, ruler, harness, prompts, latency, decoding, throughput)
     tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts} | {"analysis": analysis.run}
     rows: list[EvalRow] = []
     with Progress() as progress:
         for task in cfg.eval.tasks:
             compared = without_routers(found) if task == "analysis" else found  # its partitions are learned ones
             rows += tasks[task](loaded, cfg, compared, progress)
-    if device == "cpu" and {"latency", "decoding"} & set(cfg.eval.tasks):
+    if device == "cpu" and {"latency", "decoding", "throughput"} & set(cfg.eval.tasks):
         found.notes.append(CPU_NOTE)
     return [replace(row, extra=row.extra | {"device": device}) for row in rows]
 
@@ -124,7 +135,7 @@ def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
 def _length(row: EvalRow) -> str:
     if row.task == "harness":
         return row.extra["benchmark"]
-    if row.task not in ("needle", "documents", "ruler", "latency", "decoding"):
+    if row.task not in ("needle", "documents", "ruler", "latency", "decoding", "throughput"):
         return ""
     batch = row.extra.get("batch", 1)
     return f"{row.extra['length']}" + f"x{batch}" * (batch > 1)
@@ -148,6 +159,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         "ruler": sections.ruler.lengths,
         "analysis": [sections.analysis.length],
         "latency": sections.latency.lengths,
+        "throughput": [length + sections.throughput.tokens for length in sections.throughput.lengths],
     }
     probes = {
         "recall": sections.recall.probes,

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
-from msattn.trainer.storage.model_files import ModelFiles, no_retry_warnings
+from msattn.trainer.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTr
         raise UserError(f"{files.name}: the folder has no tokenizer (none of {', '.join((VOCABULARY, *SLOW))})")
 
     def load() -> Any:
-        with no_retry_warnings():
+        with only_errors("huggingface_hub"):
             return AutoTokenizer.from_pretrained(files.source, revision=files.revision, trust_remote_code=trust_remote_code)
 
     try:

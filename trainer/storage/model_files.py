@@ -1,14 +1,12 @@
 """The files of a model, in a local folder or on the Hub: found, and read as text or JSON that anyone may have written."""
 
-import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.storage.documents import check_contained, check_regular, read_json, read_text, root_of_links
 
 MAX_BYTES = 100_000_000  # of a file that is no weights: tokenizers take up to 35 MB
@@ -67,7 +65,7 @@ class ModelFiles:
         if self.folder is not None:
             return
         try:
-            with no_retry_warnings():
+            with only_errors("huggingface_hub"):  # it warns of each retry; the final error is raised
                 cached_files(str(self.source), list(files), revision=self.revision)
         except (OSError, ValueError) as error:
             raise self.error(error) from error
@@ -125,7 +123,7 @@ class ModelFiles:
         from transformers.utils import cached_file
 
         try:
-            with no_retry_warnings():
+            with only_errors("huggingface_hub"):  # it warns of each retry; the final error is raised
                 options = {"revision": self.revision, "_raise_exceptions_for_missing_entries": required}
                 found = cached_file(str(self.source), file, **options)
         except (OSError, ValueError) as error:
@@ -137,15 +135,3 @@ def local_folder(path: str) -> Path | None:
     """Returns the folder that ``path`` names; None if there is none."""
     folder = os.path.expanduser(path)  # as os.path.isdir, it raises no error for any text
     return Path(folder) if os.path.isdir(folder) else None
-
-
-@contextmanager
-def no_retry_warnings() -> Iterator[None]:
-    """Silences huggingface_hub's warning for each retry; the final error is raised anyway."""
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KEYS = ("rows", "config", "artifacts", "machine", "versions")  # of results.json, that a comparison reads
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
-RELATIVE = ("latency", "decoding")  # tasks whose difference is shown in percent
+RELATIVE = ("latency", "decoding", "throughput")  # tasks whose difference is shown in percent
 
 
 class ComparedRow(NamedTuple):
@@ -123,7 +123,7 @@ def score_text(task: str, score: float) -> str:
             return f"{score:.3f}"
         case "latency":
             return f"{score:.3g} s"
-        case "decoding":
+        case "decoding" | "throughput":
             return f"{score:.4g} tokens/s"
     return f"{score:.1%}"
 

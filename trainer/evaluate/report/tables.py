@@ -22,14 +22,16 @@ HEADINGS = {
     "analysis": "Queries, keys and attention mass",
     "latency": "Time to the first token",
     "decoding": "Tokens per second in decoding",
+    "throughput": "Requests served together",
 }
 SPEEDUP = "x "  # start of the columns of speed-ups
 SAMPLE_UNITS = dict.fromkeys(("needle", "ruler", "prompts", "latency"), "prompts per row")
 SAMPLE_UNITS |= {"documents": "documents per row", "harness": "samples per row", "decoding": "tokens per row"}
+SAMPLE_UNITS["throughput"] = "requests per row"
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
-    *("launched by", "break-even", "metric", "measure", "imbalance"),
+    *("launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests"),
 )
 
 
@@ -49,7 +51,7 @@ def table(rows: list[EvalRow]) -> dict[str, list[str]]:
         "sparsity": [_percent(row.sparsity) for row in rows],
         "keys read": [_percent(row.selectivity) for row in rows],
         "recall": [_percent(row.recall) if row.task not in ("recall", "analysis") else "" for row in rows],
-        "latency": [_seconds(row.latency_s) if row.task not in ("latency", "decoding") else "" for row in rows],
+        "latency": [_seconds(row.latency_s) if row.task not in ("latency", "decoding", "throughput") else "" for row in rows],
         "peak memory": [f"{row.peak_memory_mb:,.0f} MiB" if row.peak_memory_mb is not None else "" for row in rows],
     }
     return {name: cells for name, cells in columns.items() if any(cells)}
@@ -143,6 +145,17 @@ def _decoding(rows: list[EvalRow]) -> dict[str, list[str]]:
     }
 
 
+def _throughput(rows: list[EvalRow]) -> dict[str, list[str]]:
+    return {
+        "requests": [f"{row.extra['batch']}" for row in rows],
+        "prompt": [f"{row.extra['length']:,}" for row in rows],
+        "tokens/s": [f"{row.score:.4g}" for row in rows],
+        **_speedups(rows),
+        "first token": [_seconds(row.extra["first_token_p50_s"]) for row in rows],
+        "99 %": [_seconds(row.extra["first_token_p99_s"]) for row in rows],
+    }
+
+
 def _speedups(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns a column of speed-ups over each dense method."""
     keys = dict.fromkeys(key for row in rows for key in row.extra if key.startswith("times_"))
@@ -163,6 +176,7 @@ TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
     "analysis": _analysis,
     "latency": _latency,
     "decoding": _decoding,
+    "throughput": _throughput,
 }
 
 

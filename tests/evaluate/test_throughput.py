@@ -1,0 +1,71 @@
+"""Requests served together on a CPU: rows, percentiles, and refusals of the engine."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from msattn.trainer import models
+from msattn.trainer.config import EvalConfig, EvalRunConfig, SelectConfig, ThroughputConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import throughput
+from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.throughput import ThroughputRun, measure
+from tests.evaluate.test_latency import config
+
+SETTINGS = ThroughputConfig(lengths=[96], requests=[1, 3], tokens=5, page_size=32, batch_tokens=64)
+
+
+def throughput_config(outputs: Path, settings: ThroughputConfig = SETTINGS) -> EvalRunConfig:
+    """A small random model, whose untrained gate has blocks of 16 tokens."""
+    select = SelectConfig(policy="calibrated", block_size=16, dense_below=0)
+    return config(outputs, select=select, eval=EvalConfig(tasks=["throughput"], baselines=[], throughput=settings))
+
+
+def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = evaluate(throughput_config(tmp_path))
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert [(row["method"], row["extra"]["batch"]) for row in rows] == [
+        (method, requests)
+        for requests in (1, 3)
+        for method in ("dense, transformers", "dense, same engine", "gate, untrained + classifier, untrained")
+    ]
+    for row in rows:
+        extra = row["extra"]
+        assert row["samples"] == extra["batch"]
+        assert row["score"] == pytest.approx(5 * extra["batch"] / extra["seconds"])
+        assert 0 < extra["first_token_p50_s"] <= extra["first_token_p99_s"] < extra["seconds"]
+        is_dense = row["method"].startswith("dense")
+        assert (row["sparsity"] is None) == (row["selectivity"] is None) == is_dense
+        assert is_dense or (0 < row["sparsity"] < 1 and 0 < row["selectivity"] < 1), "prompts and new tokens are sparse"
+        same = {each["method"]: each["score"] for each in rows if each["extra"]["batch"] == extra["batch"]}
+        fastest = max(same["dense, transformers"], same["dense, same engine"])
+        assert row["ratio_to_dense"] == pytest.approx(row["score"] / fastest)
+        assert extra["times_same engine"] == pytest.approx(row["score"] / same["dense, same engine"])
+    out, err = capfd.readouterr()
+    assert "Requests served together: 1 to 3 requests per row" in out
+    assert "ContinuousBatchingLogger" not in out + err
+
+
+def test_requests_wait_for_pages(tmp_path: Path) -> None:
+    loaded = models.load(throughput_config(tmp_path).model, device="cpu")
+    prompts = throughput._random_prompts(loaded.model, 4, 96, seed=0)
+    few = replace(SETTINGS, pages=6)
+    done = measure(loaded.model, nullcontext, prompts, few)
+    assert done.tokens == 4 * 5
+    assert done.first_tokens == sorted(done.first_tokens)
+    with pytest.raises(UserError, match=r"eval\.throughput: the engine refused a request"):
+        measure(loaded.model, nullcontext, prompts, replace(SETTINGS, pages=2))
+
+
+def test_percentiles() -> None:
+    run = ThroughputRun(seconds=2.0, tokens=10, first_tokens=[1.0, 2.0, 3.0, 4.0], peak_mb=0.0, stats={})
+    assert run.rate == 5
+    assert [run.first_token(share) for share in (0.01, 0.5, 0.51, 0.99, 1.0)] == [1.0, 2.0, 3.0, 4.0, 4.0]
+
+
+def test_prompts_and_answers_fit_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"length=4101 of eval\.throughput"):
+        evaluate(throughput_config(tmp_path, replace(SETTINGS, lengths=[4096])))

@@ -1,0 +1,205 @@
+"""Requests that are served together: new tokens per second and time to the first token, dense and sparse.
+
+The engine is transformers' continuous batching: a paged cache, prompts in chunks beside the decoding of others, as in a server.
+All requests arrive at once, with random prompts that share no prefix, so the time to the first token includes the wait for
+other prompts. Dense attention is measured with the model's own implementation, and with msattn's kernels over pages.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from msattn.trainer.attach import attach
+from msattn.trainer.config import EvalRunConfig, ThroughputConfig
+from msattn.trainer.errors import UserError, only_errors
+from msattn.trainer.evaluate.cost import cost
+from msattn.trainer.evaluate.decoding import ALWAYS_DENSE, TRANSFORMERS, free_memory, untrained_router
+from msattn.trainer.evaluate.latency import untrained_gate
+from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.models.families import text_config
+from msattn.trainer.serving.paged.batching import batching_config
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+    from msattn.trainer.attach import Sparse
+    from msattn.trainer.models.loading import Loaded
+
+WARMUP_TOKENS = 2  # of one request, which is not measured: kernels compile
+SAME_ENGINE = f"{DENSE_PREFIX}same engine"
+
+
+class ThroughputCase(NamedTuple):
+    """A method in a setting, and a context manager that attaches it to the model."""
+
+    method: str
+    setting: str
+    attached: Callable[[], "AbstractContextManager[Sparse | None]"]
+
+
+@dataclass(frozen=True)
+class ThroughputRun:
+    """Measurements of requests that are served together.
+
+    Attributes
+    ----------
+    seconds : from the arrival of the requests to the last token.
+    tokens : new tokens of all requests.
+    first_tokens : seconds from the arrival of each request to its first token, in ascending order.
+    peak_mb : peak memory in MiB.
+    stats : those of the attached model.
+    """
+
+    seconds: float
+    tokens: int
+    first_tokens: list[float]
+    peak_mb: float
+    stats: dict[str, Any]
+
+    @property
+    def rate(self) -> float:
+        """New tokens per second."""
+        return self.tokens / self.seconds
+
+    def first_token(self, share: float) -> float:
+        """Returns the seconds within which this share of the requests have their first token."""
+        return self.first_tokens[math.ceil(share * len(self.first_tokens)) - 1]
+
+
+def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+    """Returns, for each prompt length and number of requests, a row for each kind of dense attention and one that is sparse."""
+    settings, model = cfg.eval.throughput, loaded.model
+    cases = _cases(model, cfg, methods)
+    sizes = list(product(settings.lengths, settings.requests))
+    bar = progress.add_task("throughput", total=len(cases) * len(sizes))
+    rows: list[EvalRow] = []
+    for length, requests in sizes:
+        prompts = _random_prompts(model, requests, length, cfg.seed)
+        done: dict[ThroughputCase, ThroughputRun] = {}
+        for case in cases:
+            free_memory()
+            done[case] = measure(model, case.attached, prompts, settings)
+            progress.advance(bar)
+        dense = {
+            case.method.removeprefix(DENSE_PREFIX): each for case, each in done.items() if case.method.startswith(DENSE_PREFIX)
+        }
+        rows += [as_row(case, length, requests, each, dense) for case, each in done.items()]
+    return rows
+
+
+def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethods) -> list[ThroughputCase]:
+    """Returns the methods to measure: dense attention, then the gate and the router together, untrained if there are none."""
+    block = next((each for each in methods.block_selections if each.gate), None) or untrained_gate(cfg, model)
+    routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or untrained_router(cfg, model)
+    sparsity = getattr(block.select, "sparsity", None)
+    (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
+    ((read, _), *_) = routing.settings([routing.probes])  # the engine serves no shares of the keys
+    window: dict[str, Any] = {"recent": routing.recent, "sink": routing.sink, "dense_layers": routing.dense_layers}
+    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, probes=routing.probes, **window)
+    return [
+        ThroughputCase(TRANSFORMERS, "", nullcontext),
+        ThroughputCase(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
+        ThroughputCase(f"{block.name} + {routing.name}", f"{described}, {read}", attached),
+    ]
+
+
+def _random_prompts(model: "PreTrainedModel", requests: int, length: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(text_config(model.config).vocab_size, (requests, length), generator=generator).tolist()
+
+
+def measure(
+    model: "PreTrainedModel",
+    attached: "Callable[[], AbstractContextManager[Sparse | None]]",
+    prompts: list[list[int]],
+    settings: ThroughputConfig,
+) -> ThroughputRun:
+    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts``, after a short request that is not measured.
+
+    Raises
+    ------
+    UserError : the engine refuses a request, for lack of pages or memory.
+    """
+    from transformers import GenerationConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    serving: Any = model
+    greedy = GenerationConfig(max_new_tokens=settings.tokens, do_sample=False, eos_token_id=-1)
+    with attached() as sparse, cost(model.device) as spent, only_errors("ContinuousBatchingLogger"):
+        engine = serving.continuous_batching_context_manager(
+            generation_config=greedy,
+            continuous_batching_config=_engine_config(prompts, settings),
+            workload_hints=WorkloadHints(len(prompts[0]), settings.tokens, len(prompts)),
+        )
+        with engine as manager:
+            _answers(manager, prompts[:1], WARMUP_TOKENS)
+            answers = _answers(manager, prompts, settings.tokens)
+    begin, end = min(each.created_time for each in answers), max(each.timestamps[-1] for each in answers)
+    return ThroughputRun(
+        seconds=end - begin,
+        tokens=sum(len(each.generated_tokens) for each in answers),
+        first_tokens=sorted(each.timestamps[0] - each.created_time for each in answers),
+        peak_mb=spent.peak_mb,
+        stats=sparse.stats() if sparse else {},
+    )
+
+
+def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> "ContinuousBatchingConfig":
+    """Returns the engine's configuration, whose cache has room for all requests unless the number of pages is given."""
+    pages = -(-(len(prompts[0]) + settings.tokens) // settings.page_size) + 1  # of a request
+    return batching_config(
+        page_size=settings.page_size,
+        num_blocks=pages * len(prompts) if settings.pages is None else settings.pages,
+        max_batch_tokens=settings.batch_tokens,
+        max_requests_per_batch=len(prompts),
+        allow_block_sharing=False,
+    )
+
+
+def _answers(manager: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
+    """Returns the finished requests, as transformers' ``GenerationOutput``."""
+    asked = manager.add_requests(prompts, max_new_tokens=tokens, record_timestamps=True)
+    done: dict[str, Any] = {}
+    while len(done) < len(asked):
+        answer = manager.get_result(timeout=1)
+        if answer is not None and answer.is_finished():
+            done[answer.request_id] = answer
+        elif answer is None and not manager.is_running():
+            raise UserError("eval.throughput: the engine stopped; its message is above")
+    for answer in done.values():
+        if answer.error:
+            raise UserError(f"eval.throughput: the engine refused a request: {answer.error}")
+    return [done[request] for request in asked]
+
+
+def as_row(case: ThroughputCase, length: int, requests: int, done: ThroughputRun, dense: dict[str, ThroughputRun]) -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the runs of dense attention with the same requests."""
+    return EvalRow(
+        task="throughput",
+        method=case.method,
+        setting=case.setting,
+        score=done.rate,
+        score_name="new tokens a second",
+        ratio_to_dense=done.rate / max(each.rate for each in dense.values()),
+        sparsity=None if case.method.startswith(DENSE_PREFIX) else done.stats["sparsity"],
+        selectivity=None if case.method.startswith(DENSE_PREFIX) else done.stats["selectivity"],
+        latency_s=done.first_token(0.5),
+        peak_memory_mb=done.peak_mb,
+        samples=requests,
+        extra={
+            "length": length,
+            "batch": requests,
+            "first_token_p50_s": done.first_token(0.5),
+            "first_token_p99_s": done.first_token(0.99),
+            "seconds": done.seconds,
+            **{f"times_{name}": done.rate / each.rate for name, each in dense.items()},
+        },
+    )
