@@ -181,6 +181,22 @@ def generate(
     _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text, chat=chat)
 
 
+@app.command("serve", cls=ConfiguredCommand)
+def serve(
+    overrides: Overrides = None,
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MSATTN_API_KEY", help="Key that requests must bring.", show_default=False)
+    ] = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+) -> None:
+    """Serve a model over HTTP with sparse attention. In OpenAI's form; Ctrl-C lets running requests finish."""
+    _run("serve", overrides, config_dir, cfg, False, model, host=host, port=port, api_key=api_key)
+
+
 @app.command("train-mta", cls=ConfiguredCommand)
 def train_mta(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
     """Train a small model with multi-token attention. From random weights, on a retrieval task; also with plain attention."""

@@ -15,7 +15,7 @@ from msattn.trainer.commands import compose
 from msattn.trainer.errors import UserError
 
 COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
-COMMANDS += ("push", "import-gate", "doctor", "help")
+COMMANDS += ("serve", "push", "import-gate", "doctor", "help")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
 
@@ -102,7 +102,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate --cgf job", "No such option: --cgf"),
         ("train-gate --cfg jobb", "'jobb' is not one of"),
         ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
-        ("eval eval=neddle", "routing, ruler, table (did you mean needle?)"),
+        ("eval eval=neddle", "routing, ruler, table, throughput (did you mean needle?)"),
         ("eval select=topq", "did you mean topk?"),
         ("eval select=null", "a group takes one of its options, as in select=topk"),
         ("-m train-gate", "No such option: -m"),

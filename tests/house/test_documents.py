@@ -24,11 +24,14 @@ def commands(document: str) -> list[str]:
     return [line.split("#")[0].strip() for line in text.splitlines() if line.split("#")[0].strip()]
 
 
+WITH_VALUES = ("--prompt", "--prompt-file", "--model", "--data", "--config-dir", "--cfg", "--host", "--port", "--api-key")
+
+
 def overrides_of(words: list[str]) -> list[str]:
     """The Hydra overrides of a command line; of a sweep, its first point."""
     found, rest = [], iter(words)
     for word in rest:
-        if word in ("--prompt", "--prompt-file", "--model", "--data", "--config-dir", "--cfg"):
+        if word in WITH_VALUES:
             next(rest)
         elif not word.startswith("-"):
             found.append(word if re.search(r"[\[{]", word) else word.split(",")[0])
@@ -44,7 +47,9 @@ def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert re.search(expected[script.stem], out), out
 
 
-@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/guide.md", marks=pytest.mark.slow), "docs/kernels.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", pytest.param("docs/guide.md", marks=pytest.mark.slow), "docs/kernels.md", "docs/serving.md"]
+)
 def test_the_documents_commands_are_real(document: str) -> None:
     """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
     from msattn.trainer.commands.compose import COMMANDS, compose

@@ -23,6 +23,7 @@ INSTALLS_AS = {
     "faiss-cpu": "faiss",
     "hydra-core": "hydra",
     "huggingface-hub": "huggingface_hub",
+    "prometheus-client": "prometheus_client",
     "pyyaml": "yaml",
 }
 
@@ -93,7 +94,8 @@ def test_the_wheel_installs_into_an_empty_environment(distributions: Path, tmp_p
 
 def test_what_is_imported_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    requirements = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["gpu"], *extras["harness"]]
+    used_by_code = [requirement for extra in ("cpu", "gpu", "harness", "serve", "vllm") for requirement in extras[extra]]
+    requirements = [*PROJECT["project"]["dependencies"], *used_by_code]
     declared = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}
     declared = {INSTALLS_AS.get(name, name) for name in declared} | {"msattn"}
     used = {name.split(".")[0] for path in MODULES.values() for name in imports(path)} - set(sys.stdlib_module_names)
@@ -105,7 +107,7 @@ def test_constraints_pin_versions_and_nothing_else() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
     pinned = {line.split("==")[0] for line in lines}
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["serve"], *extras["dev"]]
     assert {re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower().replace("_", "-") for requirement in wanted} <= pinned
 
 

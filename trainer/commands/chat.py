@@ -15,14 +15,13 @@ from transformers import DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import TextStreamer
 
-from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.attach import attach
 from msattn.trainer.commands.greedy import (
-    ROUTERS,
     Clock,
     Served,
     check_fits,
     common_prefix,
+    describe,
     format_number,
     generate_greedily,
     load_served,
@@ -189,7 +188,7 @@ def chat(cfg: GenerateConfig, prompt: str = "") -> None:
     with attach(served.loaded.model, **served.options):
         pass  # refuses artifacts that do not fit before the first message
     conversation, console = Conversation(cfg, served), Console(highlight=False, soft_wrap=True)
-    console.print(f"{_attached(cfg, served)}. /help lists the commands.", style="dim", markup=False)
+    console.print(f"{describe(cfg, served)}. /help lists the commands.", style="dim", markup=False)
     with report(lambda: ""):  # no lines about the time that the command has taken
         for message in _messages(prompt, conversation, console):
             try:
@@ -239,21 +238,3 @@ def _read_line() -> str | None:
     if line is None and terminal:
         print()  # the shell's prompt begins a line of its own
     return line
-
-
-def _attached(cfg: GenerateConfig, served: Served) -> str:
-    """Describes what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
-    prompts = new_tokens = "dense"
-    if served.options["select"] is not None:
-        source = _artifact("gate", served) if served.chosen["gate"] else cfg.select.scores
-        share = getattr(cfg.select, "sparsity", None)  # which not every policy has
-        prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
-    kind = next((kind for kind in ROUTERS if served.chosen[kind]), None)
-    if kind is not None:
-        new_tokens = f"by {_artifact(kind, served)}"
-    return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"
-
-
-def _artifact(kind: str, served: Served) -> str:
-    path = served.chosen[kind]
-    return f"the embedded {kind}" if path in ("embedded", SHIPPED / kind) else f"{kind} {path}"

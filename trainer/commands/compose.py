@@ -163,6 +163,13 @@ COMMANDS = {
         "commands.generate:generate",
         ("model", "select", "select.sparsity", "dense_below", "max_new_tokens", "artifacts.gate", "probes", "device"),
     ),
+    "serve": Command(
+        "serve",
+        schemas.ServeConfig,
+        "commands.serve:serve",
+        ("model", "dense", "artifacts.gate", "artifacts.qmodel", "select", "probes", "server.pages", "server.max_length"),
+        sizes="server.pages, server.batch_tokens or server.max_running",
+    ),
     "bench": Command(
         "bench",
         schemas.BenchRunConfig,

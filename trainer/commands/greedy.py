@@ -1,4 +1,4 @@
-"""Parts that ``msattn generate`` and its chat share: loading, greedy generation with a clock, and what is printed of it."""
+"""Parts that generate, its chat and serve share: loading, greedy generation with a clock, and what is printed of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,24 @@ def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
     given = [kind for kind in ROUTERS if getattr(cfg.artifacts, kind)]
     found = given or [kind for kind in ROUTERS if chosen[kind]]
     return chosen | dict.fromkeys(set(ROUTERS) - {*found[:1]})  # one router decodes
+
+
+def describe(cfg: GenerateConfig, served: Served) -> str:
+    """Returns what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
+    prompts = new_tokens = "dense"
+    if served.options["select"] is not None:
+        source = _artifact("gate", served) if served.chosen["gate"] else cfg.select.scores
+        share = getattr(cfg.select, "sparsity", None)  # which not every policy has
+        prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
+    kind = next((kind for kind in ROUTERS if served.chosen[kind]), None)
+    if kind is not None:
+        new_tokens = f"by {_artifact(kind, served)}"
+    return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"
+
+
+def _artifact(kind: str, served: Served) -> str:
+    path = served.chosen[kind]
+    return f"the embedded {kind}" if path in ("embedded", artifacts.SHIPPED / kind) else f"{kind} {path}"
 
 
 def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:

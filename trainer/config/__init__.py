@@ -15,6 +15,7 @@ from msattn.trainer.config.commands import (
     JobConfig,
     NamedConfig,
     RunConfig,
+    ServeConfig,
     ServingConfig,
     TrainGateConfig,
     TrainMtaConfig,
@@ -51,6 +52,7 @@ from msattn.trainer.config.select import (
     TokenBudgetConfig,
     TopKConfig,
 )
+from msattn.trainer.config.serve import ServerConfig
 from msattn.trainer.config.train import (
     LOSSES,
     POOLINGS,
@@ -108,6 +110,8 @@ __all__ = [
     "RulerConfig",
     "RunConfig",
     "SelectConfig",
+    "ServeConfig",
+    "ServerConfig",
     "ServingConfig",
     "SparsityConfig",
     "ThresholdConfig",

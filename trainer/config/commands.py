@@ -11,6 +11,7 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
+from msattn.trainer.config.serve import ServerConfig
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
@@ -340,3 +341,23 @@ class GenerateConfig(ServingConfig):
         for name in ("probes", "keys"):
             ok, other = self.threshold is None or getattr(self, name) is None, f"{name}={getattr(self, name)}"
             require(ok, "threshold", self.threshold, f"accepted is null with {other}: give one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(GenerateConfig):
+    """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not give one.
+
+    Attributes
+    ----------
+    dense : serve the model without artifacts.
+    """
+
+    server: ServerConfig
+    dense: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.chat is None, "chat", self.chat, "accepted is null: a request is a chat by its path, /v1/chat/completions")
+        given = [kind for kind, path in vars(self.artifacts).items() if path is not None]
+        ok = not (self.dense and given)
+        require(ok, "dense", self.dense, f"accepted is false with artifacts.{given[0] if given else ''}: give one of the two")

@@ -1,0 +1,165 @@
+"""Answers through the official client: the tokens of greedy ``generate``, stop strings, sampling, many clients."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.models import Loaded
+from tests.serving.http.running import SECONDS, Running, eventually, greedy
+
+PROMPT = "def main(arguments):\n    return"
+CHAT: Any = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "def main("}]},
+]
+NEW = 12
+
+
+def expected(loaded: Loaded, tokens: list[int], new: int = NEW) -> str:
+    tokenizer: Any = loaded.tokenizer
+    return tokenizer.decode(greedy(loaded, tokens, new), skip_special_tokens=True)
+
+
+def encoded(loaded: Loaded, text: str) -> list[int]:
+    return loaded.tokenizer(text).input_ids
+
+
+def test_a_completion_has_the_tokens_of_greedy_generate(embedded: Loaded, client: OpenAI) -> None:
+    tokens = encoded(embedded, PROMPT)
+    text = expected(embedded, tokens)
+    for prompt in (PROMPT, [PROMPT], tokens, [tokens]):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=NEW, temperature=0)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "length")
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(tokens), NEW)
+        assert answer.usage.total_tokens == len(tokens) + NEW
+
+
+def test_a_stream_has_the_same_text_in_pieces(embedded: Loaded, client: OpenAI) -> None:
+    tokens = encoded(embedded, PROMPT)
+    options: Any = {"stream_options": {"include_usage": True}}
+    *pieces, last, numbers = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0, seed=3, stream=True, **options
+    )
+    assert "".join(piece.choices[0].text for piece in pieces) == expected(embedded, tokens)
+    assert 2 < len(pieces) <= NEW
+    assert {piece.choices[0].finish_reason for piece in pieces} == {None}
+    assert (last.choices[0].text, last.choices[0].finish_reason) == ("", "length")
+    assert (numbers.choices, numbers.usage and numbers.usage.total_tokens) == ([], len(tokens) + NEW)
+    assert len({piece.id for piece in (*pieces, last, numbers)}) == 1
+
+
+def test_a_chat_renders_the_template(embedded: Loaded, client: OpenAI) -> None:
+    tokens = encoded(embedded, "# system\nBe brief.\n# user\ndef main(\n# answer\n")
+    answer = client.chat.completions.create(model="tiny", messages=CHAT, max_completion_tokens=NEW, temperature=0)
+    text = expected(embedded, tokens)
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokens)
+    first, *pieces, last = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=NEW, temperature=0, stream=True
+    )
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
+    assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_an_answer_before_it(embedded: Loaded, served: Running, client: OpenAI, stream: bool) -> None:
+    whole = expected(embedded, encoded(embedded, PROMPT), 40)
+    stop = whole[20:26]  # begins and ends inside tokens
+    options: Any = {"stop": ["never in it", stop], "stream": stream}
+    answer: Any = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1000, temperature=0, **options)
+    choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+    eventually(lambda: served.metric("cache_pages_used") == 0)
+
+
+def test_each_request_samples_in_its_own_way(embedded: Loaded, client: OpenAI) -> None:
+    """At the same time: greedy, so small a share of the probability that it is greedy, and hot."""
+    text = expected(embedded, encoded(embedded, PROMPT), 24)
+
+    async def ask() -> list[str]:
+        async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, timeout=SECONDS) as many:
+            ways: Any = [{"temperature": 0}, {"temperature": 2, "top_p": 1e-6}, {"temperature": 2}, {"temperature": 2}]
+            asked = [many.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, **way) for way in ways]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    cold, narrow, *hot = asyncio.run(ask())
+    assert cold == narrow == text
+    assert len({text, *hot}) == 3
+
+
+def test_the_text_ends_where_the_model_ends_it(embedded: Loaded, served: Running, client: OpenAI) -> None:
+    """The token that ends a text counts, and is no text."""
+    tokens = encoded(embedded, PROMPT)
+    third = greedy(embedded, tokens, 3)[2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.engine, "_ends", {third})
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+@pytest.mark.slow
+def test_64_clients_at_a_time_get_their_own_answers(embedded: Loaded, served: Running, client: OpenAI) -> None:
+    prompts = [f"def f{i}(x):\n    return x[{i}]\n" * (1 + i) for i in range(8)]
+    texts = [expected(embedded, encoded(embedded, prompt), 6) for prompt in prompts]
+
+    async def ask() -> list[str]:
+        async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, timeout=SECONDS) as many:
+
+            async def one(i: int) -> str:
+                options: Any = {"model": "tiny", "prompt": prompts[i % 8], "max_tokens": 6, "temperature": 0}
+                if i % 2:
+                    return "".join([p.choices[0].text async for p in await many.completions.create(stream=True, **options)])
+                return (await many.completions.create(**options)).choices[0].text
+
+            return await asyncio.gather(*map(one, range(64)))
+
+    assert asyncio.run(ask()) == texts * 8
+    assert served.metric("requests_running") == served.metric("requests_waiting") == 0
+
+
+def test_a_client_that_leaves_frees_its_pages(served: Running, client: OpenAI) -> None:
+    before = served.metric('requests_total{outcome="cancelled"}')
+    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3000, temperature=0, stream=True)
+    next(iter(stream))
+    assert served.metric("cache_pages_used") > 0
+    assert served.metric("requests_running") == 1
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).completions.create(model="tiny", prompt=PROMPT, max_tokens=3000, temperature=0)
+    eventually(lambda: served.metric('requests_total{outcome="cancelled"}') == before + 2)
+    eventually(lambda: served.metric("cache_pages_used") == 0)
+    assert served.metric("cache_pages_total") == served.engine.pages().total
+
+
+def test_models_and_health(served: Running, client: OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == ("tiny", "msattn")
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="this server has tiny"):
+        client.models.retrieve("big/one")
+    assert served.get("/health").json() == {"status": "ok"}
+
+
+def test_the_configuration_names_what_has_no_use() -> None:
+    from msattn.trainer.errors import UserError
+
+    for override, says in {
+        "chat=true": "chat=True: accepted is null",
+        "server.page_size=8": r"server.page_size=8: in \[16, 4096\]",
+        "server.max_waiting=0": "server.max_waiting=0",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            compose("serve", [override])
+    with pytest.raises(UserError, match=r"dense=True: accepted is false with artifacts\.gate"):
+        compose("serve", ["dense=true", "artifacts.gate=embedded"])

@@ -1,0 +1,317 @@
+"""The life of a server: queue, memory, shutdown, a thread that dies, errors of its start."""
+
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import transformers
+from openai import OpenAI
+
+import msattn
+from msattn import cli
+from msattn.trainer.commands import serve
+from msattn.trainer.errors import Fault, UserError
+from msattn.trainer.models import Loaded
+from msattn.trainer.serving.http import cache, supervisor
+from tests.serving.http.running import KEY, SECONDS, Running, configuration, eventually, greedy, running, small_loaded
+
+WORDS: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "temperature": 0}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Loaded:
+    return small_loaded(tmp_path)
+
+
+def endless(client: OpenAI, tokens: int = 4000) -> Any:
+    """A stream that has begun and goes on for seconds."""
+    stream = client.completions.create(**WORDS, max_tokens=tokens, stream=True)
+    next(iter(stream))
+    return stream
+
+
+def text_of(stream: Any) -> str:
+    return "".join(piece.choices[0].text for piece in stream)
+
+
+def test_a_full_queue_refuses_requests(small: Loaded) -> None:
+    """One request runs at a time, so the others wait."""
+    with running(small, configuration("server.max_running=1", "server.max_waiting=2")) as served, served.client() as client:
+        streams = [endless(client)]
+        waiting = [threading.Thread(target=served.post, kwargs={"json": WORDS | {"max_tokens": 1}}) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        eventually(lambda: served.engine.waiting == 2)
+        with pytest.raises(openai.RateLimitError, match="2 requests are waiting already") as caught:
+            client.completions.create(**WORDS)
+        assert caught.value.response.headers["retry-after"] == "1"
+        streams[0].close()
+        for thread in waiting:
+            thread.join(SECONDS)
+        assert client.completions.create(**WORDS, max_tokens=1).usage.completion_tokens == 1
+        assert served.metric('requests_total{outcome="refused"}') == 1
+
+
+def test_requests_beyond_the_memory_take_turns(small: Loaded) -> None:
+    """Nine pages for six requests of up to four pages: some are set back, and all are answered as alone."""
+    cfg = configuration("server.page_size=16", "server.pages=9", "server.max_length=64", "server.batch_tokens=32")
+    prompts = [[1 + i] * 10 for i in range(6)]
+    alone = [greedy(small, prompt, 50) for prompt in prompts]
+    with running(small, cfg) as served, served.client() as client:
+        answers: dict[int, str] = {}
+
+        def ask(i: int) -> None:
+            answer = client.completions.create(model="tiny", prompt=prompts[i], max_tokens=50, temperature=0)
+            answers[i] = answer.choices[0].text
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        tokenizer: Any = small.tokenizer
+        assert [answers[i] for i in range(6)] == [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in alone]
+        longest = client.completions.create(model="tiny", prompt=[5] * 30, max_tokens=34, temperature=0)
+        assert longest.usage is not None
+        assert longest.usage.total_tokens == 64
+        with pytest.raises(openai.BadRequestError, match="exceed the 64 tokens"):
+            client.completions.create(model="tiny", prompt=[5] * 31, max_tokens=34)
+
+
+def test_waiting_requests_begin_after_the_last_that_ran_was_cancelled(small: Loaded) -> None:
+    """The manager begins none while the flag is set, which only a request that ends by itself resets."""
+    with running(small, configuration()) as served, served.client() as client:
+        stream = endless(client)
+        served.engine._manager.batch_processor.scheduler.block_new_requests = True
+        stream.close()
+        assert client.completions.create(**WORDS, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_shutdown_lets_requests_finish(small: Loaded) -> None:
+    with running(small, configuration()) as served, served.client() as client:
+        whole = client.completions.create(**WORDS, max_tokens=200).choices[0].text
+        stream = client.completions.create(**WORDS, max_tokens=200, stream=True)
+        begun = next(iter(stream)).choices[0].text
+        served.supervisor.stop()
+        eventually(lambda: served.engine.draining)
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
+            client.completions.create(**WORDS)
+        assert caught.value.status_code == 503
+        assert httpx.get(f"{served.url}/health").json() == {"status": "draining"}
+        assert begun + text_of(stream) == whole
+        assert served.ended.wait(SECONDS)
+        assert served.error is None
+
+
+def test_shutdown_takes_a_bounded_time(small: Loaded) -> None:
+    with running(small, configuration("server.drain_s=0.2")) as served, served.client() as client:
+        stream = endless(client)
+        began = time.monotonic()
+        served.supervisor.stop()
+        with pytest.raises(openai.APIError, match="the server failed while it generated"):
+            text_of(stream)
+        assert served.ended.wait(SECONDS)
+        assert time.monotonic() - began < 5
+        assert served.error is None
+
+
+def test_a_thread_that_dies_ends_the_server(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Requests that run get an error, new ones 503, and the command one line."""
+    with running(small, configuration()) as served, served.client() as client:
+        stream = endless(client)
+        monkeypatch.setattr(supervisor, "POLL", 1.0)  # time to see the state between
+        time.sleep(0.1)
+
+        def fail(*arguments: Any, **options: Any) -> None:
+            raise RuntimeError("a kernel failed\nwith details")
+
+        monkeypatch.setattr(small.model, "forward", fail)
+        with pytest.raises(openai.APIError, match="the server failed while it generated"):
+            text_of(stream)
+        if not served.ended.is_set():
+            assert httpx.get(f"{served.url}/health").status_code == 503
+        assert served.ended.wait(SECONDS)
+        assert isinstance(served.error, Fault)
+        assert str(served.error) == "the thread that generates has ended (RuntimeError: a kernel failed)"
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> None:
+    prompt = "def main(arguments):\n    return arguments.get('x')\n\n" * 20
+    tokens = embedded.tokenizer(prompt).input_ids
+    options: Any = {"gate": "embedded", "qmodel": "embedded", "select": "topk", "sparsity": 0.7, "dense_below": 0}
+    model: Any = embedded.model
+    with msattn.attach(model, **options) as sparse:
+        ends = model.generation_config.eos_token_id
+        generation = transformers.GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=ends)
+        cfg: Any = configuration("dense=false")
+        batching = sparse.batching_config(num_blocks=32, max_batch_tokens=512, use_async_batching=False)
+        (alone,) = model.generate_batch([tokens], generation, batching).values()
+        with running(embedded, cfg, sparse) as served, served.client() as client:
+            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
+            assert answer.choices[0].text == embedded.tokenizer.decode(alone.generated_tokens)
+            assert 0.3 < served.metric("sparsity") < 0.8
+            assert 0 < served.metric("selectivity") < 1
+            eventually(lambda: served.metric("cache_pages_used") == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmo3", "phi3"])
+def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) -> None:
+    """The longest request fits, though layers with a window and others share the pages in groups."""
+    small = small_loaded(tmp_path, family)
+    prompt = [5 + i % 50 for i in range(100)]
+    expected = greedy(small, prompt, 100)
+    cfg = configuration("server.page_size=16", "server.max_length=200", "server.pages=14", "server.batch_tokens=32")
+    with running(small, cfg) as served, served.client() as client:
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=100, temperature=0)
+        tokenizer: Any = small.tokenizer
+        assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+        eventually(lambda: served.metric("cache_pages_used") == 0)
+
+
+def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"does not serve this model .*chunked_attention"),
+        serve.server(small_loaded(tmp_path, "llama4_text"), configuration()),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("server.max_length=5000", "server.max_length=5000: the model has positions for 4096 tokens"),
+        (
+            "server.pages=3",
+            r"server.pages=3: a request of 4096 tokens takes 17 pages of 256 tokens; raise it, or lower server.max",
+        ),
+        ("server.pages=100000000", "memory is too small for the KV cache .*; lower server.pages or server.batch_tokens"),
+    ],
+)
+def test_a_cache_that_is_not_possible_is_refused(small: Loaded, override: str, says: str) -> None:
+    with pytest.raises(UserError, match=says), serve.server(small, configuration(override)):
+        pass
+
+
+def test_too_little_memory_names_what_is_needed(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "free_memory", lambda: 2**20)
+    with (
+        pytest.raises(
+            UserError, match=r"one request of 4096 tokens takes [\d.]+ GB, and 0.00 GB are free for it; lower server"
+        ),
+        serve.server(small, configuration()),
+    ):
+        pass
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs ``msattn serve`` in an empty folder of this process; returns (exit code, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra adds one for the stream of this test
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self, bound: None)  # a server that starts would not end
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["serve", "device=cpu", "--port", "0", *arguments])
+        return int(caught.value.code or 0), capsys.readouterr().err
+
+    return run
+
+
+def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert command("--port", port) == (
+            2,
+            f"msattn: --host 127.0.0.1 --port {port}: Address already in use; give another one, e.g. --port 0\n",
+        )
+    cases = {
+        ("--host", "no.such.host.invalid"): "--host no.such.host.invalid --port 0: ",
+        ("--port", "70000"): "'--port': Input should be less than or equal to 65535",
+        ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces",
+        ("--api-key", ""): "--api-key or MSATTN_API_KEY: accepted are printable",
+        ("server.pages=0",): "server.pages=0: null, or in [1, 1e9]",
+        ("artifacts.gate=nowhere",): "nowhere",
+    }
+    for arguments, says in cases.items():
+        code, err = command(*arguments)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert says in err
+        assert "two words" not in err
+    monkeypatch.setenv("MSATTN_API_KEY", "")
+    assert command()[0] == 2
+    monkeypatch.delenv("MSATTN_API_KEY")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.1")
+    assert "needs transformers 5.23 or newer, and 5.22.1 is installed; pip install -U 'msattn[serve]'" in command()[1]
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    assert command() == (2, "msattn: serve: fastapi is not installed; pip install 'msattn[serve]'\n")
+
+
+def test_artifacts_of_another_model_are_refused(command: Any, tmp_path: Path) -> None:
+    small_loaded(tmp_path / "m").model.save_pretrained(tmp_path / "m")
+    code, err = command("--model", str(tmp_path / "m"), "artifacts.gate=embedded")
+    assert (code, err.splitlines()[-1]) == (
+        2,
+        "msattn: gate artifact made for embedded: its num_layers is 6, this model's is 2",
+    )
+
+
+def start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], Running]:
+    """A server in a process of its own."""
+    program = [sys.executable, "-c", "from msattn.cli import main; main()", "serve", "device=cpu", "--port", "0", *arguments]
+    process = subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "serving at" in line)
+    port = int(line.split("http://127.0.0.1:")[1].split("/")[0])
+    none: Any = None
+    return process, Running(none, none, port, KEY)
+
+
+@pytest.mark.slow
+def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM while a request runs: it finishes, exit code 0. The output has neither key nor prompt."""
+    monkeypatch.setenv("MSATTN_API_KEY", KEY)
+    process, served = start(tmp_path, "dense_below=0")
+    with served.client() as client:
+        stream = client.completions.create(model="tiny", prompt="def secret(", max_tokens=300, temperature=0, stream=True)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        assert len(list(stream)) > 100
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    lines = err.splitlines()
+    assert "stopping: 1 requests have 30 s to finish" in lines[0]
+    assert re.search("POST /v1/completions 200.*length$", lines[1])
+    assert len(lines) == 2
+    assert not out
+    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(KEY in text or "secret" in text for text in (err, *files))
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_command_at_once(tmp_path: Path) -> None:
+    process, served = start(tmp_path, "dense=true")
+    with served.client() as client:
+        stream = client.completions.create(model="tiny", prompt="def", max_tokens=4000, temperature=0, stream=True)
+        next(iter(stream))
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert "a second signal ends them at once" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "msattn: interrupted\n")
+    assert not out

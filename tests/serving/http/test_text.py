@@ -1,0 +1,72 @@
+"""Text of tokens in pieces, and stop strings."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from msattn.trainer.models import EMBEDDED
+from msattn.trainer.serving.http.text import StopStrings, TokenText
+from tests.factory import save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("words")
+    save_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@given(tokens=st.lists(st.integers(0, 4095), max_size=40), sizes=st.lists(st.integers(1, 5), min_size=40, max_size=40))
+def test_pieces_are_the_text_of_all_tokens(tokenizer: Any, tokens: list[int], sizes: list[int]) -> None:
+    """Random tokens of bytes are often no UTF-8."""
+    text, pieces, rest = TokenText(tokenizer), [], list(tokens)
+    for size in sizes:
+        pieces.append(text.push(rest[:size]))
+        rest = rest[size:]
+    pieces.append(text.push([], last=True))
+    assert "".join(pieces) == tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
+    tokens = tokenizer("x \U0001f980 y").input_ids
+    text = TokenText(tokenizer)
+    pieces = [text.push([token]) for token in tokens]
+    assert "".join(pieces) == "x \U0001f980 y"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(tokens=st.lists(st.integers(0, 3), max_size=12))
+def test_special_tokens_leave_the_spaces_around_them(words: Any, tokens: list[int]) -> None:
+    """A tokenizer of words puts a space before each but the first; t0 is special and has no text."""
+    text = TokenText(words)
+    pieces = [text.push([token]) for token in tokens]
+    assert "".join(pieces) == words.decode(tokens, skip_special_tokens=True)
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 3), min_size=30, max_size=30),
+)
+def test_text_ends_before_the_first_stop_string(text: str, stop: list[str], cuts: list[int]) -> None:
+    """Pieces are cut anywhere, and nothing is passed on that a stop string takes back."""
+    stops, passed, rest = StopStrings(stop), "", text
+    for cut in cuts:
+        passed += stops.push(rest[:cut])
+        rest = rest[cut:]
+        if stops.found:
+            break
+    else:
+        passed += stops.push("", last=True)
+    assert text.startswith(passed)
+    assert not any(each in passed for each in stop)
+    assert stops.found == any(each in text for each in stop)
+    assert any(text.startswith(each, len(passed)) for each in stop) if stops.found else passed == text

@@ -1,0 +1,131 @@
+"""``msattn serve``: loads a model, attaches its artifacts and answers requests until a signal ends it."""
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from msattn.trainer.config import ServeConfig
+from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.progress import report
+
+if TYPE_CHECKING:
+    from msattn.trainer.models import Loaded
+    from msattn.trainer.serving.http.engine import Engine
+    from msattn.trainer.serving.http.supervisor import Supervisor
+    from msattn.trainer.serving.sparse import Sparse
+
+EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+MIN_TRANSFORMERS = "5.23"
+WAITING_CONNECTIONS = 1024
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(cfg: ServeConfig, host: str, port: int, api_key: str | None) -> None:
+    """Serves a model over HTTP; returns after Ctrl-C or SIGTERM, when running requests have finished.
+
+    Raises
+    ------
+    UserError : a library is missing or too old, the address is taken, the key is no key, memory is too small for the KV cache,
+        or the model or an artifact cannot be served.
+    Fault : the thread that generates, or the HTTP server, ended by itself.
+    """
+    check_libraries()
+    check_key(api_key)
+    from msattn.trainer.serving.http.supervisor import address, bind
+
+    with bind(host, port) as bound:
+        if host not in LOCAL and api_key is None:
+            print_once(f"warning: --host {host} without --api-key: whoever reaches this address can use the model")
+        _serve(cfg, api_key, bound, address(bound))
+
+
+def check_libraries() -> None:
+    """Raises UserError if the extra is not installed, transformers is too old, or there are several processes."""
+    if missing := [name for name in EXTRA if find_spec(name) is None]:
+        raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < tuple(map(int, MIN_TRANSFORMERS.split("."))):
+        raise UserError(
+            f"serve: needs transformers {MIN_TRANSFORMERS} or newer, and {transformers.__version__} is installed; "
+            "pip install -U 'msattn[serve]'"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("serve: runs in one process; start it without torchrun")
+
+
+def check_key(api_key: str | None) -> None:
+    """Raises UserError for a key that no header can bring. The key is never printed."""
+    if api_key is None:
+        api_key = os.environ.get("MSATTN_API_KEY")  # an empty one, which the command line takes for none
+    if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key):
+        raise UserError("--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces, at least one")
+
+
+def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:
+    from msattn.trainer.attach import attach
+    from msattn.trainer.commands.greedy import describe, load_served
+    from msattn.trainer.models import load
+    from msattn.trainer.models.chat import around_prompt
+
+    served = None if cfg.dense else load_served(cfg)
+    loaded = load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed) if served is None else served.loaded
+    around_prompt(loaded.tokenizer, None)  # the chat template renders a message, within limits of time and memory
+    attached = nullcontext() if served is None else attach(loaded.model, **served.options)
+    with attached as sparse, server(loaded, cfg, sparse, api_key) as (engine, supervisor):
+        bound.listen(WAITING_CONNECTIONS)
+        pages = f"{engine.pages().total} pages of {cfg.server.page_size} tokens"
+        how = f"{cfg.model.name}: dense" if served is None else describe(cfg, served)
+        print_once(f"serving at {where}/v1, {pages}, requests of up to {engine.longest} tokens. {how}")
+        with _log_to_stderr(), report(lambda: ""):  # no lines about the time that the command has taken
+            supervisor.run(bound)
+
+
+@contextmanager
+def server(
+    loaded: "Loaded", cfg: ServeConfig, sparse: "Sparse | None" = None, api_key: str | None = None
+) -> "Iterator[tuple[Engine, Supervisor]]":
+    """Starts the engine of a loaded model, and yields it with a supervisor that has yet to run.
+
+    Parameters
+    ----------
+    sparse : what :func:`msattn.attach` yielded for the model; None serves it densely.
+    api_key : the key that requests must bring; None accepts all.
+
+    Raises
+    ------
+    UserError : the model cannot be served, or memory is too small for the KV cache.
+    """
+    from msattn.trainer.serving.http.app import Guard, Service, build_app
+    from msattn.trainer.serving.http.engine import Engine
+    from msattn.trainer.serving.http.supervisor import Supervisor
+
+    engine = Engine(loaded, cfg, sparse)
+    engine.start()
+    try:
+        max_body = int(cfg.server.max_body_mb * 2**20)
+        service = Service(engine, model=cfg.model.name, default_tokens=cfg.max_new_tokens, max_body=max_body)
+        yield engine, Supervisor(Guard(build_app(service), service, api_key), engine, drain_s=cfg.server.drain_s)
+    finally:
+        engine.stop()
+
+
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Prints a line on stderr for each request."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("msattn: %(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    log = logging.getLogger("msattn.serve")
+    log.addHandler(handler)
+    log.propagate = False
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True

@@ -1,0 +1,95 @@
+"""The size of the paged KV cache, and the configuration of transformers' continuous batching."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from msattn.trainer.config import ServerConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.memory import free_memory
+from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig, PreTrainedModel
+
+    from msattn.trainer.serving.sparse import Sparse
+
+BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
+REQUESTS_ON_CPU = 8  # of the greatest length, for which a CPU's cache has room
+
+
+def longest_request(model: "PreTrainedModel", cfg: ServerConfig) -> int:
+    """Returns the tokens of the longest request that is accepted, prompt and answer together.
+
+    Raises
+    ------
+    UserError : ``server.max_length`` exceeds the model's positions.
+    """
+    positions = max_length(model.config)
+    if cfg.max_length is not None and cfg.max_length > positions:
+        raise UserError(
+            f"server.max_length={cfg.max_length}: the model has positions for {positions} tokens; lower it, or extend the "
+            "context with model.rope_scaling={rope_type: yarn, factor: ...}"
+        )
+    return cfg.max_length or positions
+
+
+def batching_config(
+    model: "PreTrainedModel", cfg: ServerConfig, sparse: "Sparse | None", *, seed: int
+) -> "ContinuousBatchingConfig":
+    """Returns the configuration of a manager for ``model``.
+
+    Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests when one is cancelled in the
+    pass that completes a page of its own.
+
+    Raises
+    ------
+    UserError : the cache of the longest request does not fit into memory, or into ``server.pages``.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    longest = longest_request(model, cfg)
+    pages = cfg.pages
+    if pages is None and model.device.type == "cpu":
+        needed, bytes_of_page = pages_of(longest, cfg), _bytes_of_page(model, cfg)
+        pages = min(REQUESTS_ON_CPU * needed, free_memory() // 2 // bytes_of_page)
+        if pages < needed:
+            raise too_small(model, cfg, free_memory() // 2)
+    elif pages is not None and pages < pages_of(longest, cfg):
+        raise UserError(
+            f"server.pages={pages}: a request of {longest} tokens takes {pages_of(longest, cfg)} pages of {cfg.page_size} "
+            "tokens; raise it, or lower server.max_length"
+        )
+    create = ContinuousBatchingConfig if sparse is None else sparse.batching_config
+    return create(
+        page_size=cfg.page_size,
+        num_blocks=pages,
+        max_batch_tokens=cfg.batch_tokens or BATCH_TOKENS.get(model.device.type, BATCH_TOKENS["cpu"]),
+        max_requests_per_batch=cfg.max_running,
+        max_blocks_per_request=pages_of(longest, cfg),
+        use_async_batching=False,
+        per_request_processors=True,
+        seed=seed,
+    )
+
+
+def pages_of(tokens: int, cfg: ServerConfig) -> int:
+    """Returns the pages that a request takes at most; the manager allots them in groups, so one more than its tokens fill."""
+    return math.ceil(tokens / cfg.page_size) + 1
+
+
+def too_small(model: "PreTrainedModel", cfg: ServerConfig, free: int) -> UserError:
+    """Returns the error for a cache that cannot hold the longest request in ``free`` bytes."""
+    longest, size = longest_request(model, cfg), _bytes_of_page(model, cfg)
+    fits = max(0, free // size - 1) * cfg.page_size
+    return UserError(
+        f"the KV cache of one request of {longest} tokens takes {pages_of(longest, cfg) * size / 1e9:.2f} GB, and "
+        f"{free / 1e9:.2f} GB are free for it; lower server.max_length" + (f" to {fits} or less" if fits else "")
+    )
+
+
+def _bytes_of_page(model: "PreTrainedModel", cfg: ServerConfig) -> int:
+    config: Any = model.config
+    numbers = 2 * num_layers(config) * num_kv_heads(config) * head_dim(config)
+    return numbers * torch.empty((), dtype=model.dtype).element_size() * cfg.page_size

@@ -1,0 +1,287 @@
+"""Requests on transformers' continuous batching: submission, delivery of tokens, cancellation."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from msattn.trainer.config import ServeConfig
+from msattn.trainer.errors import Fault, UserError, first_line
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.serving.http.cache import batching_config, longest_request, pages_of, too_small
+from msattn.trainer.serving.http.errors import OVERLOADED, ApiError, unavailable
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.requests import GenerationOutput
+
+    from msattn.trainer.serving.sparse import Sparse
+
+GREEDY = {"temperature": 1.0, "top_p": -1.0}  # top-p sampling keeps the likeliest token; none other can reach such a share
+STOP_SECONDS = 10.0  # for the pass of the model that runs when the manager is stopped
+
+
+class Pages(NamedTuple):
+    """Pages of the cache: in use by requests, kept for prompts that begin with the same tokens, and all of them."""
+
+    used: int
+    cached: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of tokens of a request: ``temperature=0`` takes the likeliest one."""
+
+    temperature: float
+    top_p: float
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The arguments of the manager's processors."""
+        return GREEDY if self.temperature == 0 else {"temperature": self.temperature, "top_p": self.top_p}
+
+
+class Generation:
+    """A request that the manager runs; all methods belong to the event loop.
+
+    Attributes
+    ----------
+    tokens : the new tokens so far.
+    outcome : ``stop``, ``length``, ``failed`` or ``cancelled``; None while it runs.
+    started, first_token, ended : times on the monotonic clock; None before.
+    """
+
+    def __init__(self, engine: "Engine", name: str, prompt_tokens: int) -> None:
+        self.name, self.prompt_tokens, self.tokens = name, prompt_tokens, list[int]()
+        self.outcome: str | None = None
+        self.started = time.monotonic()
+        self.first_token: float | None = None
+        self.ended: float | None = None
+        self._engine = engine
+        self._arrived: asyncio.Queue[list[int] | ApiError | None] = asyncio.Queue()
+
+    def deliver(self, output: "GenerationOutput") -> None:
+        """Takes what the manager has generated."""
+        if self.outcome is not None:
+            return
+        new = output.generated_tokens[len(self.tokens) :]
+        if new:
+            self.first_token = self.first_token or time.monotonic()
+            self.tokens += new
+            self._arrived.put_nowait(new)
+        if output.error is not None:
+            self.fail(running=False)
+        elif output.is_finished():
+            self.end("stop" if self._engine.ends(self.tokens) else "length", running=False)
+
+    async def pieces(self) -> AsyncIterator[list[int]]:
+        """Yields new tokens until there are no more.
+
+        Raises
+        ------
+        ApiError : the model or the manager failed.
+        """
+        while (item := await self._arrived.get()) is not None:
+            if isinstance(item, ApiError):
+                raise item
+            yield item
+
+    def fail(self, *, running: bool = True) -> None:
+        """Ends the request after a failure of the server."""
+        if self.outcome is None:
+            self._arrived.put_nowait(ApiError(500, "the server failed while it generated the answer"))
+            self.end("failed", running=running)
+
+    def end(self, outcome: str, *, running: bool = True) -> None:
+        """Ends the request; a second call has no effect. If it is ``running`` in the manager, the next pass frees its pages."""
+        if self.outcome is None:
+            self.outcome, self.ended = outcome, time.monotonic()
+            self._arrived.put_nowait(None)
+            self._engine.close(self, running=running)
+
+
+class Engine:
+    """A model with its manager, whose thread runs between :meth:`start` and :meth:`stop`.
+
+    Parameters
+    ----------
+    loaded : the model, attached or dense.
+    sparse : what :func:`msattn.attach` yielded; None for a dense model.
+
+    Attributes
+    ----------
+    longest : tokens of the longest request, prompt and answer together.
+    default : the sampling of requests that give none: that of the model's generation_config.json, or temperature 1.
+    draining : no new request is accepted.
+    """
+
+    def __init__(self, loaded: Loaded, cfg: ServeConfig, sparse: "Sparse | None" = None) -> None:
+        self.loaded, self.sparse, self._cfg = loaded, sparse, cfg
+        self.longest = longest_request(loaded.model, cfg.server)
+        self.draining = False
+        self._open: dict[str, Generation] = {}
+        self._names = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        own: Any = loaded.model.generation_config
+        sampled = own is not None and own.do_sample
+        self.default = Sampling((own.temperature if sampled else None) or 1.0, (own.top_p if sampled else None) or 1.0)
+        self._manager = self._create_manager()
+
+    def _create_manager(self) -> Any:
+        from transformers import GenerationConfig
+
+        model: Any = self.loaded.model
+        # Errors of the manager's thread are reported once, by the server.
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        ends = model.config.get_text_config().eos_token_id if ends is None else ends
+        self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        # Any temperature and top_p other than 1 make processors, which then take the numbers of each request.
+        sampled = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=0, eos_token_id=sorted(self._ends) or -1)
+        config = batching_config(model, self._cfg.server, self.sparse, seed=self._cfg.seed)
+        with _served():
+            return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
+
+    def start(self) -> None:
+        """Allocates the cache, captures CUDA graphs where the manager uses them, and starts its thread.
+
+        Raises
+        ------
+        UserError : memory is too small for the cache, or its layers are of a kind that the manager does not serve.
+        """
+        server, model = self._cfg.server, self.loaded.model
+        try:
+            with _served():
+                self._manager.warmup()
+        except MemoryError as error:
+            raise UserError(
+                f"memory is too small for the KV cache ({first_line(error)}); lower server.pages or server.batch_tokens, "
+                "or leave out server.pages"
+            ) from error
+        if self._cache.num_blocks < pages_of(self.longest, server):
+            raise too_small(model, server, self._cache.num_sectors * self._cache.bytes_per_sector)
+        self._manager.start()
+
+    def stop(self) -> None:
+        """Stops the manager's thread after the pass of the model that runs."""
+        self._manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+
+    @property
+    def fault(self) -> Fault | None:
+        """The reason why the manager's thread has ended; None while it runs."""
+        error = self._manager.background_thread_status.fatal_error
+        if error is not None:
+            return Fault(f"the thread that generates has ended ({type(error).__name__}: {first_line(error)})")
+        return None if self._manager.is_running() else Fault("the thread that generates has ended")
+
+    def ends(self, tokens: list[int]) -> bool:
+        """Returns whether ``tokens`` end with one that ends a text."""
+        return bool(tokens) and tokens[-1] in self._ends
+
+    @property
+    def running(self) -> int:
+        """The number of requests with a first token."""
+        return sum(each.first_token is not None for each in list(self._open.values()))
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests without a token."""
+        return sum(each.first_token is None for each in list(self._open.values()))
+
+    def check_accepts(self) -> None:
+        """Raises ApiError if no request can be taken now."""
+        if self.draining:
+            raise unavailable("the server is shutting down")
+        if self.fault is not None:
+            raise unavailable("the server has failed and is ending")
+        most = self._cfg.server.max_waiting
+        if self.waiting >= most:
+            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full", headers=OVERLOADED)
+
+    def submit(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Generation:
+        """Begins a request.
+
+        Raises
+        ------
+        ApiError : as :meth:`check_accepts`.
+        """
+        self.check_accepts()
+        self._loop = asyncio.get_running_loop()
+        generation = Generation(self, f"request-{next(self._names)}", len(prompt))
+        self._open[generation.name] = generation
+        self._manager.register_result_handler(generation.name, generation.deliver)
+        added = self._manager.add_request(
+            prompt,
+            request_id=generation.name,
+            max_new_tokens=max_tokens,
+            streaming=True,
+            eos_token_id=sorted(self._ends) or -1,
+            **sampling.arguments,
+        )
+        if added is None:  # the thread has ended since the check
+            generation.end("failed")
+            raise unavailable("the server has failed and is ending")
+        return generation
+
+    def close(self, generation: Generation, *, running: bool) -> None:
+        """Forgets a request that has ended, and cancels it if it is ``running`` in the manager."""
+        del self._open[generation.name]
+        if running:  # the manager forgets the handlers of requests that it finished, but not of those that are cancelled
+            self._manager.output_router.result_handlers.pop(generation.name, None)
+            self._manager.cancel_request(generation.name)
+
+    def fail_all(self) -> None:
+        """Ends all requests; may be called from any thread."""
+        for generation in list(self._open.values()):
+            cast("Any", self._loop).call_soon_threadsafe(generation.fail)
+
+    def unblock(self) -> None:
+        """Lets waiting requests begin again.
+
+        When memory is short, the manager of transformers 5.23 sets requests back and begins no other until one ends. If the
+        last that runs is cancelled instead, it would begin none any more.
+        """
+        scheduler = self._manager.batch_processor.scheduler
+        if scheduler.block_new_requests and not scheduler.active_requests:
+            scheduler.block_new_requests = False
+
+    @property
+    def _cache(self) -> Any:
+        return self._manager.batch_processor.cache
+
+    def pages(self) -> Pages:
+        """Returns how much of the cache is used."""
+        cache = self._cache
+        allocators = list(cache.cache_allocators.values())
+        total = cache.num_sectors * cache.bytes_per_sector
+        kept = sum(len(each.ledger.cached_blocks) * each.bytes_per_block for each in allocators)
+        used = total - cache.compute_free_capacity(relative=False) - kept
+        used, kept = (round(cache.num_blocks * part / total) for part in (used, kept))
+        return Pages(used, kept, cache.num_blocks)
+
+    def reads(self) -> dict[str, float]:
+        """Returns ``sparsity`` and ``selectivity`` as far as there are any, between two passes of the model."""
+        if self.sparse is None:
+            return {}
+        with suppress(RuntimeError):  # the thread has ended
+            with self._manager.pause():
+                stats = self.sparse.stats()
+            return {name: stats[name] for name in ("sparsity", "selectivity") if stats[name] is not None}
+        return {}
+
+
+@contextmanager
+def _served() -> Iterator[None]:
+    """Raises a UserError for a model that transformers' continuous batching does not serve, e.g. for chunked attention."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, AttributeError) as error:
+        raise UserError(
+            f"serve: the continuous batching of transformers does not serve this model ({first_line(error)})"
+        ) from error

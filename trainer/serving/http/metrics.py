@@ -1,0 +1,71 @@
+"""Metrics in the text form of Prometheus."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from msattn.trainer.serving.http.engine import Engine, Generation
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets
+READS = {
+    "sparsity": "Share of the causally visible blocks that prompts did not read, since the start",
+    "selectivity": "Share of the visible keys that new tokens read in routed layers, since the start",
+}
+
+
+class Metrics:
+    """Counts requests, and reads the state of the engine whenever the metrics are read."""
+
+    def __init__(self, engine: "Engine") -> None:
+        from prometheus_client import CollectorRegistry, Counter, Histogram
+
+        self._engine = engine
+        self._registry = CollectorRegistry()
+        kept: Any = {"registry": self._registry}
+        self._requests = Counter("msattn_requests", "Requests by outcome", ["outcome"], **kept)
+        self._prompt_tokens = Counter("msattn_prompt_tokens", "Tokens of the prompts of requests that ended", **kept)
+        self._generated_tokens = Counter("msattn_generated_tokens", "New tokens of requests that ended", **kept)
+        first = "Seconds from a request's arrival in the queue to its first token"
+        self._first_token = Histogram("msattn_time_to_first_token_seconds", first, buckets=SECONDS, **kept)
+        self._duration = Histogram("msattn_request_duration_seconds", "Seconds of a request", buckets=SECONDS, **kept)
+        self._registry.register(self)  # pyrefly: ignore[bad-argument-type]
+
+    def refused(self) -> None:
+        """Counts a request that is answered with an error before it begins."""
+        self._requests.labels("refused").inc()
+
+    def ended(self, generation: "Generation") -> None:
+        """Counts a request that began."""
+        self._requests.labels(generation.outcome).inc()
+        self._prompt_tokens.inc(generation.prompt_tokens)
+        self._generated_tokens.inc(len(generation.tokens))
+        if generation.first_token is not None:
+            self._first_token.observe(generation.first_token - generation.started)
+        if generation.ended is not None:
+            self._duration.observe(generation.ended - generation.started)
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the state of the engine, for the registry."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        pages = self._engine.pages()
+        state = {
+            "requests_running": ("Requests with a first token that have not ended", self._engine.running),
+            "requests_waiting": ("Requests without a first token", self._engine.waiting),
+            "cache_pages_used": ("Pages of the KV cache that requests use", pages.used),
+            "cache_pages_cached": ("Unused pages that are kept for prompts with the same beginning", pages.cached),
+            "cache_pages_total": ("Pages of the KV cache", pages.total),
+            **{name: (READS[name], value) for name, value in self._engine.reads().items()},
+        }
+        for name, (meaning, value) in state.items():
+            yield GaugeMetricFamily(f"msattn_{name}", meaning, value=value)
+
+    def describe(self) -> list[Any]:
+        """Returns nothing: the registry then asks for no values before the first request for them."""
+        return []
+
+    def text(self) -> bytes:
+        """Returns all metrics. It waits for the pass of the model that runs."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry)

@@ -1,0 +1,108 @@
+"""The life of a server: it listens until a signal or a fault ends it."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from msattn.trainer.config.values import shown
+from msattn.trainer.errors import Fault, UserError, print_once
+from msattn.trainer.serving.http.engine import Engine
+from msattn.trainer.signals import end_at_once, handle, handled
+
+POLL = 0.05  # seconds
+CLOSE_SECONDS = 5  # for answers that are being sent when the server stops
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound but does not listen yet.
+
+    Raises
+    ------
+    UserError : the address cannot be used, e.g. because another process has it.
+    """
+    where = f"--host {shown(host)} --port {port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{where}: {getattr(error, 'strerror', None) or error}; give another one, e.g. --port 0") from error
+    return bound
+
+
+def address(bound: socket.socket) -> str:
+    """Returns the address of a socket as the beginning of a URL."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Supervisor:
+    """Runs the HTTP server in a thread until Ctrl-C or SIGTERM, or until the engine fails; belongs to the main thread.
+
+    After a first signal, requests that run have ``drain_s`` seconds to finish, and new ones get 503. A second one ends the
+    process at once.
+    """
+
+    def __init__(self, app: Any, engine: Engine, *, drain_s: float) -> None:
+        import uvicorn
+
+        # Errors and accesses have lines of their own; a client that sends no HTTP needs none.
+        config = uvicorn.Config(
+            app, log_config=None, log_level="critical", access_log=False, lifespan="off", http="h11", ws="none",
+            server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS,
+        )  # fmt: skip
+        self._server, self._engine, self._drain_s = uvicorn.Server(config), engine, drain_s
+        self._stopped = False
+
+    def run(self, bound: socket.socket) -> None:
+        """Serves at ``bound`` and returns after a signal.
+
+        Raises
+        ------
+        Fault : the engine or the HTTP server ended by itself.
+        """
+        thread = threading.Thread(target=self._serve, args=(bound,), name="msattn-http", daemon=True)
+        with handled(self._on_signal):
+            thread.start()
+            while not self._stopped and self._fault(thread) is None:
+                self._engine.unblock()
+                time.sleep(POLL)
+            fault = self._fault(thread)
+            self._engine.draining = True
+            if fault is None:
+                self._drain()
+            self._engine.fail_all()
+            self._server.should_exit = True
+            thread.join(CLOSE_SECONDS + 1)
+        if fault is not None:
+            raise fault
+
+    def _serve(self, bound: socket.socket) -> None:
+        with suppress(SystemExit):  # uvicorn's, if it cannot start
+            self._server.run(sockets=[bound])
+
+    def stop(self) -> None:
+        """Begins to stop, as a first signal does."""
+        self._stopped = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        handle(end_at_once)
+        self.stop()
+
+    def _fault(self, thread: threading.Thread) -> Fault | None:
+        return self._engine.fault or (None if thread.is_alive() else Fault("the HTTP server has ended"))
+
+    def _drain(self) -> None:
+        """Waits until the requests that run have finished, at most ``drain_s`` seconds."""
+        if open_requests := self._engine.running + self._engine.waiting:
+            print_once(
+                f"stopping: {open_requests} requests have {self._drain_s:g} s to finish; a second signal ends them at once"
+            )
+        deadline = time.monotonic() + self._drain_s
+        while self._engine.running + self._engine.waiting and self._engine.fault is None and time.monotonic() < deadline:
+            self._engine.unblock()
+            time.sleep(POLL)
