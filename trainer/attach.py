@@ -156,10 +156,9 @@ def attach(
     )  # fmt: skip
     check_types(**vars(options), cuda_graphs=cuda_graphs)
     check_model(model)
-    sparse = build_sparse(
-        Host(model.config, model.dtype, partial(fingerprint, model), partial(head_shard, model), partial(_move_to_model, model)),
-        options,
-    )
+    place = partial(_move_to_model, model)
+    host = Host(model.config, model.dtype, partial(fingerprint, model), partial(head_shard, model), place)
+    sparse = build_sparse(host, options)
     with (
         tap(model, sparse.dispatch),
         decoding_steps(decoder(model), sparse, cuda_graphs=cuda_graphs),

@@ -72,7 +72,7 @@ def test_the_documents_commands_are_real(document: str) -> None:
         elif program == "msattn":
             assert words[0] in ("demo", "push", "import-gate", "doctor", "help", "--help", "--install-completion"), line
         else:
-            assert program in ("pip", "git", "python", "cd"), f"{document}: {line}"
+            assert program in ("pip", "git", "python", "cd", "vllm"), f"{document}: {line}"
     for block in blocks(document, "python"):
         compile(block, document, "exec")
 

@@ -58,7 +58,7 @@ class Rotation:
         return self.undo(k, *self.angles(positions, k.dtype))
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin as a model of this ``dtype`` rounds them, at integer ``positions [B | 1, N]``: ``[B | 1, N, r]``."""
+        """Returns cos and sin ``[B | 1, N, r]`` at ``positions [B | 1, N]``, as a model of this ``dtype`` rounds them."""
         cos, sin = cos_sin(self.inv_freq.to(positions.device), positions, interleaved=self.interleaved)
         return (cos * self.scaling).to(dtype), (sin * self.scaling).to(dtype)
 

@@ -188,7 +188,7 @@ class Impl(AttentionImpl[Metadata]):
 
 
 def stats(worker: Any) -> dict[str, Any]:
-    """Returns the statistics of a worker, as :meth:`msattn.trainer.serving.sparse.Sparse.stats`: ``llm.collective_rpc(stats)``."""
+    """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for ``llm.collective_rpc(stats)``."""
     (groups,) = worker.model_runner.attn_groups
     return groups[0].get_metadata_builder().sparse.stats()
 

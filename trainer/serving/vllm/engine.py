@@ -19,7 +19,7 @@ from msattn.trainer.serving.sparse import Sparse
 
 KEY = "msattn"  # of additional_config
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
-OPTIONS = ("gate", "select", "sparsity", "qmodel", "probes", "recent", "sink", "dense_layers", "dense_below", "strict")
+OPTIONS = ("gate", "select", "sparsity", "qmodel", "probes", "recent", "sink", "dense_layers", "dense_below")
 
 
 def sparse_of(config: Any, device: torch.device) -> Sparse:
@@ -27,7 +27,7 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
 
     Parameters
     ----------
-    config : vLLM's ``VllmConfig``; its ``additional_config["msattn"]`` holds parameters of :func:`msattn.trainer.attach.attach`.
+    config : vLLM's ``VllmConfig``; its ``additional_config["msattn"]`` holds parameters of ``msattn.attach``.
     device : of the model.
 
     Raises
@@ -56,7 +56,7 @@ def options_of(config: Any) -> Options:
     UserError : there are none, or one has another name or type.
     """
     additional = config.additional_config
-    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    given: Any = additional.get(KEY) if isinstance(additional, Mapping) else None
     require(isinstance(given, Mapping), f"additional_config.{KEY}", given, f"accepted is a mapping with {', '.join(OPTIONS)}")
     for name in given:
         require(name in OPTIONS, f"additional_config.{KEY}", name, f"accepted are {', '.join(OPTIONS)}")
@@ -83,7 +83,7 @@ def check_engine(config: Any) -> None:
 
 
 def check_layer(**given: Any) -> None:
-    """Raises UserError for a layer with attention that the kernels do not compute; ``given`` are what it asks for beyond them."""
+    """Raises UserError for what is ``given``: parts of a layer's attention that the kernels do not compute."""
     for name, value in given.items():
         if value is not None:
             raise UserError(f"vLLM: {name}={value!s:.40} is not supported by the backend MSATTN; use another backend")

@@ -1,0 +1,16 @@
+"""Settings of the tests that run vLLM, on a CPU; they are collected only where it is installed (``make test-vllm``)."""
+
+import os
+from importlib.util import find_spec
+
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # errors and statistics of the engine are those of this process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})

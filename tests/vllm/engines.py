@@ -1,0 +1,50 @@
+"""Engines of vLLM over the embedded model, and their answers."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.entrypoints.llm import LLM
+from vllm.sampling_params import SamplingParams
+
+from tests.factory import random_tokens
+from tests.house.modules import ROOT
+
+MODEL = ROOT / "trainer/embedded/model"
+NEW = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 4096, "max_num_batched_tokens": 256, "block_size": 64}
+EVERY_KEY = {"gate": "embedded", "qmodel": "embedded", "select": "topk", "sparsity": 0.0, "probes": 64, "dense_below": 0}
+
+
+@contextmanager
+def engine(msattn: Any = None, *, model: Any = MODEL, **options: Any) -> Iterator[LLM]:
+    """Yields an engine whose prompts are chunked: vLLM's own, or with ``msattn`` as ``additional_config``."""
+    if msattn is not None:
+        options |= {"attention_backend": "MSATTN", "additional_config": {"msattn": msattn}}
+    llm = LLM(model=str(model), **{**OPTIONS, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:
+    """Returns random prompts of these lengths, which begin with ``prefix`` equal tokens."""
+    shared = random_tokens(1, prefix, seed=999)[0].tolist()
+    return [(shared + random_tokens(1, n, seed=n)[0].tolist())[:n] for n in lengths]
+
+
+def answers(llm: LLM, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[list[int]]]:
+    """Returns the tokens of each answer to each prompt."""
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+
+
+def cached_tokens(llm: LLM, prompt: list[int]) -> int:
+    """Returns the number of tokens of a prompt that are found in the cache."""
+    (output,) = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)
+    return output.num_cached_tokens or 0

@@ -1,0 +1,117 @@
+"""What the backend does not serve is refused in one line when the engine starts."""
+
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.serving.vllm import plugin
+from msattn.trainer.serving.vllm.engine import check_engine, options_of
+from tests.factory import save_tokenizer, tiny_model
+from tests.test_attach import gate_for, random_partition, save
+from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine, prompts_of
+
+ENGINES: dict[str, tuple[dict[str, Any], str]] = {
+    "pages": ({"block_size": 32}, "block_size=32: accepted are 64, 128, 256"),
+    "speculation": (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+        "speculative decoding is not supported by the backend MSATTN",
+    ),
+    "adapters": ({"enable_lora": True}, "LoRA is not supported by the backend MSATTN"),
+    "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline parallelism is not supported"),
+}
+GIVEN: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "additional_config.msattn=None: accepted is a mapping with gate, select"),
+    "a name": ({"gates": "embedded"}, "additional_config.msattn=gates: accepted are gate, select"),
+    "a type": ({"probes": "many"}, "probes='many': accepted is an integer"),
+}
+STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no artifact": ({}, {}, "nothing to attach"),
+    "zooms": ({"gate": "embedded", "select": "multiscale"}, {}, "vLLM: select.policy=multiscale reads no pages"),
+    "shares": ({"qmodel": "embedded", "keys": 0.1}, {}, "additional_config.msattn=keys: accepted are gate"),
+    "cache": (EVERY_KEY, {"kv_cache_dtype": "fp8"}, "vLLM: kv_cache_dtype=fp8 is not supported"),
+    "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: accepted are 0 to 64"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_that_cannot_be_served_are_refused(name: str) -> None:
+    options, message = ENGINES[name]
+    config = EngineArgs(model=str(MODEL), **{**OPTIONS, **options}).create_engine_config()
+    with pytest.raises(UserError, match=message):
+        check_engine(config)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_options_of_other_names_and_types_are_refused(name: str) -> None:
+    given, message = GIVEN[name]
+    additional = {} if given is None else {"msattn": given}
+    config = EngineArgs(model=str(MODEL), additional_config=additional, **OPTIONS).create_engine_config()
+    with pytest.raises(UserError, match=message):
+        options_of(config)
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_engines_do_not_start(name: str) -> None:
+    given, options, message = STARTED[name]
+    with pytest.raises(UserError, match=message), engine(given, **options):
+        pass
+
+
+def test_artifacts_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    gate, buckets = (save(tmp_path / str(i), model, module) for i, module in enumerate((gate_for(model), random_partition())))
+    for given in ({"gate": str(gate)}, {"qmodel": str(buckets)}):
+        with pytest.raises(UserError, match=r"artifact made for .*: its num_layers is 2, this model's is 6"), engine(given):
+            pass
+    with pytest.raises(UserError, match="artifact"), engine({"gate": str(tmp_path / "none")}):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "message"),
+    [
+        ("mistral", "default", "vLLM: sliding_window=32 is not supported"),
+        ("qwen2", "dynamic", "dynamic and longrope RoPE cannot be inverted"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused(tmp_path: Path, family: str, rope: str, message: str) -> None:
+    model = tiny_model(family, rope, head_dim=32, **({"sliding_window": 32} if family == "mistral" else {}))
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    options = {"model": tmp_path, "max_model_len": 128, "max_num_batched_tokens": 128}
+    with pytest.raises(UserError, match=message), engine({"select": "quest"}, **options):
+        pass
+
+
+def test_other_versions_register_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    import vllm.version
+
+    monkeypatch.setattr(vllm.version, "__version__", "0.24.0")
+    monkeypatch.setattr(vllm.version, "__version_tuple__", (0, 24, 0))
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "msattn: needs vLLM 0.32, 0.24.0 is installed; there is no backend MSATTN" in caplog.text
+
+
+def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:
+    import vllm.v1.attention.backends.registry as registry
+
+    plugin.register()
+    names = registry.AttentionBackendEnum
+    again = pickle.loads(pickle.dumps(names["MSATTN"]))
+    assert again is names["MSATTN"]
+    assert again.get_class().get_name() == "MSATTN"
+
+
+def test_engines_without_the_backend_are_untouched() -> None:
+    """The CPU platform looks for its own backend, whose path leads to msattn's; it gets its own."""
+    with engine() as llm:
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+        ((group,),) = worker.model_runner.attn_groups
+        assert group.backend.get_name() == "CPU_ATTN"
+        assert len(answers(llm, prompts_of(5))[0][0]) > 0

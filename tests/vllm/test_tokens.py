@@ -1,0 +1,94 @@
+"""Tokens of vLLM with the backend: its own if everything is read, and those of an attached model of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+
+from msattn.trainer import models
+from msattn.trainer.attach import attach
+from msattn.trainer.config import ModelConfig
+from msattn.trainer.serving.vllm.backend import stats
+from tests.vllm.engines import EVERY_KEY, NEW, answers, cached_tokens, engine, prompts_of
+
+RAGGED = [*prompts_of(1, 2, 64, 65, 300, 900, 1500), *prompts_of(310, 401, 1000, prefix=300)]
+SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "recent": 256, "dense_below": 0}
+
+
+def test_reading_every_key_gives_the_tokens_of_dense_vllm() -> None:
+    """Prompts are chunked, share prefixes, and decode beside other prompts."""
+    with engine() as llm:
+        expected = answers(llm, RAGGED)
+    with engine(EVERY_KEY) as llm:
+        assert answers(llm, RAGGED) == expected
+        assert cached_tokens(llm, RAGGED[-1]) == 960
+        assert answers(llm, RAGGED[-2:]) == expected[-2:]
+        (counted,) = llm.collective_rpc(stats)
+    assert (counted["sparsity"], counted["selectivity"], counted["dense_fallbacks"]) == (0, 1, 0)
+
+
+def test_preempted_and_sampled_requests_give_the_tokens_of_dense_vllm() -> None:
+    """All prompts together hold more pages than there are."""
+    prompts = prompts_of(900, 901, 902, 1000)
+    options = {"num_gpu_blocks_override": 40, "max_model_len": 2048, "disable_log_stats": False}
+    sampling = SamplingParams(n=2, temperature=0.8, seed=7, max_tokens=80, ignore_eos=True)
+    with engine(**options) as llm:
+        expected = answers(llm, prompts, sampling)
+    with engine(EVERY_KEY, **options) as llm:
+        assert answers(llm, prompts, sampling) == expected
+        preempted = {metric.name: metric for metric in llm.get_metrics()}["vllm:num_preemptions"]
+        assert preempted.value > 0
+
+
+@pytest.mark.parametrize("page", [64, 128])
+def test_sparse_tokens_are_those_of_an_attached_model(page: int) -> None:
+    """Chunks of whole blocks select as one pass."""
+    prompts = prompts_of(900, 1500, 1100)
+    model: Any = models.load(ModelConfig(name="tiny", path="embedded")).model
+    with attach(model, **SPARSE) as sparse:
+        expected = [_alone(model, prompt) for prompt in prompts]
+        alone = sparse.stats()
+    with engine(SPARSE, block_size=page, enable_prefix_caching=False) as llm:
+        assert [answers(llm, [prompt])[0][0] for prompt in prompts] == expected
+        (counted,) = llm.collective_rpc(stats)
+    for name in ("sparsity", "selectivity"):
+        assert 0.1 < counted[name] < 0.9
+    assert counted["selectivity"] == pytest.approx(alone["selectivity"], rel=0.02)
+
+
+def test_a_prefix_that_decoding_left_is_read_sparsely() -> None:
+    """Pages of decoded tokens have no pooled keys; later prompts recover them."""
+    (prompt,) = prompts_of(700)
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    with engine() as llm:
+        (((turn),),) = answers(llm, [prompt], long)
+        second = prompt + turn + prompts_of(333)[0]
+        expected = answers(llm, [second])
+    with engine(EVERY_KEY) as llm:
+        assert answers(llm, [prompt], long) == [[turn]]
+        assert answers(llm, [second]) == expected
+        (counted,) = llm.collective_rpc(stats)
+    assert counted["dense_fallbacks"] == 0
+
+
+def test_short_prompts_and_a_gate_or_a_router_alone() -> None:
+    (prompt,) = prompts_of(500)
+    with engine() as llm:
+        expected = answers(llm, [prompt])
+    with engine({**SPARSE, "dense_below": 1000}) as llm:
+        assert answers(llm, [prompt]) == expected
+        (counted,) = llm.collective_rpc(stats)
+    assert (counted["sparsity"], counted["selectivity"]) == (0, 1)
+    assert counted["dense_by_choice"] > 0
+    for name in ("gate", "qmodel"):
+        unused = ("probes",) if name == "gate" else ("select", "sparsity")
+        options = {key: value for key, value in EVERY_KEY.items() if key not in (*unused, *({"gate", "qmodel"} - {name}))}
+        with engine(options) as llm:
+            assert answers(llm, [prompt]) == expected
+
+
+def _alone(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    return out[0, len(prompt) :].tolist()
