@@ -1,4 +1,4 @@
-"""What the backend does not serve is refused in one line when the engine starts."""
+"""Refusals in one line when the engine starts, of parts of vLLM, options, artifacts and models."""
 
 import logging
 import pickle

@@ -12,7 +12,7 @@ from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.vllm.backend import stats
 from tests.vllm.engines import EVERY_KEY, NEW, answers, cached_tokens, engine, prompts_of
 
-RAGGED = [*prompts_of(1, 2, 64, 65, 300, 900, 1500), *prompts_of(310, 401, 1000, prefix=300)]
+RAGGED = [*prompts_of(1, 64, 65, 900), *prompts_of(310, 600, prefix=300)]
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "recent": 256, "dense_below": 0}
 
 
@@ -22,17 +22,17 @@ def test_reading_every_key_gives_the_tokens_of_dense_vllm() -> None:
         expected = answers(llm, RAGGED)
     with engine(EVERY_KEY) as llm:
         assert answers(llm, RAGGED) == expected
-        assert cached_tokens(llm, RAGGED[-1]) == 960
+        assert cached_tokens(llm, RAGGED[-1]) == 576
         assert answers(llm, RAGGED[-2:]) == expected[-2:]
         (counted,) = llm.collective_rpc(stats)
     assert (counted["sparsity"], counted["selectivity"], counted["dense_fallbacks"]) == (0, 1, 0)
 
 
-def test_preempted_and_sampled_requests_give_the_tokens_of_dense_vllm() -> None:
+def test_preempted_requests_with_several_answers_give_the_tokens_of_dense_vllm() -> None:
     """All prompts together hold more pages than there are."""
-    prompts = prompts_of(900, 901, 902, 1000)
-    options = {"num_gpu_blocks_override": 40, "max_model_len": 2048, "disable_log_stats": False}
-    sampling = SamplingParams(n=2, temperature=0.8, seed=7, max_tokens=80, ignore_eos=True)
+    prompts = prompts_of(500, 600, 700)
+    options = {"num_gpu_blocks_override": 24, "max_model_len": 1024, "disable_log_stats": False}
+    sampling = SamplingParams(n=2, top_k=1, max_tokens=80, ignore_eos=True)
     with engine(**options) as llm:
         expected = answers(llm, prompts, sampling)
     with engine(EVERY_KEY, **options) as llm:
@@ -44,7 +44,7 @@ def test_preempted_and_sampled_requests_give_the_tokens_of_dense_vllm() -> None:
 @pytest.mark.parametrize("page", [64, 128])
 def test_sparse_tokens_are_those_of_an_attached_model(page: int) -> None:
     """Chunks of whole blocks select as one pass."""
-    prompts = prompts_of(900, 1500, 1100)
+    prompts = prompts_of(900, 1100)
     model: Any = models.load(ModelConfig(name="tiny", path="embedded")).model
     with attach(model, **SPARSE) as sparse:
         expected = [_alone(model, prompt) for prompt in prompts]
@@ -59,8 +59,8 @@ def test_sparse_tokens_are_those_of_an_attached_model(page: int) -> None:
 
 def test_a_prefix_that_decoding_left_is_read_sparsely() -> None:
     """Pages of decoded tokens have no pooled keys; later prompts recover them."""
-    (prompt,) = prompts_of(700)
-    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    (prompt,) = prompts_of(640)
+    long = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
     with engine() as llm:
         (((turn),),) = answers(llm, [prompt], long)
         second = prompt + turn + prompts_of(333)[0]
