@@ -12,10 +12,11 @@ from msattn.trainer.serving.vllm.plugin import NAME
 def __getattr__(name: str) -> Any:
     if name != "Backend":
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     from msattn.trainer.serving.vllm.backend import Backend
 
-    asked = get_current_vllm_config().attention_config.backend
-    return Backend if asked is not None and asked.name == NAME else CPUAttentionBackend
+    config = get_current_vllm_config_or_none()
+    asked = () if config is None else (config.attention_config.backend, *config.attention_config.backend_per_kind.values())
+    return Backend if any(each is not None and each.name == NAME for each in asked) else CPUAttentionBackend
