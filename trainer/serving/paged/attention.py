@@ -78,8 +78,8 @@ class PagedAttention:
         UserError : the pass is one of a manager that was created with another attention.
         """
         now = PagedPass.of(self._state(arguments["cache"], config), arguments)
-        if now.state.pooled:
-            self._mark_pooled(now)
+        if now.state.pooled:  # not before the pass has computed them
+            now.state.is_pooled[now.pages, now.offsets // now.state.block_size] = False
         if self.routed is not None and now.decoded is not None:
             keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * self._kv_heads(now))
             self.statistics.add_visible(keys, all_read=self._is_short(now.decoded))
@@ -108,6 +108,8 @@ class PagedAttention:
             out[now.decoded.tokens] = self._decoded(x, now, now.decoded)
         if now.prompts is not None:
             out[now.prompts.tokens] = self._prompts(x, now, now.prompts)
+            if x.layer == now.state.last_pooled:
+                self._mark_pooled(now, now.prompts)
         return out.transpose(0, 1)[None]
 
     def _write(self, x: LayerInputs, now: PagedPass) -> None:
@@ -177,19 +179,16 @@ class PagedAttention:
             k, v = now.state.keys(x.layer, item.table, 0, item.keys)
         return replace(sequence, k=k, v=v, pooled_keys=pooled)
 
-    def _mark_pooled(self, now: PagedPass) -> None:
-        """Notes which pooled keys will be known after a pass: those of prompts, not those of decoded tokens."""
-        state = now.state
-        assert state.gate is not None
-        state.is_pooled[now.pages, now.offsets // state.gate.block_size] = False
-        for item in () if now.prompts is None else now.prompts.items:
+    def _mark_pooled(self, now: PagedPass, prompts: Prompts) -> None:
+        """Notes that the pooled keys of prompts are known, in every layer; those of decoded tokens are not."""
+        for item in prompts.items:
             if item.keys >= self.dense_below and self._can_pool(now, item):
-                state.is_pooled[state.place(item.table, item.pooled, item.keys // state.gate.block_size)] = True
+                pages, blocks = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
+                now.state.is_pooled[pages, blocks] = True
 
     def _can_pool(self, now: PagedPass, item: Prompt) -> bool:
         """Returns whether the keys before RoPE that are not pooled yet are of this pass, or can be recovered."""
-        assert now.state.gate is not None
-        return self.rotation is not None or item.pooled * now.state.gate.block_size == item.keys - item.queries
+        return self.rotation is not None or item.pooled * now.state.block_size == item.keys - item.queries
 
     def _is_short(self, rows: Sequences) -> bool:
         """Returns whether all sequences are known to be too short for buckets."""

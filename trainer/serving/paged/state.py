@@ -35,6 +35,7 @@ class PagedState:
     free_page : a page that no sequence owns, which padded tokens write.
     buckets : by layer, int16 ``[P, page_size, Hkv]``, the bucket of each slot.
     pooled : by layer, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``, pooled keys before RoPE of whole blocks.
+    last_pooled : the last layer with pooled keys; -1 without any.
     is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer.
     """
 
@@ -55,8 +56,15 @@ class PagedState:
                 blocks, width = self.page_size // gate.block_size, len(gate.k_pool) * size
                 self.pooled = {layer: torch.zeros(pages, blocks, heads, width, device=keys.device) for layer in gated}
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
+            self.last_pooled = max(self.pooled, default=-1)
         self._copy = allocator.copy_blocks
         allocator.copy_blocks = self._copy_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, of a cache with a gate."""
+        assert self.gate is not None
+        return self.gate.block_size
 
     def release(self) -> None:
         """Lets go of the cache and of all memory."""
@@ -77,10 +85,6 @@ class PagedState:
     def leading_pooled(self, table: Tensor) -> Tensor:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
         return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
-
-    def mark(self, pages: Tensor, blocks: Tensor | slice, *, pooled: bool) -> None:
-        """Notes whether the pooled keys of ``blocks`` (in each page) will be there after this pass."""
-        self.is_pooled[pages, blocks] = pooled
 
     def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a sequence: ``[1, Hkv, n, D]``."""
@@ -105,7 +109,7 @@ class PagedState:
         Tensor : fp32 ``[1, Hkv, Tc, len(pools) * D]``.
         """
         assert self.gate is not None
-        size, held = self.gate.block_size, self.pooled[x.layer]
+        size, held = self.block_size, self.pooled[x.layer]
         tail, cached = x.k_nope, prompt.keys - prompt.queries
         if prompt.pooled * size < cached:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
@@ -121,6 +125,5 @@ class PagedState:
 
     def place(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Returns the page of each of the blocks ``first`` to ``end - 1`` of a sequence, and its number in the page."""
-        assert self.gate is not None
-        blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.gate.block_size
+        blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.block_size
         return table[blocks // per_page].long(), blocks % per_page
