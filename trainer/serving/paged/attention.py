@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -45,10 +46,6 @@ class PagedAttention:
     ----------
     selection, routed, statistics, dense_below, rotation : those of the :class:`msattn.trainer.serving.sparse.Sparse`.
 
-    Attributes
-    ----------
-    managers : the managers of continuous batching whose passes it serves.
-
     Notes
     -----
     Sequences with several new tokens read the blocks of the selection, those with one the dense window and their buckets. In
@@ -67,8 +64,20 @@ class PagedAttention:
         self.selection, self.routed, self.statistics = selection, routed, statistics
         self.dense_below, self.rotation = dense_below, rotation
         self.gate = None if selection is None else selection.gate
-        self.managers: WeakSet[Any] = WeakSet()
+        self._managers: WeakSet[Any] = WeakSet()
         self._states: WeakKeyDictionary[Any, PagedState] = WeakKeyDictionary()
+        self._lock = RLock()  # managers are created, and have their passes, in several threads
+
+    @property
+    def managers(self) -> list[Any]:
+        """The managers of continuous batching whose passes this attention serves."""
+        with self._lock:
+            return list(self._managers)
+
+    def serve(self, manager: Any) -> None:
+        """Serves the passes of a manager from now on."""
+        with self._lock:
+            self._managers.add(manager)
 
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a decoder with the pass that they describe.
@@ -81,24 +90,23 @@ class PagedAttention:
         if now.state.pooled:  # not before the pass has computed them
             now.state.is_pooled[now.pages, now.offsets // now.state.block_size] = False
         if self.routed is not None and now.decoded is not None:
-            keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * self._kv_heads(now))
+            keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * now.state.allocator.num_key_value_heads)
             self.statistics.add_visible(keys, all_read=self._is_short(now.decoded))
         # transformers makes no mask where it gets one.
         return {**arguments, PAGES: now, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def release(self) -> None:
         """Lets go of all caches."""
-        for state in self._states.values():
-            state.release()
-        self._states.clear()
+        with self._lock:
+            for state in self._states.values():
+                state.release()
+            self._states.clear()
 
     def attend(self, x: LayerInputs) -> Tensor:
         """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; those of padding get anything.
 
         ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens, ``[1, Hkv, T, D]``.
         """
-        if x.sinks is not None:
-            raise UserError("generate_batch: attention sinks are not supported; accepted is model.generate")
         now: PagedPass = x.cache
         self._write(x, now)
         if now.prompts is None and now.decoded is not None and isinstance(now.decoded.tokens, slice):
@@ -132,13 +140,14 @@ class PagedAttention:
                 self.statistics.count("dense_by_choice")
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
-        keys = _placeholder(q, len(q), x.k.shape[1], 1)
+        counts = self._counter(now.state)[: len(q)]
+        keys = _placeholder(q, *counts.shape, 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
         router: Any = self.routed.router
         probes = route(router, queries, self.routed.probes)
         return paged_bucket_decode(
             q, cache, now.state.buckets[x.layer], probes, recent=self._window(rows), sink=self.routed.sink,
-            counts=self.statistics.key_counts(keys), **scores,
+            counts=counts, **scores,
         ).out.squeeze(2)  # fmt: skip
 
     def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
@@ -207,17 +216,27 @@ class PagedAttention:
         return sys.maxsize if self.routed is None else self.routed.routed_from(len(rows.kv_len))
 
     def _state(self, cache: Any, config: Any) -> PagedState:
-        if cache not in self._states:
-            processors = [manager.batch_processor for manager in self.managers]
-            if not any(processor is not None and processor.cache is cache for processor in processors):
-                raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
-            routed = () if self.routed is None else self.routed.layers
-            gate = None if self.gate is None else self.gate.cfg
-            self._states[cache] = PagedState(cache, routed=routed, gate=gate, gated=served_layers(config))
-        return self._states[cache]
+        with self._lock:
+            if cache not in self._states:
+                self._states[cache] = self._new_state(cache, config)
+            return self._states[cache]
 
-    def _kv_heads(self, now: PagedPass) -> int:
-        return int(now.state.allocator.num_key_value_heads)
+    def _new_state(self, cache: Any, config: Any) -> PagedState:
+        owners = [manager for manager in self.managers if getattr(manager.batch_processor, "cache", None) is cache]
+        if not owners:
+            raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
+        routed = () if self.routed is None else self.routed.layers
+        gate = None if self.gate is None else self.gate.cfg
+        requests = owners[0].continuous_batching_config.max_requests_per_batch
+        state = PagedState(cache, routed=routed, gate=gate, gated=served_layers(config), requests=requests)
+        if routed:  # counters exist before a graph is captured, which holds their addresses
+            self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
+        return state
+
+    def _counter(self, state: PagedState) -> Tensor:
+        """Returns the counter of the keys that are read, int64 ``[requests, Hkv]``: one for passes of every size."""
+        keys, _ = state.pages(state.allocator.layer_indices[0])
+        return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
 
 
 def _tokens(x: Tensor, tokens: Any) -> Tensor:

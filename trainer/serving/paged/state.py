@@ -28,6 +28,7 @@ class PagedState:
     routed : layers whose keys get buckets.
     gate : configuration of the gates that score blocks of cached keys, or None.
     gated : layers with such a gate.
+    requests : the most sequences of a pass.
 
     Attributes
     ----------
@@ -39,10 +40,12 @@ class PagedState:
     is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer.
     """
 
-    def __init__(self, cache: Any, *, routed: Iterable[int], gate: "GateConfig | None", gated: Iterable[int]) -> None:
+    def __init__(
+        self, cache: Any, *, routed: Iterable[int], gate: "GateConfig | None", gated: Iterable[int], requests: int
+    ) -> None:
         (allocator,) = cache.cache_allocators.values()
         self.allocator = allocator
-        self.page_size, self.gate = allocator.tokens_per_page, gate
+        self.page_size, self.gate, self.requests = allocator.tokens_per_page, gate, requests
         self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
         self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
         self.free_page = allocator.write_trash_index // self.slots_of_page
