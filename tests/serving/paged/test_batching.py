@@ -1,5 +1,6 @@
 """Managers of continuous batching: their configuration, what is refused in one line, and other ways to create one."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from msattn.trainer.attach import attach, disable, enable
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.models import tap
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.seer.decode_gate import DecodeGate
+from msattn.trainer.serving import steps
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, prompts_of, together
@@ -116,6 +119,27 @@ def test_prompts_that_would_end_all_requests_are_refused() -> None:
         with torch.inference_mode(), pytest.raises(UserError, match="inference_mode"):
             model.generate_batch([good], GREEDY, config)
     assert "generate_batch" not in vars(model)
+
+
+def test_generate_reads_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names with "flash", which managers need, would keep a mask of ones; so the tap has another one until there is a manager."""
+    model, (prompt,) = tiny_model(), prompts_of(40)
+    read, names = Counter[int](), []
+
+    def left_padding(mask: torch.Tensor) -> list[int]:
+        read[mask.shape[1]] += 1
+        return tap.left_padding(mask)
+
+    monkeypatch.setattr(steps, "left_padding", left_padding)
+    with attach_reading_all(model) as sparse:
+        names.append(model.config._attn_implementation)
+        model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, cache_implementation="static")
+        managers = [model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE)) for _ in range(2)]
+        assert len(managers) == 2
+        names.append(model.config._attn_implementation)
+        assert together(model, sparse, [prompt]) == [alone(model, prompt)]
+    assert not read
+    assert [*names, model.config._attn_implementation] == ["msattn_tap", "msattn_flash_tap", "sdpa"]
 
 
 def test_attention_sinks_are_refused() -> None:

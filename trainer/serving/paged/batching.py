@@ -13,7 +13,7 @@ import transformers
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
-from msattn.trainer.models.tap import is_tapped
+from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.seer.policies import Multiscale
 from msattn.trainer.serving.fused import replaced
@@ -102,6 +102,7 @@ class Managers:
                 "generate_batch: a manager of before is kept; call model.destroy_cached_continuous_batching_manager() first"
             )
         pages, config.max_blocks_per_request = config.max_blocks_per_request, None  # transformers would warn of none
+        self.model.config._attn_implementation = BATCHED_IMPLEMENTATION  # until the context ends
         manager = self.original(
             generation_config=generation_config, continuous_batching_config=config, workload_hints=workload_hints
         )

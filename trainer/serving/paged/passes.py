@@ -87,11 +87,6 @@ class PagedPass:
     decoded: Sequences | None
     prompts: Prompts | None
 
-    @property
-    def layers(self) -> "dict[int, PagedPass]":
-        """Stands for the layers of a cache: each of them is this pass."""
-        return dict.fromkeys(self.state.allocator.layer_indices, self)
-
     @classmethod
     def of(cls, state: PagedState, arguments: dict[str, Any]) -> "PagedPass":
         """Returns the pass that transformers describes in the arguments of a decoder."""
