@@ -1,6 +1,5 @@
 """Managers of continuous batching: their configuration, what is refused in one line, and other ways to create one."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -122,23 +121,24 @@ def test_prompts_that_would_end_all_requests_are_refused() -> None:
 
 
 def test_generate_reads_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names with "flash", which managers need, would keep a mask of ones; so the tap has another one until there is a manager."""
+    """With a name that has "flash", which managers need, it keeps masks of ones; so the tap has one for managers only."""
     model, (prompt,) = tiny_model(), prompts_of(40)
-    read, names = Counter[int](), []
+    names, read, left_padding = list[str](), list[torch.Tensor](), tap.left_padding
 
-    def left_padding(mask: torch.Tensor) -> list[int]:
-        read[mask.shape[1]] += 1
-        return tap.left_padding(mask)
+    def reading(mask: torch.Tensor) -> list[int]:
+        read.append(mask)
+        return left_padding(mask)
 
-    monkeypatch.setattr(steps, "left_padding", left_padding)
+    for module in (tap, steps):
+        monkeypatch.setattr(module, "left_padding", reading)
     with attach_reading_all(model) as sparse:
         names.append(model.config._attn_implementation)
         model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, cache_implementation="static")
-        managers = [model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE)) for _ in range(2)]
-        assert len(managers) == 2
+        assert read == []
+        for _ in range(2):
+            model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE))
         names.append(model.config._attn_implementation)
         assert together(model, sparse, [prompt]) == [alone(model, prompt)]
-    assert not read
     assert [*names, model.config._attn_implementation] == ["msattn_tap", "msattn_flash_tap", "sdpa"]
 
 

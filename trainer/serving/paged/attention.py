@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -28,7 +29,7 @@ from msattn.trainer.serving.statistics import Statistics
 if TYPE_CHECKING:
     from msattn.trainer.serving.routed import RoutedDecoding
 
-BLOCK = 64  # of a mask without a selection
+BLOCK = 64  # of a pass without a mask
 LONGEST = torch.iinfo(torch.int32).max
 
 
@@ -86,7 +87,8 @@ class PagedAttention:
         ------
         UserError : the pass is one of a manager that was created with another attention.
         """
-        now = PagedPass.of(self._state(arguments["cache"], config), arguments)
+        state = self._state(arguments["cache"], config)
+        now = PagedPass.of(state, arguments, partial(self._is_sparse, state))
         if now.state.pooled:  # not before the pass has computed them
             now.state.is_pooled[now.pages, now.offsets // now.state.block_size] = False
         if self.routed is not None and now.decoded is not None:
@@ -109,15 +111,15 @@ class PagedAttention:
         """
         now: PagedPass = x.cache
         self._write(x, now)
-        if now.prompts is None and now.decoded is not None and isinstance(now.decoded.tokens, slice):
+        if not now.prompts and now.decoded is not None and isinstance(now.decoded.tokens, slice):
             return self._decoded(x, now, now.decoded).transpose(0, 1)[None]
         out = torch.zeros_like(x.q[0].transpose(0, 1))
         if now.decoded is not None:
             out[now.decoded.tokens] = self._decoded(x, now, now.decoded)
-        if now.prompts is not None:
-            out[now.prompts.tokens] = self._prompts(x, now, now.prompts)
-            if x.layer == now.state.last_pooled:
-                self._mark_pooled(now, now.prompts)
+        for prompts in now.prompts:
+            out[prompts.tokens] = self._prompts(x, now, prompts)
+        if x.layer == now.state.last_pooled:
+            self._mark_pooled(now)
         return out.transpose(0, 1)[None]
 
     def _write(self, x: LayerInputs, now: PagedPass) -> None:
@@ -152,22 +154,36 @@ class PagedAttention:
 
     def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
-        size = BLOCK if self.selection is None else self.selection.block_size
-        chosen = [None if self.selection is None else self._chosen(x, now, item, self.selection) for item in prompts.items]
+        size, mask = BLOCK, None
         most = max(item.queries for item in prompts.items)
-        mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
+        if prompts.sparse:
+            assert self.selection is not None
+            size, chosen = self.selection.block_size, [self._chosen(x, now, item, self.selection) for item in prompts.items]
+            mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
+        elif self.selection is not None:
+            self._count_dense(prompts)
         cache = PagedKeys(*now.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
             scale=x.scale, softcap=x.softcap,
         ).out  # fmt: skip
 
-    def _chosen(self, x: LayerInputs, now: PagedPass, item: Prompt, selection: Selection) -> Tensor | None:
-        """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``; None, and counts it, if it is dense."""
-        if item.keys < self.dense_below or (self.gate is not None and not self._can_pool(now, item)):
+    def _count_dense(self, prompts: Prompts) -> None:
+        for item in prompts.items:
             self.statistics.count("dense_by_choice" if item.keys < self.dense_below else "dense_fallbacks")
             self.statistics.add("sparsity", 0.0)
-            return None
+
+    def _is_sparse(self, state: PagedState, item: Prompt) -> bool:
+        """Returns whether a sequence reads the blocks of the selection, whose gate needs all keys before RoPE.
+
+        Those that are not pooled yet are of this pass, or can be recovered.
+        """
+        if self.selection is None or item.keys < self.dense_below:
+            return False
+        return self.gate is None or self.rotation is not None or item.pooled * state.block_size == item.keys - item.queries
+
+    def _chosen(self, x: LayerInputs, now: PagedPass, item: Prompt, selection: Selection) -> Tensor:
+        """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``."""
         sequence = self._sequence(x, now, item)
         blocks = selection.blocks(sequence)
         self.statistics.add("sparsity", sparsity(blocks, selection.candidates(sequence)))
@@ -177,27 +193,21 @@ class PagedAttention:
         """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
         new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
-        sequence, pooled = replace(x, **new, **angles), None
-        if self.gate is not None:
-            pooled = now.state.pool_keys(sequence, item, self.rotation)
+        positions = None if x.positions is None else x.positions[:, item.tokens]
+        sequence = replace(x, **new, **angles, positions=positions)
+        if self.gate is not None:  # reads no other keys than the pooled ones
+            keys = _placeholder(x.q, 1, x.k.shape[1], item.keys)
+            return replace(sequence, k=keys, v=keys, pooled_keys=now.state.pool_keys(sequence, item, self.rotation))
         if item.queries == item.keys:
             return sequence
-        if self.gate is not None:  # reads no other keys than the pooled ones
-            k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
-        else:
-            k, v = now.state.keys(x.layer, item.table, 0, item.keys)
-        return replace(sequence, k=k, v=v, pooled_keys=pooled)
+        k, v = now.state.keys(x.layer, item.table, 0, item.keys)
+        return replace(sequence, k=k, v=v)
 
-    def _mark_pooled(self, now: PagedPass, prompts: Prompts) -> None:
-        """Notes that the pooled keys of prompts are known, in every layer; those of decoded tokens are not."""
-        for item in prompts.items:
-            if item.keys >= self.dense_below and self._can_pool(now, item):
-                pages, blocks = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
-                now.state.is_pooled[pages, blocks] = True
-
-    def _can_pool(self, now: PagedPass, item: Prompt) -> bool:
-        """Returns whether the keys before RoPE that are not pooled yet are of this pass, or can be recovered."""
-        return self.rotation is not None or item.pooled * now.state.block_size == item.keys - item.queries
+    def _mark_pooled(self, now: PagedPass) -> None:
+        """Notes that the pooled keys of sparse prompts are known, in every layer; those of decoded tokens are not."""
+        for item in (item for prompts in now.prompts if prompts.sparse for item in prompts.items):
+            pages, blocks = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
+            now.state.is_pooled[pages, blocks] = True
 
     def _is_short(self, rows: Sequences) -> bool:
         """Returns whether all sequences are known to be too short for buckets."""
@@ -246,18 +256,12 @@ def _tokens(x: Tensor, tokens: Any) -> Tensor:
 
 def _placeholder(like: Tensor, batch: int, heads: int, keys: int) -> Tensor:
     """Returns a tensor ``[batch, heads, keys, D]`` without memory, where only the number of keys counts."""
-    return like.new_zeros(1).expand(batch, heads, keys, like.shape[-1])
+    return like.new_empty(1).expand(batch, heads, keys, like.shape[-1])
 
 
-def _joined(chosen: Sequence[Tensor | None], rows: int, columns: int) -> Tensor | None:
-    """Returns the masks of several sequences as one, bool ``[B, H, rows, columns]``; None if all are dense."""
-    masks = [mask for mask in chosen if mask is not None]
-    if not masks:
-        return None
-    joined = masks[0].new_zeros(len(chosen), masks[0].shape[1], rows, columns)
-    for own, mask in zip(joined, chosen, strict=True):
-        if mask is None:
-            own.fill_(True)
-        else:
-            own[:, : mask.shape[2], : mask.shape[3]] = mask[0]
+def _joined(masks: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    """Returns the masks of several sequences as one, bool ``[B, H, rows, columns]``."""
+    joined = masks[0].new_zeros(len(masks), masks[0].shape[1], rows, columns)
+    for own, mask in zip(joined, masks, strict=True):
+        own[:, : mask.shape[2], : mask.shape[3]] = mask[0]
     return joined
