@@ -143,7 +143,7 @@ class PagedAttention:
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         counts = self._counter(now.state)[: len(q)]
-        keys = _placeholder(q, *counts.shape, 1)
+        keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
         router: Any = self.routed.router
         probes = route(router, queries, self.routed.probes)
