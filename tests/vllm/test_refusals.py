@@ -21,6 +21,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
         "speculative decoding is not supported by the backend MSATTN",
     ),
+    "adapters": ({"enable_lora": True}, "LoRA is not supported by the backend MSATTN"),
     "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline parallelism is not supported"),
 }
 GIVEN: dict[str, tuple[Any, str]] = {

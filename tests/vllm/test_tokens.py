@@ -1,6 +1,5 @@
 """Tokens of vLLM with the backend: its own if everything is read, and those of an attached model of transformers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from msattn.trainer import models
 from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.vllm.backend import stats
-from tests.vllm.engines import EVERY_KEY, NEW, answers, cached_tokens, engine, prompts_of, save_adapter
+from tests.vllm.engines import EVERY_KEY, NEW, answers, cached_tokens, engine, prompts_of
 
 RAGGED = [*prompts_of(1, 64, 65, 900), *prompts_of(310, 600, prefix=300)]
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "recent": 256, "dense_below": 0}
@@ -71,15 +70,6 @@ def test_a_prefix_that_decoding_left_is_read_sparsely() -> None:
         assert answers(llm, [second]) == expected
         (counted,) = llm.collective_rpc(stats)
     assert counted["dense_fallbacks"] == 0
-
-
-def test_adapters_give_the_tokens_of_dense_vllm(tmp_path: Path) -> None:
-    adapter, prompts = save_adapter(tmp_path), prompts_of(100, 400, prefix=64)
-    with engine(enable_lora=True, max_lora_rank=8) as llm:
-        expected = [answers(llm, prompts, adapter=each) for each in (None, adapter)]
-    assert expected[0] != expected[1]
-    with engine(EVERY_KEY, enable_lora=True, max_lora_rank=8) as llm:
-        assert [answers(llm, prompts, adapter=each) for each in (None, adapter)] == expected
 
 
 def test_short_prompts_and_a_gate_or_a_router_alone() -> None:

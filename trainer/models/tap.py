@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "msattn_tap"
-# The same, of models whose layers are all served: continuous batching of transformers accepts names that contain "flash".
-# Layers with chunks, which only other models have, refuse such names.
+# The same, from the first manager of continuous batching on: transformers accepts only names that contain "flash" for it, with
+# which generate keeps masks without padding, too, and reads them for each token.
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
-PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged; its ``layers`` stand for the layers of a cache
+PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged, which stands for the cache of each layer
 DENSE = "msattn_dense"
 _entering = threading.Lock()  # of two threads that attach one model, the second one is refused
 
@@ -58,9 +58,10 @@ class _Pass(threading.local):
     position_embeddings: tuple[Tensor, Tensor] | None = None
     position_ids: Tensor | None = None
     past_key_values: Any = None
+    pages: Any = None
 
     def clear(self) -> None:
-        self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = self.past_key_values = None
+        self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = self.past_key_values = self.pages = None
 
 
 class NotCopied:
@@ -85,7 +86,7 @@ class _LayerTap(NotCopied):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         self.current.position_embeddings = kwargs["position_embeddings"]
         self.current.position_ids = kwargs.get("position_ids")
-        self.current.past_key_values = kwargs[PAGES] if PAGES in kwargs else kwargs.get("past_key_values")
+        self.current.past_key_values, self.current.pages = kwargs.get("past_key_values"), kwargs.get(PAGES)
         return args, {**kwargs, TAP: self}  # transformers forwards unknown keywords to the attention function
 
     @torch.compiler.disable
@@ -110,7 +111,9 @@ class _LayerTap(NotCopied):
     ) -> Tensor:
         layer: int = self.module.layer_idx
         now = self.current
-        cache = None if now.past_key_values is None else now.past_key_values.layers[layer]
+        cache = now.pages
+        if cache is None and now.past_key_values is not None:
+            cache = now.past_key_values.layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
             raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static one")
         q_nope, k_nope, cos, sin = self._before_rope(q, k)
@@ -304,7 +307,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
             capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)  # SDPA would not cap
             kept = frozenset(layer.layer for layer in layers if layer.kept)
             _kept[id(config)] = _Kept(kept, "eager" if capped else before)
-            config._attn_implementation = IMPLEMENTATION if kept else BATCHED_IMPLEMENTATION
+            config._attn_implementation = IMPLEMENTATION
         try:
             yield
         finally:

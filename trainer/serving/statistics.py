@@ -99,16 +99,22 @@ class Statistics:
         """Counts nothing of the block, such as passes that only compile kernels and capture graphs."""
         with self._lock:
             held = Counter(self._counts), dict(self._sums), self._visible, self._read_densely
+            self._synchronize()
             on_device = {id(x): x.clone() for x in self._tensors()}
         try:
             yield
         finally:
             with self._lock:
                 self._counts, self._sums, self._visible, self._read_densely = held
+                self._synchronize()
                 for x in self._tensors():  # in place: graphs hold their addresses
-                    if x.is_cuda:
-                        torch.cuda.synchronize(x.device)
                     x.copy_(on_device.get(id(x), torch.zeros_like(x)))
+                self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Waits for the streams that count on a device."""
+        for device in {x.device for x in self._tensors() if x.is_cuda}:
+            torch.cuda.synchronize(device)
 
     def _tensors(self) -> list[Tensor]:
         return [*self._on_device.values(), *self._key_counts.values()]

@@ -6,14 +6,18 @@ import pytest
 import torch
 import transformers
 from transformers import CompileConfig, ContinuousBatchingConfig
+from transformers.generation.continuous_batching import initialization
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from msattn.trainer.attach import attach, disable, enable
 from msattn.trainer.config import GateConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.models import tap
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.seer.decode_gate import DecodeGate
+from msattn.trainer.serving import steps
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, prompts_of, together
@@ -107,10 +111,86 @@ def test_prompts_that_would_end_all_requests_are_refused() -> None:
             for bad, message in (([], "one token"), ([3, 128], "0 to 127"), ([-1], "0 to 127"), ([1] * 257, "prompt of 257")):
                 with pytest.raises(UserError, match=message):
                     manager.add_request(bad)
+                with pytest.raises(UserError, match=message):
+                    model.generate_batch([good, bad], GREEDY, config)
             manager.add_request(good)
             assert manager.get_result(timeout=20).error is None
-        with pytest.raises(UserError, match="prompt of 257 tokens"):
-            model.generate_batch([[1] * 257], GREEDY, config)
+        with torch.inference_mode(), pytest.raises(UserError, match="inference_mode"):
+            model.generate_batch([good], GREEDY, config)
+    assert "generate_batch" not in vars(model)
+
+
+def test_generate_reads_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a name that has "flash", which managers need, it keeps masks of ones; so the tap has one for managers only."""
+    model, (prompt,) = tiny_model(), prompts_of(40)
+    names, read, left_padding = list[str](), list[torch.Tensor](), tap.left_padding
+
+    def reading(mask: torch.Tensor) -> list[int]:
+        read.append(mask)
+        return left_padding(mask)
+
+    for module in (tap, steps):
+        monkeypatch.setattr(module, "left_padding", reading)
+    with attach_reading_all(model) as sparse:
+        names.append(model.config._attn_implementation)
+        model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, cache_implementation="static")
+        assert read == []
+        for _ in range(2):
+            model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE))
+        names.append(model.config._attn_implementation)
+        assert together(model, sparse, [prompt]) == [alone(model, prompt)]
+    assert [*names, model.config._attn_implementation] == ["msattn_tap", "msattn_flash_tap", "sdpa"]
+
+
+def test_attention_sinks_are_refused() -> None:
+    """In layers that are all served; those of gpt-oss have a window, too."""
+    model = tiny_model()
+    with attach_reading_all(model):
+        model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+        with pytest.raises(UserError, match="attention sinks are not supported"):
+            model.generate_batch(prompts_of(20), GREEDY)
+
+
+def test_a_model_on_the_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = tiny_model(), prompts_of(20)
+    expected = [alone(model, prompt) for prompt in prompts]
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
+    with attach_reading_all(model) as sparse:
+        options: dict[str, Any] = {"use_cuda_graph": (False, True), "use_async_batching": True}
+        config = sparse.batching_config(page_size=PAGE, **options)
+        resolved = model.init_continuous_batching(GREEDY, config).continuous_batching_config
+        assert (resolved.use_cuda_graph, resolved.use_async_batching) == ((False, False), False)
+        assert together(model, sparse, prompts, **options) == expected
+
+
+def test_a_reason_against_cuda_graphs_is_told() -> None:
+    model = tiny_model()
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    with attach_reading_all(model) as sparse:
+        managers = model.init_continuous_batching.__self__
+        manager = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE))
+        manager.continuous_batching_config.use_cuda_graph = (False, True)
+        with pytest.warns(ModelWarning, match=r"without CUDA graphs, more slowly: the module layers.0 has a forward hook"):
+            managers._configure(manager, sparse.batching_config(), 4)
+        assert manager.continuous_batching_config.use_cuda_graph == (False, False)
+
+
+def test_all_managers_end_though_one_cannot_be_stopped() -> None:
+    """transformers refuses to stop a manager inside of its pause."""
+    model = tiny_model()
+    sparse = enable(model, gate=gate_for(model), select=EVERY_BLOCK)
+    config = sparse.batching_config(page_size=PAGE, num_blocks=16, max_batch_tokens=64)
+    managers = [model.init_continuous_batching(GREEDY, config) for _ in range(3)]
+    for manager in managers:
+        manager.start()
+        manager.add_request(prompts_of(20)[0], max_new_tokens=2)
+        assert manager.get_result(timeout=20).error is None
+    with managers[1].pause(), pytest.raises(RuntimeError, match="inside a pause"):
+        disable(model)
+    assert [manager.is_running() for manager in managers] == [False, True, False]
+    assert len(sparse.paged._states) == 0
+    managers[1].stop(hard_stop=True)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_default_configuration() -> None:
@@ -121,6 +201,10 @@ def test_the_default_configuration() -> None:
         resolved = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE)).continuous_batching_config
         assert resolved.max_blocks_per_request == model.config.max_position_embeddings // PAGE
         assert not any(resolved.use_cuda_graph)
+        for hints, pages in (((20, 12), 1), ((20, 0), 8), ((0, 12), 8), ((300, 300), 8)):
+            asked = WorkloadHints(max_prompt_length=min(hints[0], 256), max_generated_length=hints[1])
+            manager = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE), asked)
+            assert manager.continuous_batching_config.max_blocks_per_request == pages
         given = sparse.batching_config(page_size=PAGE, max_blocks_per_request=3)
         assert model.init_continuous_batching(GREEDY, given).continuous_batching_config.max_blocks_per_request == 3
 

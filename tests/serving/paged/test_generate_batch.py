@@ -12,6 +12,7 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig, SelectConfig
 from msattn.trainer.saap.lsh import sign_buckets
 from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.serving.paged import attention
 from tests.factory import tiny_model
 from tests.serving.paged.batches import PAGE, alone, prompts_of, together
 from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
@@ -58,6 +59,8 @@ def test_reading_every_key_gives_the_tokens_of_dense_generate(
         options = {"page_size": BLOCK, "num_blocks": 15, "max_batch_tokens": 75, "safety_margin": 0.0}
         assert together(model, sparse, prompts, **options, max_blocks_per_request=pages_of_request) == expected
         stats = sparse.stats()
+        (counter,) = sparse.statistics._key_counts.values()  # one, of whatever number of sequences
+    assert len(counter) >= min(count, 75)
     assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 1, 0, 0)
     assert events["shared"] > 0
     assert events["preempted"] > 0
@@ -148,6 +151,24 @@ def test_short_sequences_stay_dense(monkeypatch: pytest.MonkeyPatch, pages_of_re
         stats = sparse.stats()
         assert stats["dense_by_choice"] == LAYERS
         assert stats["selectivity"] < 1
+
+
+def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense prompts have none, and short ones do not get the width of a long one in the same pass."""
+    masks, operation = list[tuple[int, ...] | None](), attention.paged_block_sparse_attention
+
+    def seen(q: Any, cache: Any, cu_queries: Any, mask: Any, **options: Any) -> Any:
+        masks.append(None if mask is None else tuple(mask.shape))
+        return operation(q, cache, cu_queries, mask, **options)
+
+    monkeypatch.setattr(attention, "paged_block_sparse_attention", seen)
+    model, prompts = tiny_model(), prompts_of(*[3 + i % 5 for i in range(12)], 40, 45, 200)
+    expected = [alone(model, prompt) for prompt in prompts]
+    with attach(model, gate=gate_for(model), select=EVERY_BLOCK, dense_below=20) as sparse:
+        assert together(model, sparse, prompts) == expected
+        assert sparse.stats()["dense_by_choice"] == 12 * LAYERS
+    heads = model.config.num_attention_heads
+    assert Counter(masks) == dict.fromkeys([None, (2, heads, 3, 4), (1, heads, 13, 14)], LAYERS)
 
 
 def test_dynamic_rope_falls_back_to_dense_chunks() -> None:

@@ -91,6 +91,38 @@ def test_pooled_keys_of_decoded_tokens_are_recovered(seen: Counter[str]) -> None
         assert answer[:10] == alone(model, asked)[: len(answer)]
 
 
+def test_a_pass_that_fails_leaves_no_pooled_keys_behind(monkeypatch: pytest.MonkeyPatch, seen: Counter[str]) -> None:
+    """A manager that goes on after it pools the keys of the pages again, which it finds in the cache."""
+    model, (prompt,), fails = tiny_model(), prompts_of(3 * PAGE - 5), False
+    write = PagedAttention._write
+
+    def writing(attention: PagedAttention, x: LayerInputs, now: PagedPass) -> None:
+        if fails and x.layer == 1:
+            raise RuntimeError("out of memory")
+        write(attention, x, now)
+
+    monkeypatch.setattr(PagedAttention, "_write", writing)
+    with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
+        manager = model.init_continuous_batching(
+            GREEDY, sparse.batching_config(page_size=PAGE, num_blocks=16, max_batch_tokens=256)
+        )
+        manager.start()
+        manager.add_request(prompt, max_new_tokens=PAGE + 3)
+        turn = [*prompt, *manager.get_result(timeout=20).generated_tokens, 7, 8, 9]
+        fails = True
+        manager.add_request(turn, max_new_tokens=3)
+        assert "out of memory" in manager.get_result(timeout=20).error
+        manager._generation_thread.join(20)
+        fails = False
+        (state,) = sparse.paged._states.values()
+        assert all(bool((pooled.flatten(2)[state.is_pooled] != 0).any(-1).all()) for pooled in state.pooled.values())
+        manager.start()
+        manager.add_request(turn, max_new_tokens=3)
+        assert manager.get_result(timeout=20).generated_tokens == alone(model, turn)[:3]
+        manager.stop()
+    assert seen["recovered blocks"] > 0
+
+
 @pytest.mark.parametrize("pages_of_request", [None, 0])
 def test_copied_pages_have_the_state_of_theirs(seen: Counter[str], pages_of_request: int | None) -> None:
     """Requests with several answers fork: they share whole pages, and get copies of the unfinished one."""

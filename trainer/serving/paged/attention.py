@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,13 +23,13 @@ from msattn.trainer.models.tap import PAGES
 from msattn.trainer.routing.buckets import route
 from msattn.trainer.seer.select import Selection, sparsity
 from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Prompts, Sequences
-from msattn.trainer.serving.paged.state import AllocatedState
+from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 from msattn.trainer.serving.statistics import Statistics
 
 if TYPE_CHECKING:
     from msattn.trainer.serving.routed import RoutedDecoding
 
-BLOCK = 64  # of a mask without a selection
+BLOCK = 64  # of a pass without a mask
 LONGEST = torch.iinfo(torch.int32).max
 
 
@@ -44,10 +46,6 @@ class PagedAttention:
     Parameters
     ----------
     selection, routed, statistics, dense_below, rotation : those of the :class:`msattn.trainer.serving.sparse.Sparse`.
-
-    Attributes
-    ----------
-    managers : the managers of continuous batching whose passes it serves.
 
     Notes
     -----
@@ -67,8 +65,20 @@ class PagedAttention:
         self.selection, self.routed, self.statistics = selection, routed, statistics
         self.dense_below, self.rotation = dense_below, rotation
         self.gate = None if selection is None else selection.gate
-        self.managers: WeakSet[Any] = WeakSet()
+        self._managers: WeakSet[Any] = WeakSet()
         self._states: WeakKeyDictionary[Any, AllocatedState] = WeakKeyDictionary()
+        self._lock = RLock()  # managers are created, and have their passes, in several threads
+
+    @property
+    def managers(self) -> list[Any]:
+        """The managers of continuous batching whose passes this attention serves."""
+        with self._lock:
+            return list(self._managers)
+
+    def serve(self, manager: Any) -> None:
+        """Serves the passes of a manager from now on."""
+        with self._lock:
+            self._managers.add(manager)
 
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a decoder with the pass that they describe.
@@ -77,41 +87,49 @@ class PagedAttention:
         ------
         UserError : the pass is one of a manager that was created with another attention.
         """
-        now = PagedPass.of(self._state(arguments["cache"], config), arguments)
-        self.start(now)
+        state = self._state(arguments["cache"], config)
+        now = PagedPass.of(state, arguments, partial(self._is_sparse, state))
+        self._start(now)
         # transformers makes no mask where it gets one.
         return {**arguments, PAGES: now, "attention_mask": torch.empty(1, 1, 0, 0)}
 
-    def start(self, now: PagedPass) -> None:
-        """Notes what a pass will leave in the state and counts the keys that it sees, once for all layers."""
-        if now.state.pooled:
-            self._mark_pooled(now)
+    def begin_tables(self, state: PagedState, *tables: Tensor) -> PagedPass:
+        """Returns a pass, of which ``tables`` are the other arguments of :meth:`PagedPass.of_tables`."""
+        now = PagedPass.of_tables(state, *tables, is_sparse=partial(self._is_sparse, state))
+        self._start(now)
+        return now
+
+    def _start(self, now: PagedPass) -> None:
+        """Takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
+        if now.state.pooled:  # not before the pass has computed them
+            now.state.is_pooled[now.pages, now.offsets // now.state.block_size] = False
         if self.routed is not None and now.decoded is not None:
             keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * now.state.kv_heads)
             self.statistics.add_visible(keys, all_read=self._is_short(now.decoded))
 
     def release(self) -> None:
         """Lets go of all caches."""
-        for state in self._states.values():
-            state.release()
-        self._states.clear()
+        with self._lock:
+            for state in self._states.values():
+                state.release()
+            self._states.clear()
 
     def attend(self, x: LayerInputs) -> Tensor:
         """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; those of padding get anything.
 
         ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens, ``[1, Hkv, T, D]``.
         """
-        if x.sinks is not None:
-            raise UserError("generate_batch: attention sinks are not supported; accepted is model.generate")
         now: PagedPass = x.cache
         self._write(x, now)
-        if now.prompts is None and now.decoded is not None and isinstance(now.decoded.tokens, slice):
+        if not now.prompts and now.decoded is not None and isinstance(now.decoded.tokens, slice):
             return self._decoded(x, now, now.decoded).transpose(0, 1)[None]
         out = torch.zeros_like(x.q[0].transpose(0, 1))
         if now.decoded is not None:
             out[now.decoded.tokens] = self._decoded(x, now, now.decoded)
-        if now.prompts is not None:
-            out[now.prompts.tokens] = self._prompts(x, now, now.prompts)
+        for prompts in now.prompts:
+            out[prompts.tokens] = self._prompts(x, now, prompts)
+        if x.layer == now.state.last_pooled:
+            self._mark_pooled(now)
         return out.transpose(0, 1)[None]
 
     def _write(self, x: LayerInputs, now: PagedPass) -> None:
@@ -134,33 +152,48 @@ class PagedAttention:
                 self.statistics.count("dense_by_choice")
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
+        counts = self._counter(now.state)[: len(q)]
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
         router: Any = self.routed.router
         probes = route(router, queries, self.routed.probes)
         return paged_bucket_decode(
             q, cache, now.state.buckets[x.layer], probes, recent=self._window(rows), sink=self.routed.sink,
-            counts=self.statistics.key_counts(keys), **scores,
+            counts=counts, **scores,
         ).out.squeeze(2)  # fmt: skip
 
     def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
-        size = BLOCK if self.selection is None else self.selection.block_size
-        chosen = [None if self.selection is None else self._chosen(x, now, item, self.selection) for item in prompts.items]
+        size, mask = BLOCK, None
         most = max(item.queries for item in prompts.items)
-        mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
+        if prompts.sparse:
+            assert self.selection is not None
+            size, chosen = self.selection.block_size, [self._chosen(x, now, item, self.selection) for item in prompts.items]
+            mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
+        elif self.selection is not None:
+            self._count_dense(prompts)
         cache = PagedKeys(*now.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
             scale=x.scale, softcap=x.softcap,
         ).out  # fmt: skip
 
-    def _chosen(self, x: LayerInputs, now: PagedPass, item: Prompt, selection: Selection) -> Tensor | None:
-        """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``; None, and counts it, if it is dense."""
-        if item.keys < self.dense_below or (self.gate is not None and not self._can_pool(now, item)):
+    def _count_dense(self, prompts: Prompts) -> None:
+        for item in prompts.items:
             self.statistics.count("dense_by_choice" if item.keys < self.dense_below else "dense_fallbacks")
             self.statistics.add("sparsity", 0.0)
-            return None
+
+    def _is_sparse(self, state: PagedState, item: Prompt) -> bool:
+        """Returns whether a sequence reads the blocks of the selection, whose gate needs all keys before RoPE.
+
+        Those that are not pooled yet are of this pass, or can be recovered.
+        """
+        if self.selection is None or item.keys < self.dense_below:
+            return False
+        return self.gate is None or self.rotation is not None or item.pooled * state.block_size == item.keys - item.queries
+
+    def _chosen(self, x: LayerInputs, now: PagedPass, item: Prompt, selection: Selection) -> Tensor:
+        """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``."""
         sequence = self._sequence(x, now, item)
         blocks = selection.blocks(sequence)
         self.statistics.add("sparsity", sparsity(blocks, selection.candidates(sequence)))
@@ -170,30 +203,21 @@ class PagedAttention:
         """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
         new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
-        sequence, pooled = replace(x, **new, **angles), None
-        if self.gate is not None:
-            pooled = now.state.pool_keys(sequence, item, self.rotation)
+        positions = None if x.positions is None else x.positions[:, item.tokens]
+        sequence = replace(x, **new, **angles, positions=positions)
+        if self.gate is not None:  # reads no other keys than the pooled ones
+            keys = _placeholder(x.q, 1, x.k.shape[1], item.keys)
+            return replace(sequence, k=keys, v=keys, pooled_keys=now.state.pool_keys(sequence, item, self.rotation))
         if item.queries == item.keys:
             return sequence
-        if self.gate is not None:  # reads no other keys than the pooled ones
-            k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
-        else:
-            k, v = now.state.keys(x.layer, item.table, 0, item.keys)
-        return replace(sequence, k=k, v=v, pooled_keys=pooled)
+        k, v = now.state.keys(x.layer, item.table, 0, item.keys)
+        return replace(sequence, k=k, v=v)
 
     def _mark_pooled(self, now: PagedPass) -> None:
-        """Notes which pooled keys will be known after a pass: those of prompts, not those of decoded tokens."""
-        state = now.state
-        assert state.gate is not None
-        state.is_pooled[now.pages, now.offsets // state.gate.block_size] = False
-        for item in () if now.prompts is None else now.prompts.items:
-            if item.keys >= self.dense_below and self._can_pool(now, item):
-                state.is_pooled[state.place(item.table, item.pooled, item.keys // state.gate.block_size)] = True
-
-    def _can_pool(self, now: PagedPass, item: Prompt) -> bool:
-        """Returns whether the keys before RoPE that are not pooled yet are of this pass, or can be recovered."""
-        assert now.state.gate is not None
-        return self.rotation is not None or item.pooled * now.state.gate.block_size == item.keys - item.queries
+        """Notes that the pooled keys of sparse prompts are known, in every layer; those of decoded tokens are not."""
+        for item in (item for prompts in now.prompts if prompts.sparse for item in prompts.items):
+            pages, blocks = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
+            now.state.is_pooled[pages, blocks] = True
 
     def _is_short(self, rows: Sequences) -> bool:
         """Returns whether all sequences are known to be too short for buckets."""
@@ -212,17 +236,30 @@ class PagedAttention:
         return sys.maxsize if self.routed is None else self.routed.routed_from(len(rows.kv_len))
 
     def _state(self, cache: Any, config: Any) -> AllocatedState:
-        if cache not in self._states:
-            processors = [manager.batch_processor for manager in self.managers]
-            if not any(processor is not None and processor.cache is cache for processor in processors):
-                raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
-            self._states[cache] = AllocatedState(cache, **self.kept(config))
-        return self._states[cache]
+        with self._lock:
+            if cache not in self._states:
+                self._states[cache] = self._new_state(cache, config)
+            return self._states[cache]
 
-    def kept(self, config: Any) -> dict[str, Any]:
-        """Returns the arguments of a ``PagedState`` that say what it keeps, for a model with this configuration."""
+    def _new_state(self, cache: Any, config: Any) -> AllocatedState:
+        owners = [manager for manager in self.managers if getattr(manager.batch_processor, "cache", None) is cache]
+        if not owners:
+            raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
+        state = AllocatedState(cache, **self.kept(config, owners[0].continuous_batching_config.max_requests_per_batch))
+        if state.buckets:  # counters exist before a graph is captured, which holds their addresses
+            self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
+        return state
+
+    def kept(self, config: Any, requests: int) -> dict[str, Any]:
+        """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""
         routed = () if self.routed is None else self.routed.layers
-        return {"routed": routed, "gate": None if self.gate is None else self.gate.cfg, "gated": served_layers(config)}
+        gate = None if self.gate is None else self.gate.cfg
+        return {"routed": routed, "gate": gate, "gated": served_layers(config), "requests": requests}
+
+    def _counter(self, state: PagedState) -> Tensor:
+        """Returns the counter of the keys that are read, int64 ``[requests, Hkv]``: one for passes of every size."""
+        keys, _ = state.pages(min(state.layers))
+        return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
 
 
 def _tokens(x: Tensor, tokens: Any) -> Tensor:
@@ -232,18 +269,12 @@ def _tokens(x: Tensor, tokens: Any) -> Tensor:
 
 def _placeholder(like: Tensor, batch: int, heads: int, keys: int) -> Tensor:
     """Returns a tensor ``[batch, heads, keys, D]`` without memory, where only the number of keys counts."""
-    return like.new_zeros(1).expand(batch, heads, keys, like.shape[-1])
+    return like.new_empty(1).expand(batch, heads, keys, like.shape[-1])
 
 
-def _joined(chosen: Sequence[Tensor | None], rows: int, columns: int) -> Tensor | None:
-    """Returns the masks of several sequences as one, bool ``[B, H, rows, columns]``; None if all are dense."""
-    masks = [mask for mask in chosen if mask is not None]
-    if not masks:
-        return None
-    joined = masks[0].new_zeros(len(chosen), masks[0].shape[1], rows, columns)
-    for own, mask in zip(joined, chosen, strict=True):
-        if mask is None:
-            own.fill_(True)
-        else:
-            own[:, : mask.shape[2], : mask.shape[3]] = mask[0]
+def _joined(masks: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    """Returns the masks of several sequences as one, bool ``[B, H, rows, columns]``."""
+    joined = masks[0].new_zeros(len(masks), masks[0].shape[1], rows, columns)
+    for own, mask in zip(joined, masks, strict=True):
+        own[:, : mask.shape[2], : mask.shape[3]] = mask[0]
     return joined

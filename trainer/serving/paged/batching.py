@@ -1,7 +1,8 @@
 """Managers of transformers' continuous batching for an attached model: their configuration, and their end with the context."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,9 @@ import torch
 import transformers
 
 from msattn.trainer.config.values import require
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
-from msattn.trainer.models.tap import is_tapped
+from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.seer.policies import Multiscale
 from msattn.trainer.serving.fused import replaced
@@ -54,7 +55,10 @@ def batching(model: Any, sparse: "Sparse", *, cuda_graphs: bool) -> Iterator[Non
         yield
         return
     managers = Managers(original, sparse, cuda_graphs=cuda_graphs)
-    with replaced(managers.model, managers.create, name="init_continuous_batching"):
+    with (
+        replaced(managers.model, managers.create, name="init_continuous_batching"),
+        replaced(managers.model, managers.generate_batch, name="generate_batch"),
+    ):
         try:
             yield
         finally:
@@ -73,7 +77,7 @@ class Managers:
     def __init__(self, original: Any, sparse: "Sparse", *, cuda_graphs: bool) -> None:
         self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
         self.model = original.__self__  # of a PEFT model, the one inside
-        self.created = sparse.paged.managers
+        self.original_batch = self.model.generate_batch
 
     @torch.no_grad()
     def create(self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
@@ -87,30 +91,49 @@ class Managers:
         check_attached(self.model, self.sparse)
         config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
         check_config(config, self.sparse)
+        if self.model.device.type != "cuda":  # transformers would look for a GPU, not for the model's device
+            config.use_cuda_graph = config.use_async_batching = False
         if workload_hints is not None:
             longest = workload_hints.max_prompt_length
             check_length(self.model.config, longest, f"prompt of {longest} tokens")
         held = getattr(self.model, "_cached_continuous_batching_manager", None)
-        if held is not None and held not in self.created:
+        if held is not None and held not in self.sparse.paged.managers:
             raise UserError(
                 "generate_batch: a manager of before is kept; call model.destroy_cached_continuous_batching_manager() first"
             )
         pages, config.max_blocks_per_request = config.max_blocks_per_request, None  # transformers would warn of none
+        self.model.config._attn_implementation = BATCHED_IMPLEMENTATION  # until the context ends
         manager = self.original(
             generation_config=generation_config, continuous_batching_config=config, workload_hints=workload_hints
         )
-        if manager not in self.created:
+        if manager not in self.sparse.paged.managers:
             if pages is None:
                 pages = -(-_longest(self.model.config, workload_hints) // config.page_size)
             self._configure(manager, config, pages)
-            self.created.add(manager)
+            self.sparse.paged.serve(manager)
         return manager
+
+    def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for ``generate_batch``, with the same arguments, which would log a refused prompt and return no answer.
+
+        Raises
+        ------
+        UserError : as :meth:`create`, or a prompt is refused (:func:`check_prompt`), or this is inference mode.
+        """
+        if torch.is_inference_mode_enabled():
+            raise UserError("generate_batch: called in torch.inference_mode(); accepted is torch.no_grad(), or neither")
+        for prompt in inputs:
+            check_prompt(prompt, self.model.config)
+        return self.original_batch(inputs, *args, **kwargs)
 
     def _configure(self, manager: Any, given: Any, pages: int) -> None:
         """Turns on the decoding over block tables, for which transformers looks for a kernel of its own, and CUDA graphs."""
-        resolved, captures = manager.continuous_batching_config, self.cuda_graphs and uncapturable(decoder(self.model)) is None
+        resolved = manager.continuous_batching_config
+        captures, reason = self.cuda_graphs and resolved.cuda_graph_booleans[1], uncapturable(decoder(self.model))
+        if captures and reason is not None:
+            warnings.warn(f"generate_batch runs without CUDA graphs, more slowly: {reason}", ModelWarning, stacklevel=3)
         resolved.max_blocks_per_request = pages
-        resolved.use_cuda_graph = (False, captures and resolved.cuda_graph_booleans[1])
+        resolved.use_cuda_graph = (False, captures and reason is None)
         if given.max_requests_per_batch is None:
             resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MOST_REQUESTS)
         manager.warmup = partial(self._warm_up, manager.warmup)
@@ -128,13 +151,20 @@ class Managers:
 
     def end(self) -> None:
         """Stops the managers, whose graphs and caches belong to this context, and lets go of the caches."""
-        for manager in self.created:
+        with ExitStack() as ends:  # all of them run, whatever one raises
+            ends.callback(self.sparse.paged.release)
+            for manager in self.sparse.paged.managers:
+                ends.callback(self._end, manager)
+
+    def _end(self, manager: Any) -> None:
+        """Stops a manager, and forgets it where it is kept on the model."""
+        manager.start = manager.warmup = _ended
+        try:
             if manager.is_running():
                 manager.stop(hard_stop=True)
-            manager.start = manager.warmup = _ended
-        if getattr(self.model, "_cached_continuous_batching_manager", None) in self.created:
-            self.model.destroy_cached_continuous_batching_manager()
-        self.sparse.paged.release()
+        finally:
+            if getattr(self.model, "_cached_continuous_batching_manager", None) is manager:
+                self.model.destroy_cached_continuous_batching_manager()
 
 
 def _ended() -> None:
@@ -145,6 +175,8 @@ def check_attached(model: Any, sparse: "Sparse") -> None:
     """Raises UserError unless what is attached to ``model`` can be served over pages."""
     if not is_tapped(model.config):
         raise UserError("generate_batch: accepted are language models, not models with images")
+    if any(getattr(layer.self_attn, "sinks", None) is not None for layer in decoder(model).layers):
+        raise UserError("generate_batch: attention sinks are not supported; accepted is model.generate")
     check_paged(decoder(model).config, sparse, "generate_batch")
 
 
@@ -213,5 +245,6 @@ def _has_window(config: Any) -> bool:
 
 def _longest(config: Any, hints: Any) -> int:
     """Returns the number of tokens of the longest request that is expected."""
-    asked = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
-    return min(asked, max_length(config)) if asked > 0 else max_length(config)
+    if hints is None or 0 in (hints.max_prompt_length, hints.max_generated_length):  # one of them is not known
+        return max_length(config)
+    return min(hints.max_prompt_length + hints.max_generated_length, max_length(config))

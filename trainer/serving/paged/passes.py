@@ -5,11 +5,14 @@ function writes its key; in that form all lengths stay on the device, as in a CU
 write, and the slots of all keys of all sequences one after another.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 
@@ -56,17 +59,26 @@ class Sequences:
 
 
 @dataclass
-class Prompts(Sequences):
-    """Sequences with several new tokens.
+class Prompts:
+    """Sequences with several new tokens that one operation serves: those that are dense, or sparse ones of similar sizes.
+
+    A block mask of all of them is then less than 4 times as large as their own masks, but for the rest of a page.
 
     Attributes
     ----------
+    tokens : int64 ``[T]``, their new tokens in the pass.
+    table, kv_len : int32 ``[B, pages]`` and ``[B]``.
     items : each of them.
     cu_queries : int32 ``[B + 1]``.
+    sparse : whether they read the blocks of a selection.
     """
 
+    tokens: Tensor
+    table: Tensor
+    kv_len: Tensor
     items: list[Prompt]
     cu_queries: Tensor
+    sparse: bool
 
 
 @dataclass
@@ -78,22 +90,17 @@ class PagedPass:
     state : of the cache.
     pages, offsets : int64 ``[T]``, where the key of each token goes.
     decoded : the sequences with one new token, or None.
-    prompts : the others, or None.
+    prompts : the others, in groups.
     """
 
     state: PagedState
     pages: Tensor
     offsets: Tensor
     decoded: Sequences | None
-    prompts: Prompts | None
-
-    @property
-    def layers(self) -> "dict[int, PagedPass]":
-        """Stands for the layers of a cache: each of them is this pass."""
-        return dict.fromkeys(self.state.layers, self)
+    prompts: list[Prompts]
 
     @classmethod
-    def of(cls, state: AllocatedState, arguments: dict[str, Any]) -> "PagedPass":
+    def of(cls, state: AllocatedState, arguments: dict[str, Any], is_sparse: Callable[[Prompt], bool]) -> "PagedPass":
         """Returns the pass that transformers describes in the arguments of a decoder."""
         allocator = state.allocator
         kv_len = arguments["cu_seq_lens_k"][allocator.layer_type].diff().int()
@@ -101,7 +108,32 @@ class PagedPass:
             return cls._of_new_tokens(state, arguments["block_table"][allocator.index], kv_len)
         read, write = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
         longest = arguments["max_length_k"][allocator.layer_type]
-        return cls._of_slots(state, arguments["cu_seq_lens_q"], kv_len, longest, write if len(read) == 0 else read, write)
+        slots = write if len(read) == 0 else read
+        table, cu_queries = _table(state, kv_len, longest, slots), arguments["cu_seq_lens_q"]
+        pages, offsets = write // state.slots_of_page, write % state.slots_of_page
+        return cls.of_tables(state, pages, offsets, table, cu_queries, kv_len, is_sparse)
+
+    @classmethod
+    def of_tables(
+        cls,
+        state: PagedState,
+        pages: Tensor,
+        offsets: Tensor,
+        table: Tensor,
+        cu_queries: Tensor,
+        kv_len: Tensor,
+        is_sparse: Callable[[Prompt], bool],
+    ) -> "PagedPass":
+        """Returns a pass over any number of tokens of each sequence, whose pages are in ``table [B, pages]``.
+
+        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` their numbers of keys.
+        """
+        known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
+        numbers = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known.long()]).T
+        rows = [_Row(row, *own) for row, own in enumerate(numbers.tolist())]  # waits for the device
+        prompts = [(row.number, _prompt(row, table, state)) for row in rows if row.queries > 1]
+        decoded = _decoded([row for row in rows if row.queries == 1], table, kv_len)
+        return cls(state, pages, offsets, decoded, _groups(prompts, kv_len, is_sparse))
 
     @classmethod
     def _of_new_tokens(cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
@@ -113,35 +145,7 @@ class PagedPass:
         pages = table.gather(1, position[:, None] // state.page_size).squeeze(1).long()
         pages = pages.where(kv_len > 0, state.free_page)
         decoded = Sequences(slice(None), table, kv_len, longest)
-        return cls(state, pages, position % state.page_size, decoded, None)
-
-    @classmethod
-    def _of_slots(
-        cls, state: AllocatedState, cu_queries: Tensor, kv_len: Tensor, longest: int, slots: Tensor, write: Tensor
-    ) -> "PagedPass":
-        """Returns a pass over any number of tokens of each sequence, ``slots`` being those of all of their keys."""
-        size = state.page_size
-        ends = kv_len.long().cumsum(0)
-        logical = size * torch.arange(-(-longest // size), device=slots.device)
-        first_slots = (ends - kv_len)[:, None] + logical
-        table = (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
-        pages, offsets = write // state.slots_of_page, write % state.slots_of_page
-        return cls.of_tables(state, pages, offsets, table, cu_queries, kv_len)
-
-    @classmethod
-    def of_tables(
-        cls, state: PagedState, pages: Tensor, offsets: Tensor, table: Tensor, cu_queries: Tensor, kv_len: Tensor
-    ) -> "PagedPass":
-        """Returns a pass over any number of tokens of each sequence, whose pages are in ``table [B, pages]``.
-
-        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` the numbers of keys. Waits for the device.
-        """
-        known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
-        numbers = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known.long()]).T
-        rows = [_Row(row, *own) for row, own in enumerate(numbers.tolist())]
-        decoded = _decoded([row for row in rows if row.queries == 1], table, kv_len)
-        prompts = _prompts([row for row in rows if row.queries > 1], table, kv_len, state)
-        return cls(state, pages, offsets, decoded, prompts)
+        return cls(state, pages, position % state.page_size, decoded, [])
 
 
 class _Row(NamedTuple):
@@ -154,23 +158,41 @@ class _Row(NamedTuple):
     pooled: int
 
 
+def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -> Tensor:
+    """Returns the pages of each sequence, int32 ``[B, pages]``, from the ``slots`` of all of their keys."""
+    size, ends = state.page_size, kv_len.long().cumsum(0)
+    logical = size * torch.arange(-(-longest // size), device=slots.device)
+    first_slots = (ends - kv_len)[:, None] + logical
+    return (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
+
+
+def _prompt(row: _Row, table: Tensor, state: PagedState) -> Prompt:
+    """Returns a sequence with several new tokens; of its cached keys only whole blocks may be pooled."""
+    whole = 0 if state.gate is None else (row.keys - row.queries) // state.block_size
+    pages = table[row.number, : -(-row.keys // state.page_size)]
+    return Prompt(row.first, row.queries, row.keys, pages, min(row.pooled, whole))
+
+
+def _groups(prompts: list[tuple[int, Prompt]], kv_len: Tensor, is_sparse: Callable[[Prompt], bool]) -> list[Prompts]:
+    """Returns sequences with several new tokens in groups whose numbers of queries, and of keys, have as many binary digits."""
+    groups = defaultdict[tuple[int, int] | None, list[tuple[int, Prompt]]](list)
+    for number, item in prompts:
+        groups[(item.queries.bit_length(), item.keys.bit_length()) if is_sparse(item) else None].append((number, item))
+    return [_group(members, kv_len, sparse=size is not None) for size, members in groups.items()]
+
+
+def _group(members: list[tuple[int, Prompt]], kv_len: Tensor, *, sparse: bool) -> Prompts:
+    numbers, items = [number for number, _ in members], [item for _, item in members]
+    tokens = torch.cat([torch.arange(item.first, item.first + item.queries) for item in items]).to(kv_len.device)
+    counts = torch.tensor([0, *(item.queries for item in items)])
+    cu_queries = counts.cumsum(0, dtype=torch.int32).to(kv_len.device)
+    table = pad_sequence([item.table for item in items], batch_first=True)
+    return Prompts(tokens, table, kv_len[numbers], items, cu_queries, sparse)
+
+
 def _decoded(rows: list[_Row], table: Tensor, kv_len: Tensor) -> Sequences | None:
     """Returns the sequences with one new token; None if there are none."""
     if not rows:
         return None
     numbers, tokens = [row.number for row in rows], torch.tensor([row.first for row in rows], device=table.device)
     return Sequences(tokens, table[numbers], kv_len[numbers], max(row.keys for row in rows))
-
-
-def _prompts(rows: list[_Row], table: Tensor, kv_len: Tensor, state: PagedState) -> Prompts | None:
-    """Returns the sequences with several new tokens; None if there are none."""
-    if not rows:
-        return None
-    items = []
-    for number, first, queries, keys, pooled in rows:
-        whole = 0 if state.gate is None else (keys - queries) // state.gate.block_size  # blocks of cached keys
-        items.append(Prompt(first, queries, keys, table[number], min(pooled, whole)))
-    numbers, counts = [row.number for row in rows], torch.tensor([0, *(row.queries for row in rows)])
-    tokens = torch.cat([torch.arange(row.first, row.first + row.queries) for row in rows]).to(table.device)
-    cu_queries = counts.cumsum(0, dtype=torch.int32).to(table.device)
-    return Prompts(tokens, table[numbers], kv_len[numbers], max(row.keys for row in rows), items, cu_queries)

@@ -28,12 +28,14 @@ class PagedState:
     routed : layers whose keys get buckets.
     gate : configuration of the gates that score blocks of cached keys, or None.
     gated : layers with such a gate.
+    requests : the most sequences of a pass.
 
     Attributes
     ----------
     page_size, kv_heads : slots of a page, key/value heads of a layer.
     buckets : by layer, int16 ``[P, page_size, Hkv]``, the bucket of each slot.
     pooled : by layer, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``, pooled keys before RoPE of whole blocks.
+    last_pooled : the last layer with pooled keys; -1 without any.
     is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer.
     """
 
@@ -44,8 +46,9 @@ class PagedState:
         routed: Iterable[int],
         gate: "GateConfig | None",
         gated: Iterable[int],
+        requests: int,
     ) -> None:
-        self.gate = gate
+        self.gate, self.requests = gate, requests
         self._caches = dict(caches)
         keys, _ = next(iter(self._caches.values()))
         pages, self.page_size, self.kv_heads, size = keys.shape
@@ -58,6 +61,13 @@ class PagedState:
                 of_blocks = (pages, blocks, self.kv_heads, width)
                 self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated}
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
+            self.last_pooled = max(self.pooled, default=-1)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, of a cache with a gate."""
+        assert self.gate is not None
+        return self.gate.block_size
 
     def release(self) -> None:
         """Lets go of the cache and of all memory."""
@@ -75,10 +85,6 @@ class PagedState:
     def leading_pooled(self, table: Tensor) -> Tensor:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
         return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
-
-    def mark(self, pages: Tensor, blocks: Tensor | slice, *, pooled: bool) -> None:
-        """Notes whether the pooled keys of ``blocks`` (in each page) will be there after this pass."""
-        self.is_pooled[pages, blocks] = pooled
 
     def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a sequence: ``[1, Hkv, n, D]``."""
@@ -103,7 +109,7 @@ class PagedState:
         Tensor : fp32 ``[1, Hkv, Tc, len(pools) * D]``.
         """
         assert self.gate is not None
-        size, held = self.gate.block_size, self.pooled[x.layer]
+        size, held = self.block_size, self.pooled[x.layer]
         tail, cached = x.k_nope, prompt.keys - prompt.queries
         if prompt.pooled * size < cached:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
@@ -119,8 +125,7 @@ class PagedState:
 
     def place(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Returns the page of each of the blocks ``first`` to ``end - 1`` of a sequence, and its number in the page."""
-        assert self.gate is not None
-        blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.gate.block_size
+        blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.block_size
         return table[blocks // per_page].long(), blocks % per_page
 
 
@@ -130,21 +135,21 @@ class AllocatedState(PagedState):
     Parameters
     ----------
     cache : transformers' ``PagedAttentionCache``, with full attention in every layer.
-    routed, gate, gated : as for :class:`PagedState`.
+    **kept : the other parameters of :class:`PagedState`.
 
     Attributes
     ----------
     free_page : a page that no sequence owns, which padded tokens write.
     """
 
-    def __init__(self, cache: Any, *, routed: Iterable[int], gate: "GateConfig | None", gated: Iterable[int]) -> None:
+    def __init__(self, cache: Any, **kept: Any) -> None:
         (allocator,) = cache.cache_allocators.values()
         self.allocator = allocator
         self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
         self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
         self.free_page = allocator.write_trash_index // self.slots_of_page
         caches = {layer: self._views(layer) for layer in allocator.layer_indices}
-        super().__init__(caches, routed=routed, gate=gate, gated=gated)
+        super().__init__(caches, **kept)
         self._copy = allocator.copy_blocks
         allocator.copy_blocks = self._copy_blocks
 

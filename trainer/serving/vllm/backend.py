@@ -112,8 +112,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         slots = given.slot_mapping[: given.num_actual_tokens].long()
         table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
         cu_queries, kv_len = given.query_start_loc, given.seq_lens
-        now = PagedPass.of_tables(state, slots // state.page_size, slots % state.page_size, table, cu_queries, kv_len)
-        self.sparse.paged.start(now)
+        places = slots // state.page_size, slots % state.page_size
+        now = self.sparse.paged.begin_tables(state, *places, table, cu_queries, kv_len)
         positions = _positions(cu_queries, kv_len, len(slots))[None]
         assert self.sparse.rotation is not None
         angles = self.sparse.rotation.angles(positions, self.vllm_config.model_config.dtype)
@@ -124,7 +124,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self._state is None:
             layers = self.vllm_config.compilation_config.static_forward_context
             caches = {extract_layer_index(name): _views(layers[name].kv_cache) for name in self.layer_names}
-            self._state = PagedState(caches, **self.sparse.paged.kept(self.config))
+            requests = self.vllm_config.scheduler_config.max_num_seqs
+            self._state = PagedState(caches, **self.sparse.paged.kept(self.config, requests))
         return self._state
 
 

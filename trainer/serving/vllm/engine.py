@@ -71,6 +71,7 @@ def check_engine(config: Any) -> None:
     refused = {
         "speculative decoding": config.speculative_config is not None,
         "KV transfer": config.kv_transfer_config is not None,  # pages would come without their buckets
+        "LoRA": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "microbatching": parallel.use_ubatching,
