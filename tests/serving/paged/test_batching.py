@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import CompileConfig, ContinuousBatchingConfig
 from transformers.generation.continuous_batching import initialization
 from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -18,6 +17,7 @@ from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.serving import steps
+from msattn.trainer.serving.paged import batching
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, prompts_of, together
@@ -79,9 +79,10 @@ def test_models_with_windows_are_refused(family: str, message: str) -> None:
 
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    monkeypatch.setattr(transformers, "__version__", "5.22.1")
+    # A test that ran before may have imported transformers anew.
+    monkeypatch.setattr(batching.transformers, "__version__", "5.22.1")
     with attach_reading_all(model) as sparse:
-        for call in (lambda: model.generate_batch(prompts_of(20)), sparse.batching_config):
+        for call in (lambda: model.generate_batch(prompts_of(20), GREEDY), sparse.batching_config):
             with pytest.raises(UserError, match=r"needs transformers 5.23 or newer, 5.22.1 is installed"):
                 call()
 
