@@ -65,10 +65,10 @@ def _seeds() -> None:
 def _sparse_at_every_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attached models are sparse where dense attention is faster, except in tests with the mark ``break_even``."""
     if "break_even" not in request.keywords:
-        from msattn.trainer import attach
+        from msattn.trainer.serving import build
 
-        monkeypatch.setattr(attach, "break_even", lambda sparsity, device: 0)
-        monkeypatch.setattr(attach, "decoding_break_even", lambda *arguments: 0)
+        monkeypatch.setattr(build, "break_even", lambda sparsity, device: 0)
+        monkeypatch.setattr(build, "decoding_break_even", lambda *arguments: 0)
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import msattn
-from msattn.trainer import attach
 from msattn.trainer.artifacts import SHIPPED, find
+from msattn.trainer.attach import Sparse
 from msattn.trainer.config.select import SCORES, select_config
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.serving import build
 from tests.factory import random_tokens, tiny_model
 
 
@@ -48,7 +49,7 @@ def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
     assert isinstance(msattn.load(SHIPPED / "kmeans"), KMeans)
 
 
-def served(sparse: attach.Sparse) -> tuple[int, int, int, frozenset[int]]:
+def served(sparse: Sparse) -> tuple[int, int, int, frozenset[int]]:
     assert sparse.routed is not None
     return sparse.routed.probes, sparse.routed.recent, sparse.routed.sink, sparse.routed.layers
 
@@ -138,7 +139,7 @@ def test_enable_lasts_until_disable(model: Any) -> None:
 def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
     router = KMeans(torch.nn.functional.normalize(torch.randn(2, 2, 32, 16), dim=-1), [0, 1])
     message = "probes=32 by default: every bucket is read"
-    attach._warn_once.cache_clear()
+    build._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=message), msattn.attach(model, qmodel=router):
         pass
     with warnings.catch_warnings():

@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import msattn
-from msattn.trainer import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.serving import build
 from tests.factory import FAMILIES, random_tokens, tiny_model
 from tests.test_attach import gate_for, random_partition, save
 
@@ -26,7 +26,7 @@ SPARSE: dict[str, Any] = {"select": SelectConfig(sparsity=0.5, dense_below=0), "
 
 @pytest.fixture(autouse=True)
 def _warnings_appear_again() -> None:
-    attach._warn_once.cache_clear()
+    build._warn_once.cache_clear()
 
 
 def quantized_to_int8(folder: Path) -> Any:

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.nn import Module
 
 import msattn
-from msattn.trainer.attach import load_router
 from msattn.trainer.config.select import POLICIES, keys_of
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import GateScores, Quest, Selection, TopK
+from msattn.trainer.serving.loading import load_router
 from tests.adversary.attached import (
     BLOCK,
     BUCKETS,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer.artifacts import SHIPPED
-from msattn.trainer.attach import LOADERS
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
+from msattn.trainer.serving.loading import LOADERS
 
 
 def test_shipped_artifacts_replace_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

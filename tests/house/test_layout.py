@@ -39,7 +39,6 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "trainer.finetune": 10,
     "trainer.serving": 10,
     "trainer.attach": 11,
-    "trainer.serving.vllm": 12,  # builds its attention as attach does
     "trainer.evaluate": 12,
     "trainer.commands": 13,
     "trainer": 13,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import msattn
 from msattn.trainer import artifacts
-from msattn.trainer.attach import load_router, serving_numbers
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.identity import fingerprint
@@ -24,6 +23,8 @@ from msattn.trainer.seer.decode_distillation import DecodeGateDistiller, decode_
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
+from msattn.trainer.serving.loading import load_router
+from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import random_tokens, tiny_config, tiny_model
 from tests.seer.test_gate import FUNCTIONS, inputs_of_layers
 

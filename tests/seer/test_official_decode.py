@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from msattn import cli
-from msattn.trainer.attach import attach, serving_numbers
+from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.official import import_gate
+from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import random_tokens, tiny_config, tiny_model
 from tests.seer.test_gate import inputs_of_layers
 from tests.seer.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, Code, edited, rewritten

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import artifacts, data
-from msattn.trainer.attach import LOADERS, AnyRouter, attach, serving_numbers
+from msattn.trainer.attach import attach
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.data.overlap import check_heldout
@@ -25,6 +25,8 @@ from msattn.trainer.seer.a_shape import measure_spans
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Multiscale, Scorer, Selection
+from msattn.trainer.serving.loading import LOADERS, AnyRouter
+from msattn.trainer.serving.reads import serving_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

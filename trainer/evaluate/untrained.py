@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from msattn.trainer import models
-from msattn.trainer.attach import AnyRouter
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.routing.pages import PageRouter
@@ -12,6 +11,7 @@ from msattn.trainer.saap.lsh import sign_buckets
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.saap.window_pages import WindowPages
+from msattn.trainer.serving.loading import AnyRouter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

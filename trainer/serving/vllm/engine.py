@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from msattn.trainer.attach import Host, Options, build_sparse
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.serving.arguments import check_types
+from msattn.trainer.serving.build import Host, Options, build_sparse
 from msattn.trainer.serving.paged.batching import check_page_size, check_paged
 from msattn.trainer.serving.sparse import Sparse
 

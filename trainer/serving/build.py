@@ -1,0 +1,215 @@
+"""Construction of the sparse attention of a model, for whatever engine runs it: transformers or vLLM."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from msattn.trainer import artifacts
+from msattn.trainer.config import SelectConfig, SparsityConfig
+from msattn.trainer.config.select import select_config
+from msattn.trainer.config.values import require
+from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.models.break_even import break_even, decoding_break_even
+from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads
+from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.rope import Rotation
+from msattn.trainer.models.timing import PhaseTimer
+from msattn.trainer.seer.decode_gate import DecodeGate
+from msattn.trainer.seer.gate import Gate
+from msattn.trainer.seer.select import Selection
+from msattn.trainer.serving.arguments import check_selection
+from msattn.trainer.serving.loading import AnyRouter, load_router
+from msattn.trainer.serving.reads import checked_numbers, reads_of
+from msattn.trainer.serving.routed import RoutedDecoding
+from msattn.trainer.serving.sparse import Sparse
+from msattn.trainer.serving.statistics import Statistics
+
+
+class Host(NamedTuple):
+    """The model that sparse attention is built for, in whatever engine it runs.
+
+    Attributes
+    ----------
+    config, dtype : of the model.
+    identify : returns its fingerprint.
+    shard : returns the heads that this rank computes.
+    place : moves modules to the model's device and returns the device.
+    """
+
+    config: Any
+    dtype: torch.dtype
+    identify: Callable[[], dict[str, Any]]
+    shard: Callable[[], HeadShard]
+    place: Callable[..., torch.device]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parameters of :func:`msattn.trainer.attach.attach` that say what is served and how."""
+
+    gate: Gate | str | Path | None = None
+    select: Selection | SelectConfig | Mapping[str, Any] | str | None = None
+    sparsity: float | None = None
+    qmodel: AnyRouter | str | Path | None = None
+    probes: int | None = None
+    keys: float | None = None
+    threshold: float | None = None
+    recent: int | None = None
+    sink: int | None = None
+    dense_layers: Sequence[int] | None = None
+    dense_below: int | None = None
+    independent: bool = False
+    strict: bool = False
+    measure_recall: bool = False
+    measure_time: bool = False
+
+
+def build_sparse(host: Host, options: Options) -> Sparse:
+    """Builds the sparse attention of a model of a supported family.
+
+    Parameters
+    ----------
+    options : have the types of :func:`msattn.trainer.serving.arguments.check_types`.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.attach.attach`.
+    """
+    gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, host.config
+    require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
+    gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
+    router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
+    select = options.select
+    given = select if isinstance(select, Selection) else _chosen_config(select, options.sparsity, gate)
+    selection = _build_selection(given, gate, options.sparsity)
+    if selection is None and router is None:
+        raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
+    gate = None if selection is None else selection.gate
+    for warning in _check_same_model(host, gate, router, options.strict):
+        _warn_once(warning)
+    if selection is not None:
+        check_selection(selection, config)
+    reads = reads_of(router, probes=options.probes, keys=options.keys, threshold=options.threshold)
+    asked = {"recent": options.recent, "sink": options.sink, "dense_layers": options.dense_layers}
+    numbers = checked_numbers(config, router, probes=reads.probes, **asked)
+    if router is not None and reads.probes is None and numbers["probes"] == router.num_buckets:
+        _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
+    shard = host.shard()
+    if shard.ranks > 1:
+        selection, router = _of_rank(shard, given, selection, router)
+        gate = None if selection is None else selection.gate
+    device = host.place(gate, router)
+    group = num_heads(config) // num_kv_heads(config)
+    statistics = Statistics(PhaseTimer(device) if options.measure_time else None, reads=group if options.independent else 1)
+    routed = None
+    if router is not None:
+        routed = RoutedDecoding(
+            router, **numbers, threshold=reads.density, probability=reads.probability, independent=options.independent,
+            routed_from=_routed_from(host, router, numbers, reads.share, dense_below, device),
+            measure_recall=options.measure_recall, statistics=statistics,
+        )  # fmt: skip
+    return Sparse(
+        selection,
+        routed,
+        statistics,
+        dense_below=_dense_below(given, device) if dense_below is None else dense_below,
+        rotation=Rotation.of(config, device),
+        kv_heads=num_kv_heads(config) // shard.ranks,
+        measure_recall=options.measure_recall,
+    )
+
+
+def _check_same_model(host: Host, gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
+    """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.artifacts.check_model`.
+    """
+    saved = [module.artifact for module in (gate, router) if module is not None and module.artifact is not None]
+    if not saved:
+        return []
+    identity = host.identify()
+    warned = [artifacts.check_model(artifact.manifest, identity, strict=strict) for artifact in saved]
+    return list(filter(None, warned))
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, ModelWarning, stacklevel=5)  # at the caller's with statement
+
+
+def _chosen_config(
+    select: SelectConfig | Mapping[str, Any] | str | None, sparsity: float | None, gate: Gate | None
+) -> SelectConfig | None:
+    """Returns the configuration that ``select`` stands for, or None for dense prompts."""
+    if select is None and gate is None:
+        if sparsity is not None:
+            raise UserError(f"sparsity={sparsity}: there is nothing to select; give gate= or select=")
+        return None
+    chosen = select_config(select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity)
+    if gate is not None and chosen.scores != "gate":
+        raise UserError(f"gate: select.scores={chosen.scores} are used instead of its scores; give one of the two")
+    return chosen
+
+
+def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None, sparsity: float | None) -> Selection | None:
+    if not isinstance(select, Selection):
+        return None if select is None else Selection.from_config(select, gate)
+    if gate is not None:
+        raise UserError("gate: a Selection has its own scores; give one of gate and select, or a SelectConfig")
+    if sparsity is not None:
+        raise UserError(f"sparsity={sparsity}: a Selection has its own policy")
+    return select
+
+
+def _of_rank(
+    shard: HeadShard, given: Selection | SelectConfig | None, selection: Selection | None, router: AnyRouter | None
+) -> tuple[Selection | None, AnyRouter | None]:
+    """Returns selection and router for the heads that this rank of a tensor-parallel model computes.
+
+    Raises
+    ------
+    UserError : the weights of a ``Selection`` object cannot be divided.
+    """
+    if selection is not None and selection.gate is not None:
+        if isinstance(given, Selection):
+            raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
+        selection = _build_selection(given, selection.gate.shard(shard), None)
+    return selection, None if router is None else router.shard(shard)
+
+
+def _dense_below(select: Selection | SelectConfig | None, device: torch.device) -> int:
+    """Returns the prompt length in tokens from which attention is sparse; see :class:`SelectConfig`."""
+    if select is None or isinstance(select, Selection):
+        return 0
+    if select.dense_below != "auto":
+        return int(select.dense_below)
+    if select.scores != "oracle" and isinstance(select, SparsityConfig):  # the oracle needs dense attention anyway
+        return break_even(select.sparsity, device)
+    return 0
+
+
+def _routed_from(
+    host: Host,
+    router: AnyRouter,
+    numbers: Mapping[str, Any],
+    share: float | None,
+    dense_below: int | None,
+    device: torch.device,
+) -> Callable[[int], int]:
+    """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
+    if dense_below is not None:
+        return lambda batch: dense_below
+    config, window = host.config, numbers["recent"] + numbers["sink"]
+    key_bytes = 2 * num_kv_heads(config) * head_dim(config) * host.dtype.itemsize
+    if share is None and isinstance(router, DecodeGate):  # as many keys at every length
+        window, share = window + numbers["probes"] * router.page_size, 0.0
+    elif share is None:
+        share = numbers["probes"] / router.num_buckets
+    return partial(decoding_break_even, device, key_bytes, window, share)

@@ -1,0 +1,42 @@
+"""Loading of artifacts of any kind, and of the routers of decoding."""
+
+from pathlib import Path
+
+from msattn.trainer import artifacts
+from msattn.trainer.errors import UserError
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.pages import UntrainedPages
+from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.random_buckets import RandomBuckets
+from msattn.trainer.seer.decode_gate import DecodeGate
+from msattn.trainer.seer.gate import Gate
+
+AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedPages
+LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}
+
+
+def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
+    """Loads an artifact of any kind, on the CPU.
+
+    Parameters
+    ----------
+    path : folder of an artifact, or the id of a Hub repository.
+
+    Raises
+    ------
+    UserError : the artifact is missing, damaged or of another format version.
+    """
+    return LOADERS[artifacts.read_kind(path)](path)
+
+
+def load_router(path: str | Path) -> QModel | KMeans | DecodeGate:
+    """Loads a query classifier or, in a folder without one, decode gates, or else a k-means, which routes by itself.
+
+    Raises
+    ------
+    UserError : as :func:`load`, or the artifact is a gate for prefill.
+    """
+    artifact = load(artifacts.find(path, "qmodel", "decode_gate", "kmeans"))
+    if isinstance(artifact, Gate):
+        raise UserError(f"qmodel={path}: this is a gate for prefill; accepted is a qmodel, a decode_gate or a kmeans artifact")
+    return artifact
