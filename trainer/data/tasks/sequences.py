@@ -3,6 +3,7 @@
 Answer tokens have a larger weight, tokens that cannot be predicted have weight 0, and the surrounding text has weight 1.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +25,7 @@ NAMES = (*TASKS, COPIES)
 MONOTONOUS = 0.06  # share of the exercises whose text repeats a short passage
 SPACE_ASKED = 0.08  # share of the exercises whose questions end with the space before the answer
 MOST_WORDS = 500  # that a task draws
+WORD_CROPS, WORD_CROP = 512, 128  # number and tokens of the crops whose words keys and lists are made of
 SPACES = ("Ġ", "▁")  # begin tokens that begin with a space, in byte-level and in SentencePiece vocabularies
 
 
@@ -33,6 +35,7 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
     def __call__(self, text: list[str], *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]: ...
     def convert_ids_to_tokens(self, ids: Any) -> Any: ...
+    def decode(self, token_ids: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class TaskSequences:
 
     Attributes
     ----------
-    words : words of the vocabulary, for keys and lists.
+    words : lower-case words of the text and of the vocabulary, for keys and lists. Those of the text have several tokens, as
+        most words that a user asks for.
     """
 
     def __init__(self, tokenizer: Tokenizer, crop: Crop) -> None:
@@ -78,7 +82,10 @@ class TaskSequences:
         self.crop = crop
         self._starts_word = starts_word(tokenizer, np.arange(len(tokenizer)))
         tokens = tokenizer.convert_ids_to_tokens(np.flatnonzero(self._starts_word).tolist())
-        self.words = [word for word in (token[1:] for token in tokens) if word.isascii() and word.isalpha() and len(word) > 1]
+        known = {word for word in (token[1:] for token in tokens) if word.isascii() and word.isalpha() and len(word) > 1}
+        rng = np.random.default_rng(0)
+        text = " ".join(tokenizer.decode(crop(rng, WORD_CROP).tolist()) for _ in range(WORD_CROPS))
+        self.words = sorted(known | set(re.findall(r"(?<=\s)[a-z]{2,12}(?=\s)", text)))
 
     def make(self, name: str, rng: Rng, length: int) -> tuple[Tokens, Weights]:
         """Returns ``length`` tokens with the task ``name``, and their weights."""

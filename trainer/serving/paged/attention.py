@@ -102,7 +102,7 @@ class PagedAttention:
     def _start(self, now: PagedPass) -> None:
         """Takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
         if now.state.pooled:  # not before the pass has computed them
-            now.state.is_pooled[now.pages, now.offsets // now.state.block_size] = False
+            now.state.mark_pooled(now.pages, now.offsets // now.state.block_size, pooled=False)
         if self.routed is not None and now.decoded is not None:
             keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * now.state.kv_heads)
             self.statistics.add_visible(keys, all_read=self._is_short(now.decoded))
@@ -217,7 +217,7 @@ class PagedAttention:
         """Notes that the pooled keys of sparse prompts are known, in every layer; those of decoded tokens are not."""
         for item in (item for prompts in now.prompts if prompts.sparse for item in prompts.items):
             pages, blocks = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
-            now.state.is_pooled[pages, blocks] = True
+            now.state.mark_pooled(pages, blocks, pooled=True)
 
     def _is_short(self, rows: Sequences) -> bool:
         """Returns whether all sequences are known to be too short for buckets."""

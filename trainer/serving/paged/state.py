@@ -86,6 +86,13 @@ class PagedState:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
         return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
 
+    def mark_pooled(self, pages: Tensor, blocks: Tensor, *, pooled: bool) -> None:
+        """Notes whether the pooled keys of ``blocks`` of ``pages`` are there.
+
+        An assignment by two indices would copy the value from the host, which a CUDA graph cannot capture.
+        """
+        self.is_pooled.view(-1).index_fill_(0, pages * self.is_pooled.shape[1] + blocks, pooled)
+
     def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a sequence: ``[1, Hkv, n, D]``."""
         head = first // self.page_size
