@@ -23,7 +23,7 @@ from msattn.trainer.config import DataConfig, ModelConfig
 from msattn.trainer.data.chunking import encode
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences
-from msattn.trainer.data.tasks.wordings import TRAINING
+from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.models.loading import Loaded, load
 from msattn.trainer.teachers import figures, train
@@ -90,10 +90,15 @@ def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
     assert len(shipped.tokenizer) == shipped.model.config.vocab_size == VOCAB_SIZE
 
 
-def test_shipped_model_retrieves_passkeys_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
+def test_shipped_model_answers_held_out_wordings_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
-    prompts, answer = figures.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3, wordings=[TRAINING[0]])[1]
+    prompts, answer = figures.needle_prompts(text, 512, TOKENIZER, samples=len(HELD_OUT), seed=3)[1]
+    for prompt, wording in zip(prompts, HELD_OUT, strict=True):
+        opening, _ = wording.statement.format(key="|", value="|").split("|", 1)
+        assert opening.strip() in text_of(prompt), "each prompt has a wording that training leaves out"
     assert figures.needle_accuracy(model, prompts, answer) == 1.0
+    prompts[: len(HELD_OUT) // 2, -1] = ids_of("x")[0]
+    assert figures.needle_accuracy(model, prompts, answer) == 0.5, "an answer counts if all of its tokens are right"
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
     assert figures.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
 
