@@ -12,6 +12,7 @@ import yaml
 
 from msattn import cli
 from msattn.trainer.commands import compose
+from msattn.trainer.commands.generate import generate
 from msattn.trainer.errors import UserError
 
 COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
@@ -163,6 +164,17 @@ def test_prompts_are_not_parsed_by_hydra(msattn, here: Path, job: list) -> None:
     (here / "p.txt").write_text(prompt, encoding="utf-8")
     assert msattn("generate", "--prompt-file", "p.txt", "max_new_tokens=3")[0] == 0
     assert [arguments for _, arguments in job] == [{"prompt": prompt, "chat": False}] * 2
+
+
+def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn, here: Path) -> None:
+    prompt, stats = "def add(first, second):\n    return first + second\n" * 40, {}
+    for independent in (False, True):
+        cfg = compose.compose("generate", ["dense_below=0", "probes=1", "max_new_tokens=2", f"independent={independent}"])
+        stats[independent] = generate(cfg, prompt)["sparse"].stats["selectivity"]
+    assert stats[False] != stats[True], "the heads of a group choose different buckets, of different sizes"
+    assert all(0 < share < 1 for share in stats.values())
+    code, _, err = msattn("serve", "independent=true")
+    assert (code, err) == (2, "msattn: unknown key independent\n")
 
 
 @pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b" \n", "empty"), (b"ab\xff", "not UTF-8 at byte 2")])

@@ -75,12 +75,31 @@ def test_commands_that_do_not_train_need_no_choice() -> None:
     assert compose("generate", ["model=llama3"]).data.is_library
 
 
-@pytest.mark.parametrize("command", ["train-gate", "finetune"])
+@pytest.mark.parametrize("command", ["train-gate", "finetune", "fit-kmeans"])
 def test_overlapping_held_out_text_is_refused(command: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
-    code, lines = msattn(command, *SHORT, *DENSE.get(command, []), "data.heldout_path=overlap.txt")
+    code, lines = msattn(command, *SMALL, *DENSE.get(command, []), "data.heldout_path=overlap.txt")
     assert (code, len(lines)) == (2, 1)
     assert lines[0].startswith("msattn: data.heldout_path=overlap.txt: ")
     assert "compared passages of 200 characters are also in data.path=text.txt" in lines[0]
+
+
+@pytest.mark.parametrize("task", ["perplexity", "recall", "documents"])
+def test_evaluation_refuses_held_out_text_of_the_training(task: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
+    code, lines = msattn("eval", *SMALL, f"eval.tasks=[{task}]", "eval.baselines=[]", "data.heldout_path=overlap.txt")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith("msattn: data.heldout_path=overlap.txt: ")
+
+
+@pytest.mark.parametrize("task", ["needle", "ruler"])
+def test_evaluation_refuses_a_haystack_of_training_text(task: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
+    given = [*SMALL, f"eval.tasks=[{task}]", "eval.baselines=[]", "data.heldout_path=heldout.txt"]
+    code, lines = msattn("eval", *given, f"eval.{task}.haystack=overlap.txt")
+    assert (code, len(lines)) == (2, 1)
+    assert lines[0].startswith(f"msattn: eval.{task}.haystack=overlap.txt: ")
+    assert "compared passages of 200 characters are also in data.path=text.txt" in lines[0]
+    # Held-out text that no task reads does not count.
+    code, lines = msattn("eval", *given[:-1], f"eval.{task}.haystack=text.txt", "data.heldout_path=overlap.txt")
+    assert lines[0].startswith(f"msattn: eval.{task}.haystack=text.txt: ")
 
 
 def test_ignored_held_out_text_is_refused(msattn: Callable[..., tuple[int, list[str]]]) -> None:

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from msattn.trainer.commands import overlap
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.overlap import SAMPLED, WINDOW, check_heldout, shared_windows, windows
 from msattn.trainer.data.sources import Document, documents
@@ -86,6 +89,48 @@ def test_the_outcome_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UserError, match="5 of its 10 "):
         check_heldout(cfg)
     assert counts == [1, 1]
+
+
+def test_a_held_out_split_is_compared_over_its_first_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    books = [{"text": prose(seed, 400)} for seed in range(8)]
+    splits = {"train": books, "validation": [{"text": prose(8, 400)}, books[0]], "test": [{"text": prose(9, 400)}, books[7]]}
+    read: list[str] = []
+
+    def rows(cfg: DataConfig, split: str) -> Iterator[dict[str, str]]:
+        for row in splits[split]:
+            read.append(split)
+            yield row
+
+    monkeypatch.setattr("msattn.trainer.data.sources.hub_rows", rows)
+    monkeypatch.setattr("msattn.trainer.data.sources.hub_identity", lambda cfg: None)
+    cfg = DataConfig("hub", path="a/b", heldout_split="validation", cache=str(tmp_path))
+    with pytest.raises(UserError, match=r"data\.heldout_split=validation: [\d,]+ of its .* are also in data\.path=a/b; "):
+        check_heldout(cfg)
+    monkeypatch.setattr("msattn.trainer.data.overlap.STREAMED", 5 * len(prose(0, 400)))
+    read.clear()
+    check_heldout(replace(cfg, heldout_split="test"))
+    assert 4 <= read.count("train") < 8
+    assert list(tmp_path.iterdir()) == [], "a data set whose files are not known has no outcome to keep"
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        overlap.main(arguments)
+    return int(ended.value.code or 0)
+
+
+def test_the_command_counts_windows_and_fails_on_shared_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book, code, apart = (write(tmp_path, f"{seed}.txt", prose(seed)) for seed in range(3))
+    mixed = write(tmp_path, "mixed.txt", prose(3, 3000) + prose(1)[5000:9000])
+    assert run(book, code, "--heldout", apart) == 0
+    said = capsys.readouterr().out
+    total = len(np.unique(windows(prose(2))))
+    assert said == f"0 of {total:,} windows of 200 characters are also in the training texts (one in 16 sampled)\n"
+    assert run(book, code, "--heldout", apart, mixed) == 1
+    shared, total = (int(count.replace(",", "")) for count in capsys.readouterr().out.split()[:3:2])
+    assert 0 < shared < 4000 / SAMPLED * 1.5 < total
+    assert run(book, "--heldout", str(tmp_path / "none.txt")) == 2
+    assert capsys.readouterr().err.startswith(f"msattn: --heldout={tmp_path}/none.txt: no such file")
 
 
 def hashes(cfg: DataConfig, heldout: bool) -> set[str]:

@@ -30,7 +30,8 @@ def texts(tmp_path: Path) -> str:
 def test_rows_are_those_of_the_first_tokens(tmp_path: Path, texts: str) -> None:
     documents = DocumentsConfig(lengths=[64, 128], num_documents=5, sparsities=[0.0, 0.8])
     cfg = config(tmp_path, texts, tasks=["documents"], baselines=["random"], documents=documents)
-    object.__setattr__(cfg, "data", DataConfig(source="text", path=texts, heldout_path=texts))
+    (tmp_path / "train.txt").write_text("Other words are what a model trains on.")
+    object.__setattr__(cfg, "data", DataConfig(source="text", path=str(tmp_path / "train.txt"), heldout_path=texts))
     folder = evaluate(cfg)
     rows = {
         (row["method"], row["setting"], row["extra"]["length"]): row

@@ -1,6 +1,7 @@
 """``eval=prompts``: the user's own prompts with expected answers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
     assert sparse["extra"]["same_as_dense"] < 1
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "never &lt;said&gt;" in page
+
+
+def test_separate_probes_of_query_heads(tmp_path: Path) -> None:
+    path = write(tmp_path / "qa.jsonl", {"prompt": LONG, "answer": "x"})
+    prompts = PromptsConfig(path, max_new_tokens=4, independent=True)
+    cfg = config(tmp_path, "unused", tasks=["prompts"], baselines=[], routers=["quest"], prompts=prompts)
+    model = replace(cfg.model, presets=replace(cfg.model.presets, num_buckets=4, probes=1))
+    folder = evaluate(replace(cfg, model=model, dense_layers=[]))
+    read = {row["method"]: row["selectivity"] for row in json.loads((folder / "results.json").read_text())["rows"]}
+    assert read.keys() == {"dense", "Quest pages", "Quest pages, independent"}
+    assert 0 < read["Quest pages"] < 1
+    assert 0 < read["Quest pages, independent"] < 1
 
 
 def test_files_and_their_mistakes(tmp_path: Path) -> None:

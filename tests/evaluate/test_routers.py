@@ -15,7 +15,7 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
-from msattn.trainer.evaluate import decoding, methods, needle, perplexity, recall
+from msattn.trainer.evaluate import decoding, key_shares, methods, needle, perplexity, recall
 from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
 from msattn.trainer.evaluate.report.style import METHOD_STYLES
 from msattn.trainer.evaluate.untrained import NAMES, add_routers
@@ -160,6 +160,22 @@ def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> N
     assert all(note.endswith("not measured: 0.01") for note in found.notes), "the dense window holds more"
     without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
     assert match_key_shares(before, without, loaded) is before
+
+
+def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = routed_config(tmp_path, text, routers=["lsh"], key_shares=[0.02, 0.05, 0.1])
+    loaded = models.load(cfg.model, device="cpu")
+    curve = torch.tensor([0.01, 0.014, 0.062, 0.09, 0.5])
+    monkeypatch.setattr(key_shares, "measure_curves", lambda *_: [curve])
+    found = match_key_shares(routings_of(cfg, loaded), cfg, loaded)
+    assert found.bucket_routings[0].by_share == {0.05: 2, 0.1: 3}
+    assert found.notes == [
+        "LSH: probes by share of the keys, on training text: 1 for 0.02 (reads 0.014), 2 for 0.05 (reads 0.062), "
+        "3 for 0.1 (reads 0.09); not measured: 0.02"
+    ]
+    assert (1 + key_shares.FARTHEST) / (1 - key_shares.FARTHEST) < 2, "no number stands for a share and for its double"
 
 
 def test_routers_are_as_the_artifacts(tmp_path: Path, text: str) -> None:

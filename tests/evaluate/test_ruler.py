@@ -54,7 +54,8 @@ def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.
     monkeypatch.setattr(ruler, "encode", known)
     monkeypatch.setattr(ruler, "answer", half_right)
     settings = RulerConfig(**{**vars(SETTINGS), "haystack": haystack})
-    cfg = config(tmp_path, haystack, tasks=["ruler"], baselines=["random"], ruler=settings)
+    (tmp_path / "train.txt").write_text("Other words are what a model trains on.")
+    cfg = config(tmp_path, str(tmp_path / "train.txt"), tasks=["ruler"], baselines=["random"], ruler=settings)
     folder = evaluate(replace(cfg, model=ModelConfig(name="tiny", path="embedded")))
     rows = rows_of(folder)
     assert len(found) == 4

@@ -1,6 +1,8 @@
 """The paper's recipes for Llama-3.1-8B: their settings, and runs of them on a random toy of the same architecture."""
 
 import csv
+import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,13 @@ from msattn import cli
 from msattn.trainer import artifacts
 from msattn.trainer.commands.compose import Command, compose
 
+WORDS = " ".join(
+    "".join(letters) for letters in itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")
+)  # RULER draws from 500
 RECIPES = {"saap_llama31": 131_072, "saap_llama31_500k": 500_000}
 TOY = [
     "model.init=random",
+    "model.architecture.vocab_size=4096",
     "model.architecture.hidden_size=32",
     "model.architecture.intermediate_size=32",
     "model.architecture.num_hidden_layers=2",
@@ -76,6 +82,7 @@ def test_windows_are_those_of_the_paper_and_between(tmp_path: Path, monkeypatch:
     trained = compose("train-qmodel", ["experiment=saap_llama31"])
     assert {cfg.artifacts.qmodel for cfg in seen} == {str(trained.folder / "qmodel")}
     assert {cfg.eval.needle.probes[-1] for cfg in seen} == {128}
+    assert all(cfg.eval.tasks == ["needle"] and not cfg.eval.baselines + cfg.eval.routers for cfg in seen)
 
 
 @pytest.mark.slow
@@ -90,6 +97,33 @@ def test_windows_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch: pytest
     read = {line["name"]: float(line["selectivity"]) for line in lines if line["setting"] == "2 probes"}
     assert read.keys() == {"window-1-32", "window-1-64", "window-16-32", "window-16-64"}
     assert read["window-1-32"] < read["window-16-64"]
+
+
+def test_separate_probes_are_measured_with_the_classifiers_of_the_paper() -> None:
+    cfg, trained = compose("eval", ["experiment=saap_independent"]), compose("train-qmodel", ["experiment=saap_llama31"])
+    assert cfg.artifacts.qmodel == str(trained.folder / "qmodel")
+    assert cfg.folder != trained.folder
+    for task in cfg.eval.tasks:
+        settings = getattr(cfg.eval, task)
+        assert (settings.independent, settings.probes) == (True, cfg.model.presets.eval_probes)
+
+
+@pytest.mark.slow
+def test_separate_probes_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path, monkeypatch)
+    Path("heldout.txt").write_text(WORDS)
+    for command in ("fit-kmeans", "train-qmodel"):
+        msattn(command, "experiment=saap_llama31", *TOY)
+    sizes = ["data.seq_len=512", "model.presets.eval_probes=[2]", "recent=32", "model.presets.eval_keys=[]"]
+    recall = ["eval.recall.num_chunks=1", "eval.recall.num_queries=4"]
+    answers = ["eval.needle.samples=1", "eval.needle.depths=[0.5]", "eval.ruler.samples=1", "eval.ruler.tasks=[niah_single_1]"]
+    msattn("eval", "experiment=saap_independent", *TOY, *sizes, *recall, *answers)
+    rows = json.loads(Path("outputs/llama3/saap-independent/eval/results.json").read_text())["rows"]
+    read = {(row["task"], row["method"]): row["selectivity"] for row in rows if row["setting"] == "2 probes"}
+    for task in ("recall", "needle", "ruler"):
+        for method in ("classifier", "k-means"):
+            assert 0 < read[task, method] < 1
+            assert 0 < read[task, f"{method}, independent"] < 1
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from msattn.trainer.config import DataConfig, ModelConfig
 from msattn.trainer.data.chunking import encode
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences
-from msattn.trainer.data.tasks.wordings import TRAINING
+from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.models.loading import Loaded, load
 from msattn.trainer.teachers import figures, train
@@ -89,10 +90,15 @@ def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
     assert len(shipped.tokenizer) == shipped.model.config.vocab_size == VOCAB_SIZE
 
 
-def test_shipped_model_retrieves_passkeys_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
+def test_shipped_model_answers_held_out_wordings_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
-    prompts, answer = figures.needle_prompts(text, 1024, TOKENIZER, samples=4, seed=3, wordings=[TRAINING[0]])[1]
+    prompts, answer = figures.needle_prompts(text, 512, TOKENIZER, samples=len(HELD_OUT), seed=3)[1]
+    for prompt, wording in zip(prompts, HELD_OUT, strict=True):
+        opening, _ = wording.statement.format(key="|", value="|").split("|", 1)
+        assert opening.strip() in text_of(prompt), "each prompt has a wording that training leaves out"
     assert figures.needle_accuracy(model, prompts, answer) == 1.0
+    prompts[: len(HELD_OUT) // 2, -1] = ids_of("x")[0]
+    assert figures.needle_accuracy(model, prompts, answer) == 0.5, "an answer counts if all of its tokens are right"
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
     assert figures.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
 
@@ -174,7 +180,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "book.txt").write_text(book)
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "other.txt").write_text(book[:4000])
+    (tmp_path / "test" / "other.txt").write_text((Path(sysconfig.get_path("stdlib")) / "turtle.py").read_text()[:4000])
     monkeypatch.setitem(PLANS, "embedded", TINY())
     monkeypatch.setattr(train, "DEV_PROMPTS", 2)
     monkeypatch.setattr(figures, "TEST_PROMPTS", 2)
@@ -216,6 +222,51 @@ def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytes
     made = load(ModelConfig(name="made", path=str(cut / "model")), device="cpu", dtype="float32")
     assert made.model.num_parameters() == facts["parameters"]
     assert isinstance(made.tokenizer, PreTrainedTokenizerFast)
+
+
+def refused(workspace: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Returns the only line of a run that ends before it trains."""
+    with pytest.raises(SystemExit) as stopped:
+        run_recipe(workspace, "out", *arguments)
+    assert stopped.value.code == 2
+    assert not (workspace / "out").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("option", ["--test", "--haystack"])
+def test_text_of_the_training_is_no_held_out_text(workspace: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (workspace / "test" / "part.txt").write_text((workspace / "books" / "book.txt").read_text()[10_000:14_000])
+    line = refused(workspace, capsys, option, str(workspace / "test"))
+    counts = re.search(
+        r"test: ([\d,]+) of its ([\d,]+) compared passages of 200 characters are also in the training text", line
+    )
+    assert counts is not None
+    shared, total = (int(count.replace(",", "")) for count in counts.groups())
+    assert 0.2 < shared / total < 0.8, "half of the held-out text"
+    assert line.startswith(f"msattn: {option}=")
+
+
+def test_paths_without_text_are_named(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "msattn: --test=/nowhere: no such file" in refused(workspace, capsys, "--test", "/nowhere")
+    assert "msattn: --text=/nowhere: no such file" in refused(workspace, capsys, "--text", "/nowhere")
+    (workspace / "books" / "book.txt").rename(workspace / "books" / "code-book.txt")
+    assert "no book; files whose names begin with code- are not books" in refused(workspace, capsys)
+
+
+def test_more_than_three_passes_over_a_source_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = Texts({"books": [Document("book", " and so on" * 4000)], "code": [], "library": library(2)}, TOKENIZER)
+    shares = {"books": 0.65 / 0.8, "library": 0.15 / 0.8}  # there is no code
+    read = {name: 3 * len(tokens) / shares[name] for name, tokens in texts.tokens.items()}
+    for name, other in (("books", "library"), ("library", "books")):
+        steps = int(read[name] / 64) + 10
+        texts.warn_of_repeats(replace(TINY(), stages=(Stage(64, 1, steps, {}),)))
+        said = capsys.readouterr().err
+        assert f"msattn: warning: training reads the {len(texts.tokens[name]):,} tokens of {name} 3." in said
+        assert (f"tokens of {other} " in said) == (read[other] < read[name])
+        assert "beyond 3 times, more text or fewer --steps are better" in said
+    texts.warn_of_repeats(replace(TINY(), stages=(Stage(64, 1, int(min(read.values()) / 64) - 10, {}),)))
+    assert capsys.readouterr().err == ""
 
 
 def test_recipe_needs_one_number_of_steps_per_stage(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

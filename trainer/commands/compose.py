@@ -468,6 +468,8 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     # For run names: ${joined:${gate.q_pool}} joins a list, ${parent_name:${artifacts.gate}} is the name of a folder's parent.
     OmegaConf.register_new_resolver("joined", lambda items: "-".join(map(str, items)), replace=True)
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
+    # For lengths: ${up_to:${data.seq_len},4096,16384} has the others that are shorter than the first one, and then this one.
+    OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import GenerateConfig
+from msattn.trainer.config import AnswerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
@@ -28,7 +28,7 @@ class Served:
     options: dict[str, Any]
 
 
-def load_served(cfg: GenerateConfig) -> Served:
+def load_served(cfg: AnswerConfig) -> Served:
     """Loads a model and its artifacts.
 
     Raises
@@ -48,7 +48,7 @@ def load_served(cfg: GenerateConfig) -> Served:
     return Served(loaded, chosen, options)
 
 
-def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
+def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
     """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name."""
     chosen = {kind: getattr(cfg.artifacts, kind) or artifacts.default_artifact(cfg, kind) for kind in artifacts.KINDS}
     if cfg.select.scores != "gate":  # a baseline needs no gate
@@ -65,7 +65,7 @@ def _artifacts(cfg: GenerateConfig) -> dict[str, str | Path | None]:
     return chosen | dict.fromkeys(set(ROUTERS) - {*found[:1]})  # one router decodes
 
 
-def describe(cfg: GenerateConfig, served: Served) -> str:
+def describe(cfg: AnswerConfig, served: Served) -> str:
     """Returns what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
     prompts = new_tokens = "dense"
     if served.options["select"] is not None:

@@ -6,6 +6,7 @@ Hydra composes plain YAML. :func:`typed` merges the result into a dataclass and 
 
 from msattn.trainer.config.bench import PEERS, BenchConfig
 from msattn.trainer.config.commands import (
+    AnswerConfig,
     ArtifactsConfig,
     BenchRunConfig,
     EvalRunConfig,
@@ -78,6 +79,7 @@ __all__ = [
     "SCORES",
     "TASKS",
     "AnalysisConfig",
+    "AnswerConfig",
     "ArtifactsConfig",
     "BenchConfig",
     "BenchRunConfig",

@@ -317,8 +317,8 @@ class EvalRunConfig(ServingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(ServingConfig):
-    """``msattn generate``: ``max_new_tokens`` greedy tokens, with dense and with sparse attention.
+class AnswerConfig(ServingConfig):
+    """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens.
 
     Attributes
     ----------
@@ -344,7 +344,23 @@ class GenerateConfig(ServingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(GenerateConfig):
+class GenerateConfig(AnswerConfig):
+    """``msattn generate``: greedy tokens, with dense and with sparse attention.
+
+    Attributes
+    ----------
+    independent : each query head reads buckets of its own, which a query group shares otherwise (and always in ``serve``).
+    """
+
+    independent: bool = False
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        return super().routing | {"independent": self.independent}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(AnswerConfig):
     """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not give one.
 
     Attributes

@@ -17,7 +17,7 @@ class DataConfig:
     path : file, folder or glob of txt, md, jsonl or parquet, also as .gz, .xz or .zst (``text``); dataset id (``hub``);
         pattern of module names, e.g. ``json.*`` (``stdlib``; None: all).
     heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, chosen by a hash of their names, or
-        the last tenth of a single document. Training refuses held-out text that is part of its own.
+        the last tenth of a single document. Training and evaluation refuse held-out text that is also training text.
     subset, split, column : configuration, split and text column of a Hub dataset; ``column`` also of jsonl and parquet files.
     heldout_split : split of a Hub dataset with the held-out documents; None holds out a tenth of those of ``split``.
     revision : branch, tag or commit of a Hub dataset; None: the default branch.

@@ -151,12 +151,14 @@ class HarnessConfig:
 class PromptsConfig:
     """The user's own prompts in the jsonl file ``path``, answered with up to ``max_new_tokens`` greedy tokens.
 
-    Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
+    Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record;
+    ``independent`` adds routing with separate buckets for each query head.
     """
 
     path: str | None = None
     max_new_tokens: int = field(default=64, metadata=within("[1, 1e6]"))
     sparsities: list[float] = field(default_factory=lambda: [0.9], metadata=within("[0, 1)"))
+    independent: bool = False
 
     def __post_init__(self) -> None:
         check(self, "eval.prompts.")

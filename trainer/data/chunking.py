@@ -123,12 +123,14 @@ def training_chunks(
 
 def warn_of_repeats(cfg: DataConfig, train: Chunks, items: float) -> None:
     """Prints a line if a training run that reads ``items`` chunks sees its text more than :data:`MOST_EPOCHS` times."""
-    epochs = items / len(train)
+    warn_of_epochs(f"the {len(train)} chunks of the {_source_name(cfg, False)}", items / len(train), "train.steps")
+
+
+def warn_of_epochs(text: str, epochs: float, steps: str) -> None:
+    """Prints a line if training reads ``text`` more than :data:`MOST_EPOCHS` times; ``steps`` names the number of its steps."""
     if epochs > MOST_EPOCHS:
-        print_once(
-            f"warning: training reads the {len(train)} chunks of the {_source_name(cfg, False)} {epochs:.1f} times; "
-            f"beyond {MOST_EPOCHS} times, more text or fewer train.steps are better"
-        )
+        advice = f"beyond {MOST_EPOCHS} times, more text or fewer {steps} are better"
+        print_once(f"warning: training reads {text} {epochs:.1f} times; {advice}")
 
 
 def _identity(cfg: DataConfig, tokenizer: Any, heldout: bool, at_least: int | None) -> Any | None:

@@ -12,32 +12,67 @@ from msattn.trainer.errors import UserError, print_once
 WINDOW = 200  # characters, after normalization
 SAMPLED = 16  # one in so many windows is compared, chosen by its hash, so that both texts choose the same ones
 REFUSED_SHARE = 0.01  # of the held-out windows; less may be licences and headings that many documents have
+STREAMED = 2**26  # characters of a streamed dataset that are compared: seconds, and most of what a training run reads of one
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _INVERSE = pow(_BASE, -1, 2**64)
 _PIECE = 2**22  # characters that are hashed at once
 
 
 def check_heldout(cfg: DataConfig) -> None:
-    """Raises UserError if much of the text of ``cfg.heldout_path`` is training text; warns if some of it is.
+    """Raises UserError if much of the held-out text that ``cfg`` names is training text; warns if some of it is.
 
-    Letter case and white space do not count. The outcome is kept in ``cfg.cache``. Without ``heldout_path`` documents are split
-    by their names, and nothing is read here.
+    Without ``heldout_path`` and ``heldout_split`` documents are split by their names, and nothing is read here.
     """
-    if cfg.heldout_path is None:
-        return
+    for key in ("heldout_path", "heldout_split"):
+        if getattr(cfg, key) is not None:
+            check_apart(cfg, cfg, f"data.{key}={getattr(cfg, key)}")
 
-    def identity() -> list[object]:
-        return ["overlap", WINDOW, SAMPLED, *(source_identity(cfg, heldout=heldout) for heldout in (False, True))]
+
+def check_apart(train: DataConfig, heldout: DataConfig, named: str) -> None:
+    """Raises UserError if much of the held-out text of ``heldout`` is training text of ``train``; warns if some of it is.
+
+    Letter case and white space do not count. Of a streamed dataset, the first :data:`STREAMED` characters are compared. The
+    outcome is kept in ``train.cache``.
+
+    Parameters
+    ----------
+    named : the setting that names the held-out text, for messages.
+    """
+
+    def identity() -> list[object] | None:
+        sources = [source_identity(train, heldout=False), source_identity(heldout, heldout=True)]
+        return None if None in sources else ["overlap", WINDOW, SAMPLED, STREAMED, *sources]
 
     def count() -> np.ndarray:
-        return np.array(shared_windows(plain_documents(cfg, heldout=False), plain_documents(cfg, heldout=True)))
+        return np.array(shared_windows(_compared(train, heldout=False), _compared(heldout, heldout=True)))
 
-    shared, total = cached(cfg.cache, "outcome of the check for shared text", identity, count, quiet=True).tolist()
-    message = f"data.heldout_path={cfg.heldout_path}: {shared:,} of its {total:,} compared passages of {WINDOW} characters"
+    shared, total = cached(train.cache, "outcome of the check for shared text", identity, count, quiet=True).tolist()
+    refuse_shared(shared, total, named, "data=stdlib" if train.is_library else f"data.path={train.path}")
+
+
+def refuse_shared(shared: int, total: int, named: str, training: str) -> None:
+    """Raises UserError if over :data:`REFUSED_SHARE` of the windows of held-out text are shared; warns of fewer.
+
+    Parameters
+    ----------
+    shared, total : as returned by :func:`shared_windows`.
+    named, training : the settings that name the held-out and the training text, for messages.
+    """
+    message = f"{named}: {shared:,} of its {total:,} compared passages of {WINDOW} characters are also in {training}"
     if shared > REFUSED_SHARE * total:
-        raise UserError(f"{message} are also in data.path={cfg.path}; accepted is text that training does not see")
+        raise UserError(f"{message}; accepted is text that training does not see")
     if shared:
-        print_once(f"warning: {message} are also in data.path={cfg.path}")
+        print_once(f"warning: {message}")
+
+
+def _compared(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
+    """Yields the documents that are compared: all, or the first ones of a streamed dataset."""
+    left = STREAMED
+    for document in plain_documents(cfg, heldout=heldout):
+        yield document
+        left -= len(document.text) if cfg.source == "hub" else 0
+        if left <= 0:
+            return
 
 
 def shared_windows(train: Iterable[Document], heldout: Iterable[Document]) -> tuple[int, int]:

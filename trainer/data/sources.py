@@ -65,7 +65,7 @@ def plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     if cfg.is_library:
         found = _stdlib_documents(cfg.path)
     elif cfg.source == "text":
-        found = _local_documents(*_text_path(cfg, heldout), cfg.column)
+        found = local_documents(*_text_path(cfg, heldout), cfg.column)
     else:
         split = cfg.heldout_split if heldout and cfg.heldout_split is not None else cfg.split
         found = _hub_documents(cfg, split)
@@ -150,8 +150,18 @@ def _stdlib_files(pattern: str | None) -> dict[str, Path]:
     return found
 
 
-def _local_documents(key: str, path: str, column: str) -> Iterator[Document]:
-    """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row."""
+def local_documents(key: str, path: str, column: str = "text") -> Iterator[Document]:
+    """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row.
+
+    Parameters
+    ----------
+    key : the argument that gives ``path``, for messages.
+    column : of jsonl and parquet files.
+
+    Raises
+    ------
+    UserError : as :func:`documents`.
+    """
     root = Path(os.path.expanduser(path))
     most, left = largest_text(), largest_corpus()
     for file in text_files(key, path):

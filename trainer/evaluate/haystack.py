@@ -1,12 +1,33 @@
-"""The text in which needles are hidden."""
+"""The text that tasks evaluate on: held-out documents, and the haystacks in which needles are hidden."""
 
 from collections.abc import Iterator
 
 from msattn.trainer import data
-from msattn.trainer.config import DataConfig
+from msattn.trainer.config import DataConfig, EvalRunConfig
+from msattn.trainer.data.overlap import check_apart, check_heldout
+
+HELD_OUT_TASKS = ("perplexity", "recall", "documents", "analysis")  # always read the held-out documents
+HAYSTACK_TASKS = ("needle", "ruler")  # read a haystack, or else the held-out documents
 
 
 def documents(cfg: DataConfig, path: str | None) -> Iterator[data.Document]:
     """Yields the documents of ``path``, a text file or folder, or the held-out ones of ``cfg``."""
-    source = DataConfig(source="text", path=path, heldout_path=path) if path else cfg
-    return data.documents(source, heldout=True)
+    return data.documents(_source(path) if path else cfg, heldout=True)
+
+
+def check_texts(cfg: EvalRunConfig) -> None:
+    """Raises UserError if text on which the tasks evaluate is also training text of ``cfg.data``.
+
+    ``data.heldout_split`` is compared where training text is read too, as for calibration: a dataset of held-out text alone has
+    no training split.
+    """
+    haystacks = {task: getattr(cfg.eval, task).haystack for task in HAYSTACK_TASKS if task in cfg.eval.tasks}
+    if cfg.data.heldout_path is not None and (None in haystacks.values() or {*HELD_OUT_TASKS} & {*cfg.eval.tasks}):
+        check_heldout(cfg.data)
+    if cfg.data.source is not None:  # else nobody has named the text that artifacts were trained on
+        for path, task in {path: task for task, path in haystacks.items() if path is not None}.items():
+            check_apart(cfg.data, _source(path), f"eval.{task}.haystack={path}")
+
+
+def _source(path: str) -> DataConfig:
+    return DataConfig(source="text", path=path, heldout_path=path)

@@ -1,5 +1,6 @@
 """The user's own prompts: whether dense and sparse attention give the expected answers."""
 
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from msattn.trainer.evaluate.answers import Answers, Case, Question, answer, cases
 from msattn.trainer.evaluate.intervals import wilson
-from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.models.families import check_length
@@ -31,6 +32,8 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     """
     settings = cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), encoded_prompts(loaded, cfg)
+    if settings.independent:
+        methods = replace(methods, bucket_routings=with_independent(methods.bucket_routings))
     tried = cases(loaded, methods, settings.sparsities)
     advance = partial(progress.advance, progress.add_task("prompts", total=len(tried) * len(prompts)))
     questions = [Question(ids, settings.max_new_tokens) for ids in encoded]

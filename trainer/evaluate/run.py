@@ -33,8 +33,9 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     Raises
     ------
     UserError
-        An artifact is damaged or belongs to another model, a length exceeds the model's positions, there are more probes than
-        buckets, the folder is not writable, or ``cfg.compare`` is not the folder of an evaluation.
+        An artifact is damaged or belongs to another model, text of the evaluation is also training text, a length exceeds the
+        model's positions, there are more probes than buckets, the folder is not writable, or ``cfg.compare`` is not the folder
+        of an evaluation.
     """
     from msattn.trainer.data.prompts import read_prompts
     from msattn.trainer.evaluate.report import compare
@@ -48,12 +49,13 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import key_shares, methods, untrained
+    from msattn.trainer.evaluate import haystack, key_shares, methods, untrained
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.training.tracker import Tracker
 
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    haystack.check_texts(cfg)
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     found = untrained.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FitKMeansConfig
+from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -42,8 +43,8 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
 
     Raises
     ------
-    UserError : the artifact exists, the model or the data is not supported, there are more buckets than keys, the keys do not
-        fit into memory, or the engine is Faiss and it is not installed.
+    UserError : the artifact exists, the model or the data is not supported, held-out text is also training text, there are more
+        buckets than keys, the keys do not fit into memory, or the engine is Faiss and it is not installed.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     artifacts.check_writable(folder, cfg.overwrite)
@@ -51,6 +52,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     kmeans_settings = {**asdict(cfg.kmeans), "engine": resolve_engine(cfg.kmeans.engine, device)}
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     models.check_length(loaded.model.config, cfg.data.seq_len)
+    check_heldout(cfg.data)
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts)
 
     ranks = distributed.init_process_state(device)

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from msattn.trainer.data.chunking import encode
+from msattn.trainer.data.sources import local_documents
 from msattn.trainer.data.tasks.sequences import Tokens, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, Wording
-from msattn.trainer.teachers.text import crop_from, local_documents
+from msattn.trainer.teachers.text import crop_from
 
 TEST_PROMPTS = 200
 
@@ -95,8 +96,10 @@ def held_out_metrics(
     """
     metrics: dict[str, float] = {}
     if test is not None:
-        metrics["test_bits_per_byte"] = bits_per_byte(model, encode(local_documents(test), tokenizer), seq_len, tokenizer)
+        tokens = encode(local_documents("--test", test), tokenizer)
+        metrics["test_bits_per_byte"] = bits_per_byte(model, tokens, seq_len, tokenizer)
     if haystack is not None:
-        prompts = needle_prompts(encode(local_documents(haystack), tokenizer), seq_len, tokenizer, samples=TEST_PROMPTS, seed=2)
+        tokens = encode(local_documents("--haystack", haystack), tokenizer)
+        prompts = needle_prompts(tokens, seq_len, tokenizer, samples=TEST_PROMPTS, seed=2)
         metrics |= {f"haystack_needles_{count}": needle_accuracy(model, *prompts[count]) for count in prompts}
     return metrics

@@ -36,6 +36,11 @@ class Plan:
     log_every: int = 50
     eval_every: int = 500
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of all sequences."""
+        return sum(stage.steps * stage.batch_size * stage.seq_len for stage in self.stages)
+
 
 SHORT_TASKS = {"needles": 0.3, "several_values": 0.05, "several_keys": 0.05, "pairs": 0.12, "tracking": 0.08}
 LONG_TASKS = {"needles": 0.22, "several_values": 0.03, "several_keys": 0.03, "pairs": 0.05, "tracking": 0.03, "copies": 0.02}

@@ -1,6 +1,7 @@
 """The text of the teachers' training, and sequences of text and tasks."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -9,10 +10,12 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig
-from msattn.trainer.data.chunking import encode
-from msattn.trainer.data.sources import Document, documents
+from msattn.trainer.data.chunking import encode, warn_of_epochs
+from msattn.trainer.data.overlap import refuse_shared, shared_windows
+from msattn.trainer.data.sources import Document, documents, local_documents
 from msattn.trainer.data.tasks.sequences import Crop, TaskSequences, Tokens
-from msattn.trainer.teachers.plans import Stage
+from msattn.trainer.errors import UserError
+from msattn.trainer.teachers.plans import Plan, Stage
 
 SHARES = {"books": 0.65, "code": 0.2, "library": 0.15}  # of the crops of text
 STANDARD_LIBRARY = "code-python-stdlib"  # begins the names of files with modules of the library, also of held-out ones
@@ -20,18 +23,32 @@ DEV_SHARE = 0.02  # share of every book, at its end, that is held out for the me
 
 
 def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
-    """Returns the documents of ``folders``, files ``code-*`` apart from books, and those of the standard library."""
-    found = [document for folder in folders for document in local_documents(folder)]
+    """Returns the documents of ``folders``, files ``code-*`` apart from books, and those of the standard library.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.data.sources.local_documents`, or there is no book.
+    """
+    found = [document for folder in folders for document in local_documents("--text", folder)]
+    books = [each for each in found if not each.name.startswith("code-")]
+    if not books:
+        raise UserError(f"--text={' '.join(folders)}: no book; files whose names begin with code- are not books")
     return {
-        "books": [each for each in found if not each.name.startswith("code-")],
+        "books": books,
         "code": [each for each in found if each.name.startswith("code-") and not each.name.startswith(STANDARD_LIBRARY)],
         "library": list(documents(DataConfig("stdlib"), heldout=False)),
     }
 
 
-def local_documents(path: str) -> Iterator[Document]:
-    """Yields all documents under ``path``."""
-    return documents(DataConfig("text", path=path, heldout_path=path), heldout=False)
+def check_unseen(sources: Mapping[str, Sequence[Document]], heldout: Mapping[str, str | None]) -> None:
+    """Raises UserError if much of the text of a folder of ``heldout``, by the name of its option, is in ``sources``.
+
+    Warns if some of it is (:func:`msattn.trainer.data.overlap.refuse_shared`).
+    """
+    for option, path in heldout.items():
+        if path is not None:
+            counts = shared_windows(chain.from_iterable(sources.values()), local_documents(option, path))
+            refuse_shared(*counts, f"{option}={path}", "the training text")
 
 
 class Texts:
@@ -57,6 +74,11 @@ class Texts:
         self.tokens = {name: tokens for name, tokens in encoded.items() if len(tokens)}
         shares = np.array([SHARES[name] for name in self.tokens])
         self._shares = shares / shares.sum()
+
+    def warn_of_repeats(self, plan: Plan) -> None:
+        """Prints a line for each source that ``plan`` reads too often: all sequences are crops of text, or tasks within one."""
+        for share, (name, tokens) in zip(self._shares, self.tokens.items(), strict=True):
+            warn_of_epochs(f"the {len(tokens):,} tokens of {name}", share * plan.tokens / len(tokens), "--steps")
 
     def crop(self, rng: np.random.Generator, length: int) -> Tokens:
         """Returns ``length`` consecutive training tokens from a random position."""

@@ -26,11 +26,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from msattn.trainer.config import TrackerConfig, TrainConfig
 from msattn.trainer.data.tasks.sequences import TaskSequences
 from msattn.trainer.embedded import EMBEDDED_MODEL
+from msattn.trainer.errors import UserError, exit_process, print_once
 from msattn.trainer.models.devices import resolve_device
 from msattn.trainer.models.tap import use_dense_attention
 from msattn.trainer.teachers.figures import bfloat16_autocast, evaluate, held_out_metrics, needle_prompts
 from msattn.trainer.teachers.plans import PLANS, Plan
-from msattn.trainer.teachers.text import StageDataset, Texts, read_sources
+from msattn.trainer.teachers.text import StageDataset, Texts, check_unseen, read_sources
 from msattn.trainer.teachers.tokenizer import load_tokenizer, train_tokenizer
 from msattn.trainer.training.distributed import init_process_state
 from msattn.trainer.training.loop import fit
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m msattn.trainer.teachers.train", description="Train a teacher.")
     parser.add_argument("--plan", choices=PLANS, default="embedded", help="the model and its training")
-    parser.add_argument("--text", nargs="+", required=True, help="folders of books to train on")
+    parser.add_argument("--text", nargs="+", required=True, help="files or folders of books to train on")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
     parser.add_argument("--test", help="folder of held-out texts for the final bits per byte")
     parser.add_argument("--haystack", help="folder of held-out texts for the final needle accuracy")
@@ -164,13 +165,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(args.steps) != len(plan.stages):
             parser.error(f"--steps: give {len(plan.stages)} numbers, one per stage")
         plan = replace(plan, stages=tuple(replace(s, steps=n) for s, n in zip(plan.stages, args.steps, strict=True)))
+    try:
+        run(args, plan)
+    except UserError as error:
+        print_once(str(error))
+        exit_process(2)
+
+
+def run(args: argparse.Namespace, plan: Plan) -> None:
+    """Trains the model of ``plan`` with the options ``args`` of the command line, and writes it with its figures.
+
+    Raises
+    ------
+    UserError : a text cannot be read, or much of a held-out one is also training text; the device cannot be had.
+    """
     sources = read_sources(args.text)
+    check_unseen(sources, {"--test": args.test, "--haystack": args.haystack})
     if (EMBEDDED_MODEL / "tokenizer.json").exists():
         tokenizer = load_tokenizer(EMBEDDED_MODEL)
     else:
         tokenizer = train_tokenizer(document.text for found in sources.values() for document in found)
     texts = Texts(sources, tokenizer)
     counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
+    texts.warn_of_repeats(plan)
     device = resolve_device(args.device)
     processes = init_process_state(device)
     _print(f"tokens of text: {counts}, held out: {len(texts.dev)}")
@@ -183,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record: dict[str, Any] = {
         "plan": asdict(plan),
         "parameters": model.num_parameters(),
-        "tokens": sum(stage.steps * stage.batch_size * stage.seq_len for stage in plan.stages),
+        "tokens": plan.tokens,
         "minutes": round(seconds / 60, 1),
         "processes": processes.num_processes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

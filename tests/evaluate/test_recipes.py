@@ -1,0 +1,135 @@
+"""Recipes of evaluations: documents of two corpora, the lab teacher with YaRN, and the table, each run on a toy model."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn import cli
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.config import DataConfig
+from msattn.trainer.models.families import max_length
+from msattn.trainer.models.loading import config_and_tokenizer
+
+SENTENCE = "The heron left the mill before anyone had thought of the river again. "
+WORDS = " ".join(
+    "".join(letters) for letters in itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")
+)  # RULER draws from 500
+LENGTHS = [8192, 16384, 32768, 65536, 131072]
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+TOY = ["model.init=random", *(f"model.architecture.{key}={size}" for key, size in SHAPE.items())]
+TOY += ["device=cpu", "dtype=float32", "tracker=none"]
+TEXT = ["data=text", "data.path=text.txt", "data.heldout_path=heldout.txt"]
+RULER = ["eval.ruler.samples=1", "eval.ruler.tasks=[niah_single_1]"]
+NEEDLE = ["eval.needle.samples=1", "eval.needle.depths=[0.5]"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
+    Path("heldout.txt").write_text(WORDS)
+    return tmp_path / "outputs"
+
+
+def evaluate(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["eval", *arguments])
+    assert not caught.value.code
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "eval/results.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "path", "split"),
+    [
+        ("documents_pg19", "emozilla/pg19", "test"),
+        ("documents_proofpile", "emozilla/proofpile-test-tokenized-mistral", "train"),
+    ],
+)
+def test_documents_are_read_from_their_beginning(
+    recipe: str, path: str, split: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = compose("eval", [f"experiment={recipe}"])
+    assert (cfg.eval.tasks, cfg.eval.documents.lengths) == (["documents"], LENGTHS)
+    config, _ = config_and_tokenizer(compose("eval", [f"experiment={recipe}", "model.init=random"]).model)
+    assert max_length(config) == max(LENGTHS)
+    opened: Counter[tuple[str, str]] = Counter()
+
+    def rows_of(data: DataConfig, split: str) -> Iterator[dict[str, str]]:
+        opened[str(data.path), split] += 1
+        yield from ({"text": f"Document {number}. {SENTENCE * (4 + 2 * number)}"} for number in range(10))
+
+    monkeypatch.setattr("msattn.trainer.data.sources.hub_rows", rows_of)
+    sizes = [f"eval.documents.{key}" for key in ("lengths=[64,128]", "num_documents=3", "sparsities=[0.9]")]
+    evaluate(f"experiment={recipe}", *TOY, *sizes, "model.architecture.vocab_size=4096", "eval.baselines=[quest]")
+    assert opened.keys() == {(path, split)}
+    found = {(row["method"], row["setting"], row["extra"]["length"]): row for row in rows(folder / "llama3/seer")}
+    for length in (64, 128):
+        assert found["dense", "", length]["samples"] == 3
+        assert ("quest", "sparsity 0.9", length) in found
+
+
+def test_the_teacher_has_twice_its_positions_with_yarn() -> None:
+    cfg, trained = compose("eval", ["experiment=teacher_yarn"]), compose("eval", ["model=teacher"])
+    assert (cfg.model.path, cfg.folder.name, cfg.data.seq_len) == (trained.model.path, "yarn", 65536)
+    assert cfg.eval.perplexity.length == 65536
+    assert cfg.eval.needle.lengths == cfg.eval.ruler.lengths == [65536]
+    config, _ = config_and_tokenizer(compose("eval", ["experiment=teacher_yarn", "model.init=random"]).model)
+    assert max_length(config) == 65536
+    assert config.rope_parameters["rope_type"] == "yarn"
+    assert config.rope_parameters["rope_theta"] == 1e6, "that of the model"
+
+
+@pytest.mark.slow
+def test_the_teacher_is_measured_with_yarn_on_a_toy_model(folder: Path) -> None:
+    short = ["model.architecture.max_position_embeddings=256", "data.seq_len=512", "model.presets.eval_chunks=1"]
+    evaluate("experiment=teacher_yarn", *TOY, *TEXT, *short, *RULER, *NEEDLE)
+    found = {(row["task"], row["method"]): row["extra"]["length"] for row in rows(folder / "teacher/yarn")}
+    assert found == {(task, "dense"): 512 for task in ("perplexity", "needle", "ruler")}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        (["model=llama3"], [4096, 16384, 65536]),
+        (["model=teacher"], [4096, 16384, 32768]),
+        (["model=teacher", "data.seq_len=16384"], [4096, 16384]),
+        (["model=tiny"], [4096]),
+        (["model=tiny", "data.seq_len=1024"], [1024]),
+    ],
+)
+def test_the_table_has_the_lengths_of_rulers_that_a_model_reads(overrides: list[str], lengths: list[int]) -> None:
+    cfg = compose("eval", ["eval=table", *overrides])
+    assert cfg.eval.ruler.lengths == lengths
+    assert cfg.eval.key_shares == [0.02, 0.05, 0.1]
+
+
+@pytest.mark.slow
+def test_the_table_of_a_toy_model(folder: Path) -> None:
+    sizes = ["data.seq_len=512", "eval.ruler.lengths=[480,512]", "recent=4", "dense_layers=[]"]
+    sizes += ["model.presets.eval_chunks=1", "model.presets.num_buckets=64"]
+    speed = ["eval.latency.lengths=[128]", "eval.latency.seconds=0.01", "eval.decoding.lengths=[128]", "eval.decoding.tokens=2"]
+    fewer = [f"eval.{task}.sparsities=[0.8]" for task in ("perplexity", "needle", "ruler", "latency")]
+    evaluate("eval=table", *TOY, *TEXT, *sizes, *RULER, *NEEDLE, *speed, *fewer, "eval.routers=[window,quest]")
+    found = rows(folder / "tiny/base")
+    assert {row["task"] for row in found} == {"perplexity", "needle", "ruler", "latency", "decoding"}
+    assert {row["extra"]["length"] for row in found if row["task"] == "ruler"} == {480, 512}
+    routed = [row for row in found if row["method"] in ("sink and window", "Quest pages")]
+    assert {row["task"] for row in routed} == {"needle", "ruler", "decoding"}
+    assert {row["setting"] for row in routed} == {"about 5 % of keys", "about 10 % of keys"}
+    for method in ("oracle", "quest", "vertical_slash", "mean_pool", "a_shape", "random"):
+        assert {row["task"] for row in found if row["method"] == method} >= {"perplexity", "needle", "ruler"}

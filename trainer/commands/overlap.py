@@ -1,0 +1,37 @@
+"""Compares training texts with held-out ones.
+
+    python -m msattn.trainer.commands.overlap TRAIN... --heldout TEST...
+
+Each argument is a text file, a folder or a glob. Prints how many of the sampled windows of the held-out texts are also in the
+training texts. Exit code 0 without one, 1 with some, 2 for a path that cannot be read.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import chain
+
+from msattn.trainer.data.overlap import SAMPLED, WINDOW, shared_windows
+from msattn.trainer.data.sources import local_documents
+from msattn.trainer.errors import UserError, print_once
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.commands.overlap", description="Compare texts.")
+    parser.add_argument("train", nargs="+", help="training texts: files, folders or globs")
+    parser.add_argument("--heldout", nargs="+", required=True, help="texts that training must not see")
+    args = parser.parse_args(arguments)
+    try:
+        train = chain.from_iterable(local_documents("train", path) for path in args.train)
+        heldout = chain.from_iterable(local_documents("--heldout", path) for path in args.heldout)
+        shared, total = shared_windows(train, heldout)
+    except UserError as error:
+        print_once(str(error))
+        sys.exit(2)
+    print(f"{shared:,} of {total:,} windows of {WINDOW} characters are also in the training texts (one in {SAMPLED} sampled)")
+    sys.exit(1 if shared else 0)
+
+
+if __name__ == "__main__":
+    main()
