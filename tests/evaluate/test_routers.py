@@ -80,8 +80,11 @@ def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
         assert name in METHOD_STYLES
         for suffix in ("", ", independent"):
             every = rows["recall", name + suffix, f"{PRESET_BUCKETS} probes"]
-            assert every.score == pytest.approx(1, abs=1e-5)
-            assert every.selectivity == pytest.approx(1)
+            if name == "LSH":  # reads no more than the keys that collide
+                assert 0.3 < (every.selectivity or 1) < 0.99
+            else:
+                assert every.score == pytest.approx(1, abs=1e-5)
+                assert every.selectivity == pytest.approx(1)
             assert (rows["recall", name + suffix, "1 probe"].selectivity or 1) < 0.5
         for row in (rows["needle", name, "1 probe"], rows["decoding", name, "2 probes"]):
             assert row.selectivity is not None
@@ -140,7 +143,7 @@ def test_share_curves_are_the_shares_that_the_kernel_reads(tmp_path: Path, text:
                 read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
                 assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
             assert (curve.diff() >= 0).all()
-            assert curve[-1] == 1
+            assert (curve[-1] == 1) == (routing.name != "LSH")  # which reads no more than the keys that collide
             checked.append(routing.name)
 
     measured_on_a_chunk(cfg, loaded, measure)
@@ -154,10 +157,10 @@ def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> N
     found = match_key_shares(before, cfg, loaded)
     for routing in found.bucket_routings:
         labels, counts = zip(*routing.settings([0, 7]), strict=True)
-        assert labels == ("0 probes", "about 30 % of keys", "about 100 % of keys")
-        assert counts[0] == 0 < counts[1] < counts[2] <= PRESET_BUCKETS
-    assert [note.split(":")[0] for note in found.notes] == list(NAMES.values())
-    assert all(note.endswith("not measured: 0.01") for note in found.notes), "the dense window holds more"
+        assert labels[:2] == ("0 probes", "about 30 % of keys")
+        assert labels[2:] == (() if routing.name == "LSH" else ("about 100 % of keys",))  # not all keys collide with a query
+        assert sorted({0, *counts}) == list(counts)
+        assert counts[-1] <= PRESET_BUCKETS
     without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
     assert match_key_shares(before, without, loaded) is before
 
@@ -179,7 +182,7 @@ def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
 
 
 def test_routers_are_as_the_artifacts(tmp_path: Path, text: str) -> None:
-    """They have the buckets, layers and dense window of the first routing; the number of buckets of LSH is a power of two."""
+    """They have the buckets, layers and dense window of the first routing."""
     cfg = routed_config(tmp_path, text)
     loaded = models.load(cfg.model, device="cpu")
     (first, *_) = routings_of(cfg, loaded).bucket_routings
@@ -190,7 +193,7 @@ def test_routers_are_as_the_artifacts(tmp_path: Path, text: str) -> None:
     for routing in found[1:]:
         assert (routing.recent, routing.sink, routing.dense_layers) == (9, 3, (0,))
         assert routing.router.layers == first.router.layers
-        assert (routing.router.num_buckets, routing.probes) == ((4, 4) if routing.name == "LSH" else (6, 5))
+        assert (routing.router.num_buckets, routing.probes) == (6, 5)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

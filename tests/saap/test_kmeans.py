@@ -1,6 +1,7 @@
 """Spherical k-means: the batched engine against Faiss, k-means routing, and `fit-kmeans` on one and two ranks."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from msattn.trainer.saap.clustering import (
     batched_kmeans,
     faiss_kmeans,
     fit_centroids,
+    flat_index,
     partition_stats,
+    require_faiss,
     resolve_engine,
-    split_empty,
+    split_fullest,
 )
 from msattn.trainer.saap.fit_kmeans import collect_keys, fit_kmeans, sampled_positions
 from msattn.trainer.saap.kmeans import KMeans
@@ -82,14 +85,71 @@ def test_centroids_depend_on_the_seed_alone() -> None:
 
 def test_an_empty_bucket_splits_the_fullest() -> None:
     sums = torch.tensor([[[4.0, 4.0], [0.0, 0.0], [0.0, 2.0]]])
-    means = split_empty(sums, torch.tensor([[4.0, 0.0, 2.0]]), torch.full((1, 3, 2), 9.0))
+    means = split_fullest(sums, torch.tensor([[4.0, 0.0, 2.0]]), torch.full((1, 3, 2), 9.0))
     eps = 1 / 1024
     expected = torch.tensor([[[1 + eps, 1 - eps], [1 - eps, 1 + eps], [0.0, 1.0]]])
     torch.testing.assert_close(means, expected)
-    one_full = split_empty(
+    one_full = split_fullest(
         torch.tensor([[[3.0, 3.0], [0.0, 0.0], [0.0, 0.0]]]), torch.tensor([[3.0, 0.0, 0.0]]), torch.full((1, 3, 2), 9.0)
     )
     assert sorted(one_full[0, :, 0].tolist())[-1] == 9.0  # no other full bucket is left to split
+
+
+def test_a_bucket_above_the_capacity_replaces_the_smallest() -> None:
+    sums, counts = torch.tensor([[[6.0, 6.0], [1.0, 0.0], [0.0, 4.0]]]), torch.tensor([[6.0, 1.0, 2.0]])
+    eps, kept = 1 / 1024, split_fullest(sums, counts, torch.full((1, 3, 2), 9.0), capacity=6)
+    torch.testing.assert_close(kept, torch.tensor([[[1.0, 1.0], [1.0, 0.0], [0.0, 2.0]]]))
+    split = split_fullest(sums, counts, torch.full((1, 3, 2), 9.0), capacity=5.9)
+    torch.testing.assert_close(split, torch.tensor([[[1 + eps, 1 - eps], [1 - eps, 1 + eps], [0.0, 2.0]]]))
+
+
+def test_a_head_that_needs_no_split_is_as_without_balance() -> None:
+    even, uneven = blobs(heads=1, modes=400), blobs(heads=1, modes=2, seed=1)
+    both, alone = (batched_kmeans(x, 8, 10, seed=0, balance=3) for x in (torch.cat([even, uneven]), even))
+    torch.testing.assert_close(both[:1], alone)
+    torch.testing.assert_close(alone, batched_kmeans(even, 8, 10, seed=0))
+
+
+@pytest.mark.parametrize("num_buckets", [16, 64])
+def test_balanced_buckets_are_more_even_at_nearly_the_same_objective(num_buckets: int) -> None:
+    """Half of the points are around one direction, so that dividing them takes centroids from the others."""
+    points, crowded = blobs(heads=4), blobs(heads=4, modes=1, seed=1)
+    points = torch.cat([points, crowded], 1)
+    cfg = KMeansConfig(num_buckets=num_buckets, engine="batched")
+    (plain, before), (balanced, after) = (
+        fit_centroids(points, each, device=CPU, seed=0) for each in (cfg, replace(cfg, balance=1.5))
+    )
+    torch.testing.assert_close(balanced.norm(dim=-1), torch.ones(4, num_buckets))
+    excess = [sum(head["imbalance"] - 1 for head in stats) for stats in (before, after)]
+    assert excess[1] < 0.6 * excess[0]
+    assert mean_objective(points, balanced) == pytest.approx(mean_objective(points, plain), rel=0.02)
+    assert all(head["empty_buckets"] == 0 for head in after)
+
+
+def test_balance_is_refused_where_it_has_no_effect() -> None:
+    with pytest.raises(UserError, match=r"kmeans.balance=1.5: accepted is null with kmeans.engine=faiss"):
+        KMeansConfig(engine="faiss", balance=1.5)
+    with pytest.raises(UserError, match=r"kmeans.balance=1: null, or in \(1, 1e6\]"):
+        KMeansConfig(balance=1)
+
+
+class GpuFaiss:
+    """Stands in for a Faiss with ``gpus`` GPUs; an index on a GPU is a tuple of how it was made."""
+
+    IndexFlatIP, StandardGpuResources = staticmethod(lambda size: ("flat", size)), staticmethod(lambda: "resources")
+    index_cpu_to_gpu = staticmethod(lambda *arguments: ("gpu", *arguments))
+
+    def __init__(self, gpus: int) -> None:
+        self.get_num_gpus = lambda: gpus
+
+
+def test_faiss_uses_the_gpu_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    faiss = GpuFaiss(2)
+    monkeypatch.setitem(sys.modules, "faiss", faiss)
+    assert require_faiss(CUDA) is faiss
+    assert resolve_engine(KMeansConfig(engine="faiss"), CUDA) == "faiss"
+    assert flat_index(faiss, 64, torch.device("cuda:1")) == ("gpu", "resources", 1, ("flat", 64))
+    assert flat_index(faiss, 64, CPU) == flat_index(GpuFaiss(0), 64, CUDA) == ("flat", 64)
 
 
 def test_few_buckets_are_empty_for_duplicated_points() -> None:
@@ -139,8 +199,9 @@ def test_gpu_objective_matches_the_cpu(dtype: torch.dtype) -> None:
 
 
 def test_auto_engine_progress_and_missing_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [resolve_engine("auto", device) for device in (CPU, CUDA)] == ["faiss", "batched"]
-    assert [resolve_engine(engine, CPU) for engine in ("batched", "faiss")] == ["batched", "faiss"]
+    assert [resolve_engine(KMeansConfig(), device) for device in (CPU, CUDA)] == ["faiss", "batched"]
+    assert resolve_engine(KMeansConfig(balance=1.5), CPU) == "batched"
+    assert [resolve_engine(KMeansConfig(engine=engine), CPU) for engine in ("batched", "faiss")] == ["batched", "faiss"]
     points, done = blobs(heads=3, num_points=200), []
     for engine, function in (("faiss", faiss_kmeans), ("batched", batched_kmeans)):
         cfg = KMeansConfig(num_buckets=4, iterations=3, engine=engine)
@@ -149,9 +210,11 @@ def test_auto_engine_progress_and_missing_faiss(monkeypatch: pytest.MonkeyPatch)
     assert done == [1, 1, 1, 3]
 
     monkeypatch.setitem(sys.modules, "faiss", None)
-    assert resolve_engine("auto", CUDA) == "batched"
-    with pytest.raises(UserError, match=r"pip install 'msattn\[cpu\]', or use kmeans.engine=batched"):
-        resolve_engine("auto", CPU)
+    assert resolve_engine(KMeansConfig(), CUDA) == "batched"
+    with pytest.raises(UserError, match=r"auto on a CPU\): .* pip install 'msattn\[cpu\]', or use kmeans.engine=batched"):
+        resolve_engine(KMeansConfig(), CPU)
+    with pytest.raises(UserError, match=r"kmeans.engine=faiss: .* pip install 'msattn\[gpu\]', or use kmeans.engine=batched"):
+        resolve_engine(KMeansConfig(engine="faiss"), CUDA)
     with pytest.raises(UserError, match=r"kmeans.engine=faiss .* pip install 'msattn\[cpu\]'"):
         faiss_kmeans(points, 4, 1, 0)
 

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,3 +138,46 @@ def test_a_recipe_runs_on_a_toy_model(recipe: str, tmp_path: Path, monkeypatch: 
     assert partition["details"]["stats"][0][0]["points"] == 4 * 30
     assert classifier["details"]["source"] == "online"
     assert classifier["details"]["kmeans_hash"] == partition["content_hash"]
+
+
+PARTITIONS = [f"rope-{rope}_balance-{balance}" for rope in (False, True) for balance in (None, 1.5)]
+
+
+@pytest.mark.slow
+def test_every_partition_has_a_classifier_and_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[Any]] = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.setdefault(self.config, []).append(cfg))
+    msattn("fit-kmeans", "-m", "experiment=partitions")
+    msattn("train-qmodel", "-m", "experiment=partitions_classifiers")
+    msattn("eval", "-m", "experiment=partitions_eval")
+    assert {command: [cfg.name for cfg in cfgs] for command, cfgs in seen.items()} == dict.fromkeys(seen, PARTITIONS)
+    assert [(cfg.kmeans.rope, cfg.kmeans.balance) for cfg in seen["fit_kmeans"]] == [
+        (rope, balance) for rope in (False, True) for balance in (None, 1.5)
+    ]
+    assert all(cfg.eval.routers == ["quest"] and cfg.eval.tasks == ["recall", "needle"] for cfg in seen["eval"])
+
+
+@pytest.mark.slow
+def test_classifiers_over_keys_after_rope_and_over_balanced_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions, classifiers and their evaluation: each classifier reads as its partition was made."""
+    prepare(tmp_path, monkeypatch)
+    sizes = [*TOY, "data.seq_len=256", "model.presets.recent=32", "data.needles=false"]
+    measured = ["eval.needle.samples=1", "eval.needle.depths=[0.5]", "eval.recall.num_chunks=1", "eval.recall.num_queries=8"]
+    msattn("fit-kmeans", "-m", "experiment=partitions", *sizes)
+    msattn("train-qmodel", "-m", "experiment=partitions_classifiers", *sizes)
+    msattn("eval", "-m", "experiment=partitions_eval", *sizes, *measured, "eval.key_shares=[0.5]")
+    for name in PARTITIONS:
+        partition, classifier = (artifacts.read(f"outputs/tiny/{name}/{kind}").manifest for kind in ("kmeans", "qmodel"))
+        details, rope = partition["details"], "True" in name
+        assert (details["rope"], details["balance"]) == (rope, 1.5 if "1.5" in name else None)
+        assert (classifier["details"]["rope"], classifier["details"]["kmeans_hash"]) == (rope, partition["content_hash"])
+        assert classifier["details"]["thresholds"]["shares"]
+        with (Path("outputs/tiny") / name / "eval/results.csv").open() as file:
+            lines = list(csv.DictReader(file))
+        suffix = ", RoPE" * rope
+        methods = {line["method"] for line in lines if line["setting"] == "about 50 % of keys"}
+        assert methods >= {f"classifier{suffix}", f"k-means{suffix}", "Quest pages"}
+        calibrated = [float(line["selectivity"]) for line in lines if line["method"] == f"classifier{suffix}, calibrated"]
+        assert len(calibrated) == 4, "two shares of the keys in each task"
+        assert all(0 < share < 1 for share in calibrated)

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.routing.pages import num_pages, only_far, page_of_keys
-from msattn.trainer.saap.lsh import sign_buckets, sign_patterns
+from msattn.trainer.saap.lsh import BITS, TABLES, CollidingKeys
 from msattn.trainer.saap.pages import PAGE_SIZE
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.saap.window_pages import WindowPages
 
-LAYERS, KV_HEADS, HEADS, SIZE = [1, 3], 2, 4, 16
+LAYERS, KV_HEADS, HEADS, SIZE, BUCKETS = [1, 3], 2, 4, 16, 8
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -25,31 +25,45 @@ def inputs(k: Tensor, start: Tensor | None = None) -> LayerInputs:
     return LayerInputs(1, k, k, k, k, k, k, k, 1.0, start, None)
 
 
-@pytest.mark.parametrize(("asked", "buckets"), [(1, 1), (2, 2), (7, 4), (64, 64), (1000, 512)])
-def test_the_bucket_of_a_key_is_the_number_of_its_signs(asked: int, buckets: int) -> None:
-    lsh = sign_buckets(asked, LAYERS, KV_HEADS, SIZE, seed=3)
-    assert lsh.num_buckets == buckets
-    assert lsh.rope
-    bits = buckets.bit_length() - 1
-    k = normal(2, KV_HEADS, 300, SIZE)
-    for row, layer in enumerate(LAYERS):
-        centroids = lsh.centroids[row].double()  # [Hkv, C, D]
-        vectors = sign_patterns(bits).T @ centroids  # parallel to the random vectors, by head
-        if bits:
-            torch.testing.assert_close(centroids.norm(dim=-1), torch.ones(KV_HEADS, buckets).double(), atol=1e-6, rtol=0)
-            gram = vectors @ vectors.mT
-            torch.testing.assert_close(gram, gram[0, 0, 0] * torch.eye(bits).double().expand_as(gram), atol=1e-3, rtol=0)
-        signs = (k.double() @ vectors.mT > 0).long()  # [B, Hkv, N, bits]
-        numbers = (signs * 2 ** torch.arange(bits)).sum(-1)
-        assert torch.equal(lsh.assign(layer, k, k).long(), numbers)
-        assert torch.equal(lsh.assign(layer, k[:, :, :1], k[:, :, :1]).long(), numbers[:, :, :1])
+@pytest.mark.parametrize("padding", [None, [0, 60]])
+def test_keys_are_read_from_their_second_collision_on(padding: list[int] | None) -> None:
+    router = CollidingKeys(BUCKETS, LAYERS, KV_HEADS, SIZE, seed=3)
+    k, q = normal(2, KV_HEADS, 150, SIZE) + 3, normal(2, HEADS, 1, SIZE, seed=1)
+    start = None if padding is None else torch.tensor(padding)
+    summaries = router.summarize(inputs(k, start))
+    assert summaries.shape == (2, KV_HEADS, 150, TABLES)
+    scores = router.head_scores(1, summaries, q, q, torch.tensor([149, 149]))
+    shared = router.scores(1, summaries, q, q, torch.tensor([149, 149]))
+    vectors = router.vectors.double().unflatten(-1, (TABLES, BITS))
+    for row, head in ((0, 0), (0, 3), (1, 1)):
+        own = k[row, head // 2, 0 if padding is None else padding[row] :].double()
+        signs = torch.einsum("nd,dtb->ntb", own - own.mean(0), vectors) > 0
+        collides = (signs == (torch.einsum("d,dtb->tb", q[row, head, 0].double(), vectors) > 0)).all(-1)  # [n, TABLES]
+        for key, tables in enumerate(collides):
+            found = tables.nonzero().flatten().tolist()
+            assert scores[row, head, key] == (TABLES - found[1] if len(found) > 1 else 0)
+        assert 0.02 < (scores[row, head, : len(own)] > 0).float().mean() < 0.5
+        both = scores[row, 2 * (head // 2) : 2 * (head // 2) + 2]
+        assert torch.equal(shared[row, head // 2], both.amax(0))
 
 
-def test_signs_differ_by_layer_head_and_seed() -> None:
-    first, other = (sign_buckets(16, LAYERS, KV_HEADS, SIZE, seed=seed).centroids for seed in (0, 1))
-    assert torch.equal(first, sign_buckets(16, LAYERS, KV_HEADS, SIZE, seed=0).centroids)
-    for a, b in ((first, other), (first[0], first[1]), (first[:, 0], first[:, 1])):
-        assert not torch.allclose(a, b)
+def test_keys_that_do_not_collide_twice_are_never_chosen() -> None:
+    router = CollidingKeys(BUCKETS, LAYERS, KV_HEADS, SIZE)
+    scores = torch.tensor([[[0.0, 7, 0, 9, 2, 0, 5, 0, 8, 3]]])
+    before = only_far(scores, torch.tensor([8]), 1)
+    expected = {0: [], 2: [3, 1], 4: [3, 1, 6, 4], BUCKETS: [3, 1, 6, 4]}
+    for probes, keys in expected.items():
+        chosen = router.choose(before, probes)[0, 0].tolist()
+        assert [key for key in chosen if key >= 0] == keys
+
+
+def test_hash_functions_depend_on_the_seed_and_ignore_the_mean_of_the_keys() -> None:
+    first, again, other = (CollidingKeys(8, LAYERS, KV_HEADS, SIZE, seed=seed) for seed in (0, 0, 1))
+    k = normal(1, KV_HEADS, 100, SIZE)
+    codes = first.summarize(inputs(k))
+    assert torch.equal(codes, again.summarize(inputs(k)))
+    assert (codes != other.summarize(inputs(k))).float().mean() > 0.9
+    assert (codes != first.summarize(inputs(k + 10))).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -105,7 +119,8 @@ def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int],
 
 def test_queries_of_one_sequence_share_its_summaries() -> None:
     k, q = normal(1, KV_HEADS, 70, SIZE), normal(5, HEADS, 1, SIZE, seed=1)
-    for router in (QuestPages(8, LAYERS, KV_HEADS), WindowPages(8, LAYERS, KV_HEADS)):
+    routers = QuestPages(8, LAYERS, KV_HEADS), WindowPages(8, LAYERS, KV_HEADS), CollidingKeys(8, LAYERS, KV_HEADS, SIZE)
+    for router in routers:
         summaries, positions = router.summarize(inputs(k)), torch.full((5,), 69)
         together = router.scores(1, summaries, q, q, positions)
         for row in range(5):

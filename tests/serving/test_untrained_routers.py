@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.saap.lsh import sign_buckets
+from msattn.trainer.saap.lsh import CollidingKeys
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.saap.window_pages import WindowPages
@@ -24,7 +24,7 @@ BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
 ROUTERS: dict[str, Any] = {
     "window": lambda layers: WindowPages(BUCKETS, layers, KV_HEADS),
     "random": lambda layers: RandomBuckets(BUCKETS, layers, KV_HEADS),
-    "lsh": lambda layers: sign_buckets(BUCKETS, layers, KV_HEADS, SIZE),
+    "lsh": lambda layers: CollidingKeys(BUCKETS, layers, KV_HEADS, SIZE),
     "quest": lambda layers: QuestPages(BUCKETS, layers, KV_HEADS),
 }
 
@@ -63,6 +63,13 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
             best = sorted(far, key=lambda page: -page if name == "window" else -float(bounds[page]))
             count = min(len(far), max(min(probes, 1), int(probes * len(far) / BUCKETS + 0.5)))
             chosen = torch.isin(position // PAGE, torch.tensor(best[:count]))
+        elif name == "lsh":
+            far = max(0, num_keys - window)
+            prompt = (own[:-1] - own[:-1].mean(0)).float()  # without the newest key
+            second = ((router.codes(prompt) == router.codes(queries)[:, None]).cumsum(-1) >= 2).sum(-1).amax(0)[:far]
+            count = min(far, max(min(probes, 1), int(probes * far / BUCKETS + 0.5)))
+            best = second.argsort(descending=True, stable=True)[:count]
+            chosen = torch.isin(position, best[second[best] > 0])
         else:
             buckets = torch.cat([router.assign(0, k[:, :, i : i + 1], k[:, :, i : i + 1])[0, head] for i in range(num_keys)])
             best = router.scores(0, q, q)[0, head].argsort(descending=True)[:probes]
@@ -81,13 +88,12 @@ def test_the_keys_that_are_read(name: str, lengths: tuple[int, ...], probes: int
     q = torch.randn(len(lengths), HEADS, 1, SIZE, generator=generator, dtype=torch.float64)
     padding = torch.tensor([longest - each for each in lengths], dtype=torch.int32)
     router = ROUTERS[name]([0])
-    router = router.double() if name == "lsh" else router
     out, counts, window = decode(router, k, q, padding if len(lengths) > 1 else None, probes)
     for row, length in enumerate(lengths):
         own = k[row : row + 1, :, longest - length :]
         for head, read in enumerate(keys_to_read(name, router, own, q[row : row + 1], window, probes)):
             assert counts[row, head] == read.sum()
-            if probes == BUCKETS:
+            if probes == BUCKETS and name != "lsh":
                 assert read.all()
             keys = own[0, head]
             weights = (q[row, 2 * head : 2 * head + 2, 0] @ keys.mT * 0.25).masked_fill(~read, -torch.inf).softmax(-1)
@@ -104,10 +110,7 @@ def test_query_heads_choose_by_themselves(name: str, threshold: float | None) ->
     padding, group = torch.tensor([0, 70], dtype=torch.int32), HEADS // KV_HEADS
     router, alone = ROUTERS[name]([0]), ROUTERS[name]([0])
     alone.kv_heads = HEADS
-    if name == "lsh":
-        router, alone = router.double(), alone.double()
-        alone.centroids = alone.centroids.repeat_interleave(group, 1)
-    elif name != "random" and threshold is not None:
+    if name != "random" and threshold is not None:
         pytest.skip("pages have no densities")
     options = {"threshold": threshold} if threshold is not None else {}
     expected, counts, _ = decode(alone, k.repeat_interleave(group, 1), q, padding, 3, **options)
@@ -122,7 +125,8 @@ def test_query_heads_choose_by_themselves(name: str, threshold: float | None) ->
 def test_an_attached_model(name: str, where: str) -> None:
     """All probes are dense attention; in a batch with padding each row is as alone; fewer probes read less.
 
-    Random buckets are those of a key's bits, which rounding in another batch changes.
+    Hash tables find no more than the keys that collide. Random buckets are those of a key's bits, which rounding in another
+    batch changes.
     """
     model = tiny_model().to(where)
     rows = [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
@@ -135,8 +139,10 @@ def test_an_attached_model(name: str, where: str) -> None:
         with attach(model, probes=probes, **options) as sparse:
             found = generate(model, ids, mask)
             shares.append(sparse.stats()["selectivity"])
-    close(found, dense)
-    assert shares[0] < shares[1] < shares[2] == 1
+    assert shares[0] < shares[1] < shares[2] <= 1
+    if name != "lsh":
+        close(found, dense)
+        assert shares[2] == 1
     with attach(model, probes=0 if name == "random" else 2, **options):
         together = generate(model, ids[1:], mask[1:], max_new_tokens=12)
         for row in (1, 2):
@@ -161,7 +167,7 @@ def test_an_attached_model_whose_query_heads_choose_by_themselves(probes: int, w
 def test_drafts_of_several_tokens_read_as_single_tokens(where: str) -> None:
     """Tokens of one pass choose pages each by itself, as if they were decoded one by one."""
     model, ids = tiny_model().to(where), random_tokens(1, 150).to(where)
-    for name in ("window", "quest"):
+    for name in ("window", "quest", "lsh"):
         with attach(model, qmodel=ROUTERS[name]([0, 1]), probes=2, recent=40, sink=1, dense_layers=(), dense_below=0):
             cache = DynamicCache()
             model(ids[:, :146], past_key_values=cache)

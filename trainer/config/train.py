@@ -158,9 +158,10 @@ class KMeansConfig:
     points_per_bucket : keys of each head, for each bucket, that are drawn at random from those of all chunks (None: all keys).
         Only these are kept in memory; 256 is the default of Faiss.
     normalize_keys : scale keys to unit length before clustering.
+    balance : buckets with more than this multiple of the mean number of keys are split while they form (None: no limit).
     rope : cluster keys after RoPE (an untrained baseline) instead of before.
     engine : ``batched`` (all heads of a layer at once, with msattn's kernels), ``faiss`` (one head after another, on the GPU if
-        Faiss supports it) or ``auto``: ``batched`` on CUDA, ``faiss`` on a CPU.
+        Faiss supports it; without ``balance``) or ``auto``: ``batched`` on CUDA and with ``balance``, else ``faiss``.
     """
 
     num_buckets: int = field(default=1024, metadata=within("[1, 1e6]"))
@@ -168,11 +169,14 @@ class KMeansConfig:
     num_prompts: int = field(default=8, metadata=within("[1, 1e6]"))
     points_per_bucket: int | None = field(default=None, metadata=within("[1, 1e6]"))
     normalize_keys: bool = False
+    balance: float | None = field(default=None, metadata=within("(1, 1e6]"))
     rope: bool = False
     engine: str = field(default="auto", metadata=choices(("auto", "batched", "faiss")))
 
     def __post_init__(self) -> None:
         check(self, "kmeans.")
+        fits = self.engine != "faiss" or self.balance is None
+        require(fits, "kmeans.balance", self.balance, "accepted is null with kmeans.engine=faiss; batched balances buckets")
 
 
 @dataclass(frozen=True)

@@ -76,17 +76,19 @@ def measure_curves(loaded: "Loaded", routings: list[BucketRoutingMethod], chunks
 def share_curve(x: LayerInputs, routing: BucketRoutingMethod) -> Tensor:
     """Returns the share of the visible keys that 0, 1, ... and all probes read in a layer: fp64 ``[C + 1]``."""
     positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, QUERIES, device=x.q.device).round().long()
-    buckets, num_buckets = buckets_of_keys(x, routing.router)
-    scores = bucket_scores(x, routing.router, positions, routing.recent)  # [n, Hkv, C]
+    router = routing.router
+    buckets, num_buckets = buckets_of_keys(x, router)
+    scores = bucket_scores(x, router, positions, routing.recent)  # [n, Hkv, C]
     keys, newest = torch.arange(x.num_keys, device=x.q.device), positions[:, None]
     far = (keys >= routing.sink) & (keys <= newest - routing.recent)  # [n, M]
     sizes = torch.zeros(*scores.shape[:2], num_buckets, dtype=torch.float64, device=x.q.device)
     members = buckets.long().expand(len(positions), -1, -1)
     sizes.scatter_add_(2, members, far[:, None].expand_as(members).double())
-    read = sizes.gather(2, scores.argsort(dim=-1, descending=True)).cumsum(-1)
+    best = router.choose(scores, router.num_buckets) if isinstance(router, PageRouter) else scores.argsort(-1, descending=True)
+    read = sizes.gather(2, best.clamp(min=0).long()).masked_fill(best < 0, 0).cumsum(-1)
     read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)  # keys outside the window, by number of visited buckets
-    probes = torch.arange(routing.router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)
-    if isinstance(routing.router, PageRouter):
-        probes = routing.router.visited(num_far(scores), probes)
+    probes = torch.arange(router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)
+    if isinstance(router, PageRouter):
+        probes = router.visited(num_far(scores), probes)
     window = (newest + 1 - far.sum(-1, keepdim=True))[:, None]
     return ((read.gather(2, probes) + window) / (newest + 1)[:, None]).mean((0, 1))

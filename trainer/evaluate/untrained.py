@@ -7,7 +7,7 @@ from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.routing.pages import PageRouter
-from msattn.trainer.saap.lsh import sign_buckets
+from msattn.trainer.saap.lsh import CollidingKeys
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.saap.window_pages import WindowPages
@@ -32,7 +32,7 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
     for name in cfg.eval.routers:
         router = _router(name, buckets, layers, model.config, cfg.seed).to(model.device)
         method = replace(like, router=router, keys=None) if like else BucketRoutingMethod.configured("", router, cfg)
-        added.append(replace(method, name=NAMES[name], probes=min(method.probes, router.num_buckets)))
+        added.append(replace(method, name=NAMES[name]))
     return replace(methods, bucket_routings=[*methods.bucket_routings, *added])
 
 
@@ -45,7 +45,7 @@ def without_routers(methods: ComparedMethods) -> ComparedMethods:
 def _router(name: str, buckets: int, layers: list[int], config: "PreTrainedConfig", seed: int) -> AnyRouter:
     kv_heads = models.num_kv_heads(config)
     if name == "lsh":
-        return sign_buckets(buckets, layers, kv_heads, models.head_dim(config), seed)
+        return CollidingKeys(buckets, layers, kv_heads, models.head_dim(config), seed)
     if name == "random":
         return RandomBuckets(buckets, layers, kv_heads, seed)
     return {"quest": QuestPages, "window": WindowPages}[name](buckets, layers, kv_heads)

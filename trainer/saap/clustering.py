@@ -19,7 +19,7 @@ from msattn.trainer.errors import UserError
 SPLIT_EPS = 1 / 1024  # relative distance by which the two centroids move apart when a full bucket is split
 
 
-def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int) -> Tensor:
+def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int, *, balance: float | None = None) -> Tensor:
     """Runs spherical k-means on ``H`` point sets at once, with the algorithm of ``faiss.Kmeans(spherical=True)``.
 
     Parameters
@@ -28,6 +28,9 @@ def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int)
         ``[H, n, D]``, fp32, fp16 or bf16, on any device, ``n >= num_buckets``.
     num_buckets, iterations, seed : int
         Random points are the first centroids, followed by ``iterations`` Lloyd iterations.
+    balance : float, optional
+        Buckets with more than this multiple of the mean number of points are split during the first half of the iterations;
+        the second half adapts the centroids to the new buckets.
 
     Returns
     -------
@@ -36,17 +39,21 @@ def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     first = torch.randperm(points.shape[1], generator=generator)[:num_buckets].to(points.device)
     centroids = normalize(points[:, first].float(), dim=-1)
-    for _ in range(iterations):
+    for iteration in range(iterations):
         buckets = nearest_centroid(points[None], centroids).buckets
         sums, counts = (x[0] for x in bucket_sums(points[None], buckets, num_buckets=num_buckets))
-        centroids = normalize(split_empty(sums, counts, centroids), dim=-1)
+        limit = math.inf if balance is None or iteration >= iterations // 2 else balance
+        capacity = limit * points.shape[1] / num_buckets
+        centroids = normalize(split_fullest(sums, counts, centroids, capacity), dim=-1)
     return centroids
 
 
-def split_empty(sums: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
-    """Returns the means ``[H, C, D]`` of the buckets, where the e-th fullest bucket is split to fill the e-th empty one.
+def split_fullest(sums: Tensor, counts: Tensor, centroids: Tensor, capacity: float = math.inf) -> Tensor:
+    """Returns the means ``[H, C, D]`` of the buckets, where the e-th fullest bucket is split to replace the e-th smallest one.
 
-    Empty buckets keep their ``centroids`` if there are more of them than full ones.
+    There are as many splits as empty buckets, or as buckets with more than ``capacity`` points, whichever is more. The points
+    of a bucket that is replaced go to their next nearest centroid, as in ISODATA (Ball & Hall 1965). Empty buckets keep their
+    ``centroids`` if there are more of them than full ones.
 
     Parameters
     ----------
@@ -55,11 +62,12 @@ def split_empty(sums: Tensor, counts: Tensor, centroids: Tensor) -> Tensor:
     empty = counts == 0
     means = torch.where(empty[..., None], centroids, sums / counts.clamp(min=1)[..., None])
     by_size = counts.argsort(dim=-1, descending=True, stable=True)  # empty buckets are last
-    num_empty = empty.sum(-1, keepdim=True)
-    rank = torch.arange(counts.shape[1], device=counts.device)
-    donor = rank < torch.minimum(num_empty, counts.shape[1] - num_empty)
+    num_buckets = counts.shape[1]
+    num_empty, num_over = (which.sum(-1, keepdim=True) for which in (empty, counts > capacity))
+    splits = torch.minimum(num_empty, num_buckets - num_empty).maximum(num_over.clamp(max=num_buckets // 2))
+    donor = torch.arange(num_buckets, device=counts.device) < splits
     ordered = means.gather(1, by_size[..., None].expand_as(means))
-    receiver = donor.flip(-1)  # the e-th bucket from the end, an empty one, takes the other half of the e-th fullest
+    receiver = donor.flip(-1)  # the e-th bucket from the end takes the other half of the e-th fullest
     sign = torch.where(torch.arange(means.shape[2], device=means.device) % 2 == 0, SPLIT_EPS, -SPLIT_EPS)
     moved = torch.where(donor[..., None], ordered * (1 + sign), ordered)
     moved = torch.where(receiver[..., None], ordered.flip(1) * (1 - sign), moved)
@@ -81,17 +89,14 @@ def faiss_kmeans(
     ------
     UserError : Faiss is not installed.
     """
-    faiss = require_faiss()
+    faiss = require_faiss(points.device)
     _, num_points, size = points.shape
     settings = faiss.ClusteringParameters()
     settings.niter, settings.seed, settings.spherical = iterations, seed % 2**31, True  # Faiss takes a signed int
     settings.min_points_per_centroid = 1
     settings.max_points_per_centroid = math.ceil(num_points / num_buckets)  # Faiss would silently keep 256
-    result = []
+    index, result = flat_index(faiss, size, points.device), []
     for head in points:
-        index = faiss.IndexFlatIP(size)
-        if points.is_cuda and faiss.get_num_gpus():
-            index = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), points.device.index or 0, index)
         clustering = faiss.Clustering(size, num_buckets, settings)
         clustering.train(head.float().cpu().numpy(), index)
         centroids = faiss.vector_float_to_array(clustering.centroids).reshape(num_buckets, size)
@@ -100,24 +105,38 @@ def faiss_kmeans(
     return torch.stack(result)
 
 
-def require_faiss() -> Any:
-    """Returns the ``faiss`` module; UserError with the alternatives if it is not installed."""
+def flat_index(faiss: Any, size: int, device: torch.device) -> Any:
+    """Returns an index for products of vectors of ``size``, on the GPU ``device`` if this build of Faiss supports GPUs."""
+    index = faiss.IndexFlatIP(size)
+    if device.type != "cuda" or not faiss.get_num_gpus():
+        return index
+    return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), device.index or 0, index)
+
+
+def require_faiss(device: torch.device) -> Any:
+    """Returns the ``faiss`` module; UserError with the extra for ``device`` and the other engine if it is not installed."""
     try:
         import faiss
     except ImportError as error:
+        extra, chosen = ("gpu", "") if device.type == "cuda" else ("cpu", " (the choice of auto on a CPU)")
         raise UserError(
-            "kmeans.engine=faiss (the choice of auto on a CPU): Faiss is not installed; pip install 'msattn[cpu]', or use "
-            "kmeans.engine=batched"
+            f"kmeans.engine=faiss{chosen}: Faiss is not installed; pip install 'msattn[{extra}]', or use kmeans.engine=batched"
         ) from error
     return faiss
 
 
-def resolve_engine(engine: str, device: torch.device) -> str:
-    """Returns the engine that ``auto`` stands for: ``batched`` on CUDA, else ``faiss``; UserError if it is not installed."""
+def resolve_engine(cfg: KMeansConfig, device: torch.device) -> str:
+    """Returns ``cfg.engine``, or what ``auto`` stands for: ``batched`` on CUDA and for balanced buckets, else ``faiss``.
+
+    Raises
+    ------
+    UserError : the engine is Faiss and it is not installed.
+    """
+    engine = cfg.engine
     if engine == "auto":
-        engine = "batched" if device.type == "cuda" else "faiss"
+        engine = "batched" if device.type == "cuda" or cfg.balance is not None else "faiss"
     if engine == "faiss":
-        require_faiss()
+        require_faiss(device)
     return engine
 
 
@@ -142,7 +161,7 @@ def fit_centroids(
     ------
     UserError : some points are not finite, or the engine is Faiss and it is not installed.
     """
-    engine = resolve_engine(cfg.engine, device)
+    engine = resolve_engine(cfg, device)
     points = points.to(device)
     if not points.isfinite().all():
         name = str(points.dtype).removeprefix("torch.")
@@ -152,7 +171,7 @@ def fit_centroids(
     if engine == "faiss":
         centroids = faiss_kmeans(points, cfg.num_buckets, cfg.iterations, seed, advance)
     else:
-        centroids = batched_kmeans(points, cfg.num_buckets, cfg.iterations, seed)
+        centroids = batched_kmeans(points, cfg.num_buckets, cfg.iterations, seed, balance=cfg.balance)
         advance(len(points))
     return centroids.cpu(), partition_stats(points, centroids)
 

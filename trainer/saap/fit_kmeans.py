@@ -49,7 +49,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
-    kmeans_settings = {**asdict(cfg.kmeans), "engine": resolve_engine(cfg.kmeans.engine, device)}
+    kmeans_settings = {**asdict(cfg.kmeans), "engine": resolve_engine(cfg.kmeans, device)}
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     models.check_length(loaded.model.config, cfg.data.seq_len)
     check_heldout(cfg.data)

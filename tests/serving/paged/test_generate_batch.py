@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from msattn.trainer import models
 from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig, SelectConfig
-from msattn.trainer.saap.lsh import sign_buckets
+from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.serving.paged import attention
 from tests.factory import tiny_model
@@ -111,17 +111,18 @@ def test_a_shared_prefix_selects_as_one_pass(events: Counter[str]) -> None:
     assert events["shared"] == 3 * 3 * PAGE
 
 
-@pytest.mark.parametrize("router", ["hashed", "random"])
+@pytest.mark.parametrize("router", ["k-means", "random"])
 def test_routers_without_training(router: str) -> None:
     model, prompts, layers = tiny_model(), prompts_of(120, 190), list(range(LAYERS))
-    routers = {"hashed": sign_buckets(BUCKETS, layers, 2, 16), "random": RandomBuckets(BUCKETS, layers, 2)}
+    roped = KMeans(random_partition().centroids, layers, rope=True)
+    routers = {"k-means": roped, "random": RandomBuckets(BUCKETS, layers, 2)}
     with attach(model, **ROUTED | {"qmodel": routers[router]}):
         expected = [alone(model, prompt) for prompt in prompts]
     with attach(model, **ROUTED | {"qmodel": routers[router]}) as sparse:
         found = together(model, sparse, prompts)
         assert 0.3 < sparse.stats()["selectivity"] < 1
         assert sparse.stats()["sparsity"] is None
-    if router == "hashed":  # the hashes of random buckets change with each rounding
+    if router == "k-means":  # the hashes of random buckets change with each rounding
         assert found == expected
 
 
