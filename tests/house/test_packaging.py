@@ -107,7 +107,7 @@ def test_constraints_pin_versions_and_nothing_else() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
     pinned = {line.split("==")[0] for line in lines}
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["serve"], *extras["dev"]]
+    wanted = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["harness"], *extras["serve"], *extras["dev"]]
     assert {re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower().replace("_", "-") for requirement in wanted} <= pinned
 
 
