@@ -129,11 +129,12 @@ class RulerConfig:
 class HarnessConfig:
     """``tasks`` of lm_eval, also of the YAML files in ``include_path``, with at most ``limit`` samples of each (None: all).
 
-    Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
+    Tasks that make their prompts, such as RULER's, make them of ``lengths`` tokens (none: the tasks' own lengths). Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
     """
 
     tasks: list[str] = field(default_factory=list)
     include_path: str | None = None
+    lengths: list[int] = field(default_factory=list, metadata=within("[1, 1e9]"))
     limit: int | None = field(default=None, metadata=within("[1, 1e9]"))
     sparsities: list[float] = field(default_factory=lambda: [0.9], metadata=within("[0, 1)"))
 

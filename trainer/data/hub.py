@@ -57,8 +57,13 @@ def _refused(cfg: DataConfig, where: str = "") -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        reason = first_line(error)
-        if re.search(r"trust_remote_code|(?i:loading script|dataset scripts?)\b", str(error)):
-            copy = f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if there is one"
-            reason = f"this dataset is a script, which is never run; {copy}, and data=text reads local parquet files"
+        copy = f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if there is one"
+        reason = load_failure(error, f"{copy}, and data=text reads local parquet files")
         raise UserError(f"data.path={shown(cfg.path)}{where}: {reason}") from error
+
+
+def load_failure(error: Exception, parquet: str) -> str:
+    """Returns why ``datasets`` cannot load a dataset; ``parquet`` tells how to read one that is a script without it."""
+    if re.search(r"trust_remote_code|(?i:loading script|dataset scripts?)\b", str(error)):
+        return f"this dataset is a script, which is never run; {parquet}"
+    return first_line(error)

@@ -16,6 +16,7 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
 
 if TYPE_CHECKING:
+    from msattn.trainer.evaluate.harness_tasks import TaskSamples
     from msattn.trainer.evaluate.methods import ComparedMethods
     from msattn.trainer.evaluate.report.compare import Comparison
     from msattn.trainer.models.loading import Loaded
@@ -49,7 +50,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import haystack, key_shares, methods, untrained
+    from msattn.trainer.evaluate import harness_tasks, haystack, key_shares, methods, untrained
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.training.tracker import Tracker
@@ -59,10 +60,11 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     found = untrained.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)
+    samples = harness_tasks.load_samples(cfg, loaded) if "harness" in cfg.eval.tasks else []  # refuses a task before others run
     found = methods.calibrate_baselines(found, cfg, loaded)
     methods.calibrate_routers(found, cfg, loaded)
     found = key_shares.match_key_shares(found, cfg, loaded)
-    rows = _run_tasks(cfg, loaded, found)
+    rows = _run_tasks(cfg, loaded, found, samples)
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
     comparison = compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
@@ -81,8 +83,10 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> list[EvalRow]:
-    """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``."""
+def _run_tasks(
+    cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", samples: "list[TaskSamples]"
+) -> list[EvalRow]:
+    """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``; ``samples`` are those of lm_eval."""
     from msattn.trainer.evaluate import (
         decoding,
         documents,
@@ -101,8 +105,9 @@ def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
-    parts = (perplexity, recall, needle, documents, ruler, harness, prompts, latency, decoding, throughput)
-    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts} | {"analysis": analysis.run}
+    parts = (perplexity, recall, needle, documents, ruler, prompts, latency, decoding, throughput)
+    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
+    tasks |= {"analysis": analysis.run, "harness": partial(harness.run, samples=samples)}
     rows: list[EvalRow] = []
     with Progress() as progress:
         for task in cfg.eval.tasks:
@@ -136,7 +141,7 @@ def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
 
 def _length(row: EvalRow) -> str:
     if row.task == "harness":
-        return row.extra["benchmark"]
+        return "/".join(str(row.extra[key]) for key in ("benchmark", "length") if key in row.extra)
     if row.task not in ("needle", "documents", "ruler", "latency", "decoding", "throughput"):
         return ""
     batch = row.extra.get("batch", 1)
@@ -145,7 +150,7 @@ def _length(row: EvalRow) -> str:
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.evaluate import documents, harness, ruler
+    from msattn.trainer.evaluate import documents, ruler
     from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.prompts import encoded_prompts
     from msattn.trainer.evaluate.untrained import without_routers
@@ -174,8 +179,6 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     if "prompts" in sections.tasks:
         encoded_prompts(loaded, cfg)
-    if "harness" in sections.tasks:
-        harness.load_tasks(cfg, loaded.tokenizer)
     if "documents" in sections.tasks:
         documents.check_sizes(cfg, loaded.tokenizer)
     if "ruler" in sections.tasks:

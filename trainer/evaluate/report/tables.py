@@ -100,6 +100,7 @@ def _ruler(rows: list[EvalRow]) -> dict[str, list[str]]:
 def _harness(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "benchmark": [row.extra["benchmark"] for row in rows],
+        "tokens": [f"{row.extra['length']:,}" if "length" in row.extra else "" for row in rows],
         "metric": [row.score_name for row in rows],
         "score": [f"{row.score:.3f}" for row in rows],
         "95 % interval": [_interval(row.interval, "{:.3f}") for row in rows],

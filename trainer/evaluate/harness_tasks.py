@@ -1,0 +1,152 @@
+"""Finds and loads tasks of EleutherAI's lm_eval, and refuses those that cannot be measured before anything is measured."""
+
+import logging
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config.values import nearest, shown
+from msattn.trainer.data.hub import PARQUET_BRANCH, load_failure
+from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.models.chat import around_prompt
+from msattn.trainer.models.families import check_length
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from msattn.trainer.models.loading import Loaded
+
+INSTALL = "pip install 'msattn[harness]'"
+PARQUET = (
+    f"a task in eval.harness.include_path can read its parquet files (dataset_path: parquet), or the Hub's parquet copy, if "
+    f"there is one (revision: {PARQUET_BRANCH} in dataset_kwargs)"
+)
+BABILONG = "babilong"  # start of the names of tasks that take one length, as text
+
+
+class TaskSamples(NamedTuple):
+    """The numbers of the ``samples`` of a task that are measured: all have ``length`` tokens if the task makes such prompts."""
+
+    name: str
+    task: Any
+    samples: list[int]
+    length: int | None
+
+
+def load_samples(cfg: EvalRunConfig, loaded: "Loaded") -> list[TaskSamples]:
+    """Returns the samples of ``eval.harness.tasks``, by task and length, with their data.
+
+    Raises
+    ------
+    UserError : lm_eval is not installed, a length exceeds the model's positions, a task is unknown or damaged, its data cannot
+        be had or need code of their own, it runs code that the model writes, it needs images, or the tokenizer has no chat
+        template where one is asked for.
+    """
+    settings = cfg.eval.harness
+    for length in settings.lengths:
+        check_length(loaded.model.config, length, f"eval.harness.lengths={length}")
+    around_prompt(loaded.tokenizer, cfg.chat)
+    try:
+        import lm_eval.tasks  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"eval=harness: needs lm_eval; {INSTALL} ({error})") from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    defaults = _needs_defaults(cfg)
+    random.seed(cfg.seed)  # tasks that make their prompts draw from the global generators
+    np.random.seed(cfg.seed)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        loaded.tokenizer.save_pretrained(folder)
+        for names, lengths, metadata in _metadata(cfg, folder):
+            with _refused(f"eval.harness.tasks={','.join(names)}"):
+                tasks = _manager(cfg, defaults, metadata).load(names)["tasks"]
+            for name, task in tasks.items():
+                found += _by_length(cfg, name, task, lengths)
+    return found
+
+
+def _manager(cfg: EvalRunConfig, defaults: bool, metadata: dict[str, Any] | None = None) -> "TaskManager":
+    from lm_eval.tasks import TaskManager
+
+    path = cfg.eval.harness.include_path
+    return TaskManager(include_path=path and Path(path).expanduser(), include_defaults=defaults, metadata=metadata)
+
+
+def _needs_defaults(cfg: EvalRunConfig) -> bool:
+    """Returns False if all tasks are in the user's folder: to read lm_eval's own takes seconds. Refuses unknown names."""
+    settings = cfg.eval.harness
+    if set(settings.tasks) <= set(_manager(cfg, defaults=False).all_tasks):
+        return False
+    known = _manager(cfg, defaults=True).all_tasks
+    for name in settings.tasks:
+        if name not in known:
+            where = "no such task of lm_eval, and none in eval.harness.include_path"
+            raise UserError(f"eval.harness.tasks={shown(name)}: {where}{nearest(name, known)}{_damaged(settings.include_path)}")
+    return True
+
+
+def _damaged(folder: str | None) -> str:
+    """Returns a clause that names the first file of the user's folder that is not valid YAML, which lm_eval skips in silence."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    for path in sorted(Path(folder).expanduser().rglob("*.yaml")) if folder else []:
+        try:
+            load_yaml(path, resolve_func=False)
+        except Exception as error:  # of the YAML library, of a file that it includes, and of lm_eval
+            mark = getattr(error, "problem_mark", None)
+            place = f", line {mark.line + 1}" if mark else ""
+            return f"; {path}{place}: {getattr(error, 'problem', None) or first_line(error)}"
+    return ""
+
+
+def _metadata(cfg: EvalRunConfig, tokenizer: str) -> Iterator[tuple[list[str], list[int], dict[str, Any]]]:
+    """Yields names of tasks, their lengths, and what lm_eval passes to the functions that make their prompts."""
+    settings = cfg.eval.harness
+    shared = {"tokenizer": tokenizer, "pretrained": tokenizer}
+    one_length = [name for name in settings.tasks if name.startswith(BABILONG) and settings.lengths]
+    others = [name for name in settings.tasks if name not in one_length]
+    if others:
+        yield others, settings.lengths, shared | ({"max_seq_lengths": settings.lengths} if settings.lengths else {})
+    for length in settings.lengths if one_length else []:
+        if length % 1024:
+            raise UserError(f"eval.harness.lengths={length}: {one_length[0]} accepts multiples of 1024")
+        yield one_length, [length], shared | {"max_seq_lengths": f"{length // 1024}k"}
+
+
+def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> list[TaskSamples]:
+    """Returns the first ``eval.harness.limit`` samples of each length."""
+    given = f"eval.harness.tasks={name}"
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(f"{given}: the task runs code that the model writes; only lm_eval's own command does that")
+    if getattr(task, "MULTIMODAL", False):
+        raise UserError(f"{given}: the task has images or sound; accepted are tasks of text")
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    groups: dict[int | None, list[int]] = {}
+    with _refused(given):
+        makes_prompts = callable(task.config.custom_dataset)
+        for number, sample in enumerate(task.eval_docs):
+            length = sample.get("max_length") if makes_prompts else None  # as RULER's samples tell it
+            groups.setdefault(length if isinstance(length, int) else None, []).append(number)
+    if not groups:
+        raise UserError(f"{given}: the task has no samples")
+    only = lengths[0] if makes_prompts and len(lengths) == 1 else None
+    limit = cfg.eval.harness.limit
+    return [TaskSamples(name, task, numbers[:limit], length or only) for length, numbers in groups.items()]
+
+
+@contextmanager
+def _refused(given: str) -> Iterator[None]:
+    """Raises what lm_eval, the code of its tasks and ``datasets`` raise as a UserError; they have no common exception."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{given}: {load_failure(error, PARQUET)}") from error
