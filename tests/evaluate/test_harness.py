@@ -1,123 +1,336 @@
-"""``eval=harness``: tasks of lm_eval on the attached model. Tests that run tasks need the extra ``harness``."""
+"""``eval=harness``: tasks of lm_eval, read from local files, on the attached model."""
 
 import json
-import sys
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import torch
 import yaml
+from transformers import AutoTokenizer
 
-from msattn import cli
+from msattn.trainer import models
+from msattn.trainer.config import EvalRunConfig, HarnessConfig
+from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.harness import main_metric
+from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.models.loading import Loaded
+from tests.evaluate.test_evaluate import config
+
+POSITIONS = 256  # of the model of config()
+TEXT = "the river ran past an old mill and nobody knew where it came from "
+GENERATED = {
+    "output_type": "generate_until",
+    "generation_kwargs": {"until": [], "max_gen_toks": 4, "do_sample": False},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+CHOSEN = {
+    "output_type": "multiple_choice",
+    "doc_to_choice": "{{choices}}",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+MADE = """
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+
+def rows(max_seq_lengths=(64,), tokenizer=None, **_):
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    text = words("the river ran past an old mill " * 100).input_ids
+    made = [{"input": words.decode(text[:length]), "max_length": length} for length in max_seq_lengths for _ in range(3)]
+    return {"test": Dataset.from_list(made)}
+
+
+def scored(doc, results):
+    return {"64": -1.0} | {str(doc["max_length"]): doc["max_length"] / 1000}
+
+
+def mean(values):
+    found = [value for value in values if value != -1]
+    return sum(found) / len(found) if found else -1
+
+
+def one_length(max_seq_lengths, **_):
+    return {"test": Dataset.from_list([{"input": f"{max_seq_lengths} the river"}])}
+
+
+def score_of_one(doc, results):
+    return {"acc": float(doc["input"].startswith("1k"))}
+"""
 
 
 @pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two tasks over a local file, in the working directory."""
-    pytest.importorskip("lm_eval")
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for tasks."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    rows = [{"text": f"The river ran past mill {i}. " * 8, "choices": ["the river", "xqj"]} for i in range(5)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{text}}\nQuestion: What ran?\nAnswer:",
-    }
-    answer = {
-        "task": "answer",
-        "output_type": "generate_until",
-        "doc_to_target": "a train",
-        "generation_kwargs": {"until": ["?"], "max_gen_toks": 4, "do_sample": False},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    choice = {
-        "task": "choice",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": 0,
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    for task in (answer, choice):
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(common | task))
-    return folder
+    (tmp_path / "tasks").mkdir()
+    return tmp_path / "tasks"
 
 
-def run(*arguments: str) -> int:
-    common = ["eval", "eval=harness", "tracker=none", "device=cpu", "eval.baselines=[random]"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*common, *arguments])
-    return int(ended.value.code or 0)
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return models.load(config(Path("unused"), "unused").model, device="cpu")
 
 
-def test_dense_and_sparse_on_the_same_samples(tasks: Path) -> None:
-    assert run("eval.harness.tasks=[answer,choice]", f"eval.harness.include_path={tasks}", "eval.harness.limit=3") == 0
-    found = json.loads(Path("outputs/tiny/base/eval/results.json").read_text())["rows"]
-    rows = {(row["method"], row["extra"]["benchmark"]): row for row in found}
-    assert len(rows) == len(found)
-    dense = rows["dense", "choice"]
-    assert (dense["score"], dense["score_name"], dense["samples"], dense["sparsity"]) == (1.0, "acc", 3, 0)
-    assert dense["interval"] == [1.0, 1.0]
-    assert rows["dense", "answer"]["score"] == 0.0
-    assert rows["random", "choice"]["sparsity"] > 0.3
-    assert {"gate", "classifier", "k-means"} <= {method for method, _ in rows}
+def write_task(folder: Path, name: str, rows: list[dict[str, Any]] | None = None, **keys: Any) -> None:
+    """Writes a task, over a file of ``rows`` if they are given."""
+    task: dict[str, Any] = {"task": name, "test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{target}}"}
+    if rows is not None:
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(task | keys).replace("'!function ", "!function ").replace("_of'", "_of"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["eval.harness.tasks=[nowhere]"], "eval.harness.tasks=nowhere: no such task of lm_eval"),
-        (["eval.harness.tasks=[answer]", "chat=true"], "chat: the tokenizer has no chat template"),
-    ],
-)
-def test_mistakes_of_tasks(arguments: list[str], message: str, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(f"eval.harness.include_path={tasks}", *arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def settings(folder: Path, *tasks: str, **harness: Any) -> EvalRunConfig:
+    harness = {"sparsities": [0.0, 0.8], **harness}
+    asked = HarnessConfig(tasks=list(tasks), include_path=str(folder), **harness)
+    return config(folder.parent / "outputs", "unused", tasks=["harness"], baselines=["random"], harness=asked)
 
 
-def test_samples_that_are_too_long(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tasks / "rows.jsonl").write_text(json.dumps({"text": "The river ran past the mill. " * 900, "choices": ["a", "b"]}))
-    for task in ("answer", "choice"):
-        assert run(f"eval.harness.include_path={tasks}", f"eval.harness.tasks=[{task}]") == 2
-        assert "eval.harness: a sample has" in " ".join(capsys.readouterr().err.split())
+def measure(cfg: EvalRunConfig) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Returns the rows by method, setting and benchmark, with the length after a slash."""
+    rows = json.loads((evaluate(cfg) / "results.json").read_text())["rows"]
+    names = ["/".join(str(row["extra"][key]) for key in ("benchmark", "length") if key in row["extra"]) for row in rows]
+    found = {(row["method"], row["setting"], name): row for row, name in zip(rows, names, strict=True)}
+    assert len(found) == len(rows)
+    return found
 
 
-def test_damaged_tasks(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tasks / "rows.jsonl").unlink()
-    assert run(f"eval.harness.include_path={tasks}", "eval.harness.tasks=[answer]") == 2
-    assert "msattn: eval.harness.tasks=answer: " in capsys.readouterr().err
+def log_likelihood(loaded: Loaded, tokens: list[int], first: int) -> float:
+    """Returns the log-likelihood of ``tokens[first:]`` by a plain pass of the model."""
+    model: Any = loaded.model
+    with torch.inference_mode():
+        found = model(torch.tensor([tokens[:-1]])).logits.log_softmax(-1)[0, first - 1 :]
+    return float(found.gather(1, torch.tensor(tokens[first:])[:, None]).sum())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "eval.harness.tasks=[]: one or more tasks of lm_eval"),
-        (
-            ["eval.harness.tasks=[a]", "eval.harness.include_path=nowhere"],
-            "eval.harness.include_path=nowhere: a folder",
-        ),
-        (["eval.harness.tasks=[a]", "eval.harness.limit=0"], "eval.harness.limit=0"),
-        (["eval.harness.tasks=[a]"], "eval=harness: needs lm_eval; pip install 'msattn[harness]'"),
-    ],
-)
-def test_mistakes_without_lm_eval(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_dense_and_sparse_on_the_same_samples(
+    folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Dense scores are those of a plain model, and the few-shot examples of a sample are the same for each method."""
+    words, model = loaded.tokenizer, loaded.model
+    asked = [TEXT * 8 + f"number {number}:" for number in range(4)]
+    answers = []
+    for text in asked:
+        ids = torch.tensor([words(text).input_ids])
+        output: Any = model.generate(ids, max_new_tokens=4, do_sample=False)  # pyrefly: ignore[not-callable]
+        answers.append(str(words.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
+    rows = [{"text": text, "target": answer} for text, answer in zip(asked, [*answers[:3], "never"], strict=True)]
+    write_task(folder, "answer", rows, **GENERATED)
+    choices = [" river", " zebra quartz", " 17"]
+    rows = []
+    for text in asked:
+        start = len(words(text).input_ids)
+        scores = [log_likelihood(loaded, words(text + choice).input_ids, start) for choice in choices]
+        rows.append({"text": text, "choices": [choice.strip() for choice in choices], "target": scores.index(max(scores))})
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, folder / "choice.parquet")
+    parquet = {"dataset_path": "parquet", "dataset_kwargs": {"data_files": {"test": str(folder / "choice.parquet")}}}
+    write_task(folder, "choice", **CHOSEN, **parquet)
+    shots = [{"text": f"mill {number}", "target": "x"} for number in range(12)]
+    write_task(folder, "few", shots, **GENERATED, fewshot_split="test", num_fewshot=3)
+
+    from lm_eval import evaluator
+
+    seen: dict[str, list[Any]] = {}
+    plain = evaluator.evaluate
+
+    def recorded(lm: Any, tasks: Any, **options: Any) -> Any:
+        found = plain(lm, tasks, **options)
+        for name, samples in found["samples"].items():
+            seen.setdefault(name, []).append([sample["prompt_hash"] for sample in samples])
+        return found
+
+    monkeypatch.setattr(evaluator, "evaluate", recorded)
+    found = measure(settings(folder, "answer", "choice", "few", limit=4))
+    assert {name: len(prompts) for name, prompts in seen.items()} == {"answer": 3, "choice": 3, "few": 3}
+    assert all(prompts[0] == prompts[1] == prompts[2] for prompts in seen.values())
+    assert len(set(seen["few"][0])) == 4
+    dense = found["dense", "", "answer"]
+    assert (dense["score"], dense["score_name"], dense["samples"], dense["sparsity"]) == (0.75, "exact_match", 4, 0)
+    assert dense["interval"][0] < 0.75 < dense["interval"][1]
+    assert "length" not in dense["extra"]
+    assert found["dense", "", "choice"]["score"] == 1
+    for name in ("answer", "choice", "few"):
+        full, sparse = (found["random", f"sparsity {share}", name] for share in ("0", "0.8"))
+        assert (full["sparsity"], full["score"]) == (0, found["dense", "", name]["score"])
+        assert sparse["latency_s"] > 0
+    assert found["random", "sparsity 0.8", "choice"]["sparsity"] > 0.4
+    assert found["random", "sparsity 0.8", "few"]["sparsity"] < 0.4  # each task's own share
+    assert "it/s]" not in capfd.readouterr().err.replace("examples/s]", "")
+
+
+def made_task(folder: Path) -> None:
+    """A task that makes its prompts and reports by length, as lm_eval's RULER does."""
+    (folder / "made.py").write_text(MADE)
+    keys: dict[str, Any] = {"dataset_path": "", "output_type": "generate_until", "doc_to_text": "{{input}}", "doc_to_target": "x"}
+    keys["generation_kwargs"] = {"until": [], "max_gen_toks": 2, "do_sample": False}
+    metrics = [{"metric": name, "aggregation": "!function made.mean", "higher_is_better": True} for name in ("64", "128")]
+    functions = {"custom_dataset": "!function made.rows", "process_results": "!function made.scored", "metric_list": metrics}
+    write_task(folder, "made", **keys, **functions)
+    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    functions = {"custom_dataset": "!function made.one_length", "process_results": "!function made.score_of_one"}
+    write_task(folder, "babilong_one", **keys, **functions, metric_list=metrics)
+
+
+def test_lengths(folder: Path, loaded: Loaded) -> None:
+    made_task(folder)
+    found = measure(settings(folder, "made", lengths=[64, 192], limit=2))
+    scores = {key: (row["score"], row["score_name"], row["samples"]) for key, row in found.items()}
+    assert scores["dense", "", "made/64"] == (0.064, "score", 2)
+    assert scores["dense", "", "made/192"] == (0.192, "score", 2)
+    short, long = (found["random", "sparsity 0.8", f"made/{length}"]["sparsity"] for length in (64, 192))
+    assert 0 < short < long  # each length's own share
+    assert measure(settings(folder, "made"))["dense", "", "made/64"]["samples"] == 3  # the task's own length
+
+
+def test_tasks_that_take_one_length_as_text(folder: Path) -> None:
+    from dataclasses import replace
+
+    made_task(folder)
+    cfg = settings(folder, "made", "babilong_one", lengths=[1024], sparsities=[0.8])
+    architecture = {**cfg.model.architecture, "max_position_embeddings": 2048}
+    found = measure(replace(cfg, model=replace(cfg.model, architecture=architecture)))
+    assert found["dense", "", "babilong_one/1024"]["score"] == 1
+    assert found["dense", "", "made/1024"]["score"] == 1.024
+    with pytest.raises(UserError, match=r"^eval\.harness\.lengths=200: babilong_one accepts multiples of 1024$"):
+        evaluate(settings(folder, "babilong_one", lengths=[200]))
+    with pytest.raises(UserError, match=r"^eval\.harness\.lengths=257: the model has positions for 256 tokens; "):
+        evaluate(settings(folder, "made", lengths=[64, 257]))
+
+
+def test_documents_longer_than_the_positions_are_read_in_windows(folder: Path, loaded: Loaded) -> None:
+    text = TEXT * 30
+    tokens = loaded.tokenizer(text).input_ids
+    assert len(tokens) > POSITIONS + 2
+    keys = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    write_task(folder, "document", [{"text": text}], **keys, metric_list=[{"metric": "bits_per_byte"}])
+    start = loaded.tokenizer.bos_token_id
+    line = [loaded.tokenizer.eos_token_id if start is None else start, *tokens]
+    windows = [line[first : first + POSITIONS + 1] for first in range(0, len(tokens), POSITIONS)]
+    expected = -sum(log_likelihood(loaded, window, 1) for window in windows) / math.log(2) / len(text.encode())
+    row = measure(settings(folder, "document", sparsities=[0.8]))["dense", "", "document"]
+    assert (row["score_name"], row["score"]) == ("bits_per_byte", pytest.approx(expected, rel=1e-5))
+
+
+def too_long(folder: Path) -> None:
+    write_task(folder, "task", [{"text": TEXT * 30, "target": "x"}], **GENERATED)
+
+
+def too_long_to_choose(folder: Path) -> None:
+    write_task(folder, "task", [{"text": TEXT * 30, "choices": ["a", "b"], "target": 0}], **CHOSEN)
+
+
+def long_answers(folder: Path) -> None:
+    keys = GENERATED | {"generation_kwargs": {"until": [], "max_gen_toks": 9999, "do_sample": False}}
+    write_task(folder, "task", [{"text": TEXT, "target": "x"}], **keys)
+
+
+def script(folder: Path) -> None:
+    (folder / "own").mkdir()
+    (folder / "own" / "own.py").write_text("open('ran', 'w').close()\n")
+    write_task(folder, "task", **GENERATED, dataset_path=str(folder / "own"), dataset_kwargs={"trust_remote_code": True})
+
+
+def no_data(folder: Path) -> None:
+    write_task(folder, "task", [], **GENERATED)
+    (folder / "task.jsonl").unlink()
+
+
+def no_column(folder: Path) -> None:
+    write_task(folder, "task", [{"description": "x", "target": "x"}], **GENERATED)
+
+
+def no_function(folder: Path) -> None:
+    write_task(folder, "task", [{"text": "x", "target": "x"}], **GENERATED, process_docs="!function gone.docs")
+
+
+def code(folder: Path) -> None:
+    write_task(folder, "task", [{"text": "x", "target": "x"}], **GENERATED, unsafe_code=True)
+
+
+def images(folder: Path) -> None:
+    write_task(folder, "task", [{"text": "x", "target": "x"}], **GENERATED, doc_to_image="text")
+
+
+def no_yaml(folder: Path) -> None:
+    (folder / "task.yaml").write_text("task: task\ndataset_path: [json\noutput_type: x\n")
+
+
+def no_include(folder: Path) -> None:
+    (folder / "task.yaml").write_text("task: task\ninclude: gone.yaml\n")
+
+
+def no_name(folder: Path) -> None:
+    write_task(folder, "tasks", [{"text": "x", "target": "x"}], **GENERATED)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (too_long, r"eval\.harness: a sample has \d+ tokens, and 252 fit the model's positions with the answer; extend"),
+        (too_long_to_choose, r"eval\.harness: a sample has \d+ tokens, and 256 fit the model's positions"),
+        (long_answers, r"eval\.harness: answers of task have up to 9999 tokens, and the model has positions for 256; "),
+        (
+            script,
+            r"eval\.harness\.tasks=task: this dataset is a script, which is never run; a task in eval\.harness\.include_path can "
+            r"read its parquet files \(dataset_path: parquet\), or the Hub's parquet copy",
+        ),
+        (no_data, r"eval\.harness\.tasks=task: Unable to find '.*task\.jsonl'"),
+        (no_column, r"eval\.harness\.tasks=task: .*'text' is undefined"),
+        (no_function, r"eval\.harness\.tasks=task: .*'gone'"),
+        (code, r"eval\.harness\.tasks=task: the task runs code that the model writes; "),
+        (images, r"eval\.harness\.tasks=task: the task has images or sound; accepted are tasks of text"),
+        (no_yaml, r"eval\.harness\.tasks=task: no such task of lm_eval, and none in .*/task\.yaml, line 3: "),
+        (no_include, r"eval\.harness\.tasks=task: no such task of lm_eval, and none in .*/task\.yaml: .*gone\.yaml"),
+        (no_name, r"eval\.harness\.tasks=task: no such task of lm_eval, and none in .*include_path \(did you mean tasks\?\)$"),
+    ],
+)
+def test_mistakes_of_tasks(
+    write: Callable[[Path], None], message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lm_eval").mkdir()  # in place of lm_eval's own tasks, which take seconds to read
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "lm_eval" / "manager.py"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert run(*arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    write(folder)
+    with pytest.raises(UserError, match=f"^{message}") as caught:
+        evaluate(settings(folder, "task"))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
 
 
-def test_the_first_metric_with_a_number_counts() -> None:
+def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from lm_eval.models.huggingface import HFLM
+
+    write_task(folder, "task", [{"text": TEXT, "target": "x"}], **GENERATED)
+    cfg = replace(settings(folder, "task", sparsities=[0.8]), chat=True)
+    with pytest.raises(UserError, match=r"^chat: the tokenizer has no chat template; chat=false sends prompts as they are$"):
+        evaluate(cfg)
+    prompts: list[str] = []
+    encode = HFLM.tok_batch_encode
+
+    def recorded(model: HFLM, strings: list[str], *arguments: Any, **options: Any) -> Any:
+        prompts.extend(strings)
+        return encode(model, strings, *arguments, **options)
+
+    tokenizer = AutoTokenizer.from_pretrained(loaded.tokenizer.name_or_path)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply>"
+    monkeypatch.setattr(models, "load", lambda *_, **__: Loaded(loaded.model, tokenizer, loaded.fingerprint))
+    monkeypatch.setattr(HFLM, "tok_batch_encode", recorded)
+    evaluate(cfg)
+    assert prompts == [f"<user>{TEXT}<reply>"] * 2
+
+
+def test_the_main_metric() -> None:
     result: dict[str, Any] = {"alias": "x", "sample_len": 3, "acc_stderr,none": 0.1, "em,none": "N/A", "f1,strict": 0.5}
-    assert main_metric(result) == ("f1", 0.5)
+    assert main_metric(result) == ("f1", "strict", 0.5)
+    assert main_metric({"64,none": -1.0, "128,none": 0.5}, 128) == ("128", "none", 0.5)
+    with pytest.raises(UserError, match=r"^eval\.harness: the task x has no metric with a number$"):
+        main_metric({"alias": "x"})

@@ -129,7 +129,8 @@ class RulerConfig:
 class HarnessConfig:
     """``tasks`` of lm_eval, also of the YAML files in ``include_path``, with at most ``limit`` samples of each (None: all).
 
-    Tasks that make their prompts, such as RULER's, make them of ``lengths`` tokens (none: the tasks' own lengths). Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
+    Tasks that make their prompts, such as RULER's, make them of ``lengths`` tokens (none: the tasks' own lengths). Block
+    selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
     """
 
     tasks: list[str] = field(default_factory=list)
