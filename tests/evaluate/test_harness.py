@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
+from msattn import cli
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, HarnessConfig
 from msattn.trainer.errors import UserError
@@ -83,7 +87,7 @@ def write_task(folder: Path, name: str, rows: list[dict[str, Any]] | None = None
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(task | keys).replace("'!function ", "!function ").replace("_of'", "_of"))
+    (folder / f"{name}.yaml").write_text(re.sub("'(!function [^']*)'", r"\1", yaml.safe_dump(task | keys)))
 
 
 def settings(folder: Path, *tasks: str, **harness: Any) -> EvalRunConfig:
@@ -190,8 +194,6 @@ def test_lengths(folder: Path, loaded: Loaded) -> None:
 
 
 def test_tasks_that_take_one_length_as_text(folder: Path) -> None:
-    from dataclasses import replace
-
     made_task(folder)
     cfg = settings(folder, "made", "babilong_one", lengths=[1024], sparsities=[0.8])
     architecture = {**cfg.model.architecture, "max_position_embeddings": 2048}
@@ -212,8 +214,11 @@ def test_documents_longer_than_the_positions_are_read_in_windows(folder: Path, l
     write_task(folder, "document", [{"text": text}], **keys, metric_list=[{"metric": "bits_per_byte"}])
     start = loaded.tokenizer.bos_token_id
     line = [loaded.tokenizer.eos_token_id if start is None else start, *tokens]
-    windows = [line[first : first + POSITIONS + 1] for first in range(0, len(tokens), POSITIONS)]
-    expected = -sum(log_likelihood(loaded, window, 1) for window in windows) / math.log(2) / len(text.encode())
+    starts = range(0, len(tokens), POSITIONS)
+    windows = [line[first : first + POSITIONS + 1] for first in starts[:-1]]
+    found = sum(log_likelihood(loaded, window, 1) for window in windows)
+    found += log_likelihood(loaded, line[-POSITIONS - 1 :], POSITIONS - (len(tokens) - starts[-1]) + 1)  # a whole window, too
+    expected = -found / math.log(2) / len(text.encode())
     row = measure(settings(folder, "document", sparsities=[0.8]))["dense", "", "document"]
     assert (row["score_name"], row["score"]) == ("bits_per_byte", pytest.approx(expected, rel=1e-5))
 
@@ -305,8 +310,6 @@ def test_mistakes_of_tasks(
 
 
 def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     from lm_eval.models.huggingface import HFLM
 
     write_task(folder, "task", [{"text": TEXT, "target": "x"}], **GENERATED)
@@ -326,6 +329,50 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
     monkeypatch.setattr(HFLM, "tok_batch_encode", recorded)
     evaluate(cfg)
     assert prompts == [f"<user>{TEXT}<reply>"] * 2
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", "eval=harness", "tracker=none", "device=cpu", *arguments])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "eval.harness.tasks=[]: one or more tasks of lm_eval"),
+        (["eval.harness.tasks=[a]", "eval.harness.include_path=gone"], "eval.harness.include_path=gone: a folder with YAML"),
+        (["eval.harness.tasks=[a]", "eval.harness.limit=0"], "eval.harness.limit=0: null, or in [1, 1e9]"),
+        (["eval.harness.tasks=[a]", "eval.harness.lengths=[64,0]"], "eval.harness.lengths=[64, 0]: each in [1, 1e9]"),
+        (["eval.harness.tasks=[a]", "eval.harness.lengths=[9999999]"], "eval.harness.lengths=9999999: the model has positions"),
+        (["eval.harness.tasks=[a]"], "eval=harness: needs lm_eval; pip install 'msattn[harness]'"),
+    ],
+)
+def test_mistakes_without_lm_eval(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    assert exit_code(*arguments) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(f"msattn: {message}")
+
+
+@pytest.mark.slow
+def test_an_unknown_task_beside_all_of_lm_eval(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert exit_code("eval.harness.tasks=[infinitebench_pass_key]") == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1] == (
+        "msattn: eval.harness.tasks=infinitebench_pass_key: no such task of lm_eval, and none in eval.harness.include_path "
+        "(did you mean infinitebench_passkey?)"
+    )
 
 
 def test_the_main_metric() -> None:

@@ -78,6 +78,9 @@ def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
                     )
             return super().generate_until(requests, disable_tqdm=True)
 
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            return super().loglikelihood(requests, disable_tqdm=True)
+
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
             return super().loglikelihood_rolling(requests, disable_tqdm=True)
 

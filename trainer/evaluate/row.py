@@ -31,7 +31,8 @@ class EvalRow:
         :func:`~msattn.trainer.evaluate.report.examples.examples`. One row each: ``maps`` and ``decoded``, see
         :mod:`~msattn.trainer.evaluate.reads`. ``ruler``: the score of each task, under its name. ``harness``: ``benchmark``,
         the name of lm_eval's task, and ``length`` only if it makes prompts of given lengths.
-        ``latency``: ``situation``, the name of a :class:`~msattn.trainer.evaluate.latency.Situation`. ``decoding``: ``batch``, and what each token is ``launched_by``.
+        ``latency``: ``situation``, the name of a
+        :class:`~msattn.trainer.evaluate.latency.Situation`. ``decoding``: ``batch``, and what each token is ``launched_by``.
         ``throughput``: ``batch``, the number of requests, and percentiles of the seconds to the first token.
     """
 
