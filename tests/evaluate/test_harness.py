@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from transformers import AutoTokenizer
 
 from msattn import cli
 from msattn.trainer import models
-from msattn.trainer.config import EvalRunConfig, HarnessConfig
+from msattn.trainer.config import EvalRunConfig, HarnessConfig, ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.harness import main_metric
 from msattn.trainer.evaluate.run import evaluate
@@ -172,7 +172,12 @@ def test_dense_and_sparse_on_the_same_samples(
 def made_task(folder: Path) -> None:
     """A task that makes its prompts and reports by length, as lm_eval's RULER does."""
     (folder / "made.py").write_text(MADE)
-    keys: dict[str, Any] = {"dataset_path": "", "output_type": "generate_until", "doc_to_text": "{{input}}", "doc_to_target": "x"}
+    keys: dict[str, Any] = {
+        "dataset_path": "",
+        "output_type": "generate_until",
+        "doc_to_text": "{{input}}",
+        "doc_to_target": "x",
+    }
     keys["generation_kwargs"] = {"until": [], "max_gen_toks": 2, "do_sample": False}
     metrics = [{"metric": name, "aggregation": "!function made.mean", "higher_is_better": True} for name in ("64", "128")]
     functions = {"custom_dataset": "!function made.rows", "process_results": "!function made.scored", "metric_list": metrics}
@@ -196,7 +201,7 @@ def test_lengths(folder: Path, loaded: Loaded) -> None:
 def test_tasks_that_take_one_length_as_text(folder: Path) -> None:
     made_task(folder)
     cfg = settings(folder, "made", "babilong_one", lengths=[1024], sparsities=[0.8])
-    architecture = {**cfg.model.architecture, "max_position_embeddings": 2048}
+    architecture = {**(cfg.model.architecture or {}), "max_position_embeddings": 2048}
     found = measure(replace(cfg, model=replace(cfg.model, architecture=architecture)))
     assert found["dense", "", "babilong_one/1024"]["score"] == 1
     assert found["dense", "", "made/1024"]["score"] == 1.024
@@ -283,8 +288,8 @@ def no_name(folder: Path) -> None:
         (long_answers, r"eval\.harness: answers of task have up to 9999 tokens, and the model has positions for 256; "),
         (
             script,
-            r"eval\.harness\.tasks=task: this dataset is a script, which is never run; a task in eval\.harness\.include_path can "
-            r"read its parquet files \(dataset_path: parquet\), or the Hub's parquet copy",
+            r"eval\.harness\.tasks=task: this dataset is a script, which is never run; a task in eval\.harness\.include_path "
+            r"can read its parquet files \(dataset_path: parquet\), or the Hub's parquet copy",
         ),
         (no_data, r"eval\.harness\.tasks=task: Unable to find '.*task\.jsonl'"),
         (no_column, r"eval\.harness\.tasks=task: .*'text' is undefined"),
@@ -323,11 +328,13 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
         prompts.extend(strings)
         return encode(model, strings, *arguments, **options)
 
-    tokenizer = AutoTokenizer.from_pretrained(loaded.tokenizer.name_or_path)
+    model = folder.parent / "model"
+    loaded.model.save_pretrained(model)
+    tokenizer = copy(loaded.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply>"
-    monkeypatch.setattr(models, "load", lambda *_, **__: Loaded(loaded.model, tokenizer, loaded.fingerprint))
+    tokenizer.save_pretrained(model)
     monkeypatch.setattr(HFLM, "tok_batch_encode", recorded)
-    evaluate(cfg)
+    evaluate(replace(cfg, model=ModelConfig(name="instruct", path=str(model))))
     assert prompts == [f"<user>{TEXT}<reply>"] * 2
 
 

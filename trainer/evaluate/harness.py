@@ -73,8 +73,8 @@ def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
                 new = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
                 if new >= self.max_length:
                     raise UserError(
-                        f"eval.harness: answers of {request.task_name} have up to {new} tokens, and the model has positions for "
-                        f"{self.max_length}; extend the context with model.rope_scaling, or leave the task out"
+                        f"eval.harness: answers of {request.task_name} have up to {new} tokens, and the model has positions "
+                        f"for {self.max_length}; extend the context with model.rope_scaling, or leave the task out"
                     )
             return super().generate_until(requests, disable_tqdm=True)
 
@@ -101,7 +101,8 @@ def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model: Any = loaded.model
-    return AttachedModel(pretrained=model, tokenizer=loaded.tokenizer, batch_size=1, max_length=max_length(model.config))
+    tokenizer: Any = loaded.tokenizer
+    return AttachedModel(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=max_length(model.config))
 
 
 def _row(
@@ -134,14 +135,15 @@ def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool)
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Silences the bar that lm_eval draws for each task, which no argument turns off."""
-    from lm_eval.api import task as module
+    from lm_eval.api import task
 
-    shown = module.tqdm
-    module.tqdm = partial(shown, disable=True)
+    module: Any = task
+    bar = module.tqdm
+    module.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
-        module.tqdm = shown
+        module.tqdm = bar
 
 
 def _as_row(

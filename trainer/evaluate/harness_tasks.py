@@ -92,7 +92,7 @@ def _needs_defaults(cfg: EvalRunConfig) -> bool:
 
 
 def _damaged(folder: str | None) -> str:
-    """Returns a clause that names the first file of the user's folder that is not valid YAML, which lm_eval skips in silence."""
+    """Returns a clause that names the first malformed file of the user's folder, which lm_eval skips in silence."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     for path in sorted(Path(folder).expanduser().rglob("*.yaml")) if folder else []:

@@ -83,9 +83,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def _run_tasks(
-    cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", samples: "list[TaskSamples]"
-) -> list[EvalRow]:
+def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", samples: "list[TaskSamples]") -> list[EvalRow]:
     """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``; ``samples`` are those of lm_eval."""
     from msattn.trainer.evaluate import (
         decoding,
