@@ -57,7 +57,6 @@ def load_samples(cfg: EvalRunConfig, loaded: "Loaded") -> list[TaskSamples]:
     except ModuleNotFoundError as error:
         raise UserError(f"eval=harness: needs lm_eval; {INSTALL} ({error})") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    defaults = _needs_defaults(cfg)
     random.seed(cfg.seed)  # tasks that make their prompts draw from the global generators
     np.random.seed(cfg.seed)
     found = []
@@ -65,30 +64,28 @@ def load_samples(cfg: EvalRunConfig, loaded: "Loaded") -> list[TaskSamples]:
         loaded.tokenizer.save_pretrained(folder)
         for names, lengths, metadata in _metadata(cfg, folder):
             with _refused(f"eval.harness.tasks={','.join(names)}"):
-                tasks = _manager(cfg, defaults, metadata).load(names)["tasks"]
+                tasks = _manager(cfg, names, metadata).load(names)["tasks"]
             for name, task in tasks.items():
                 found += _by_length(cfg, name, task, lengths)
     return found
 
 
-def _manager(cfg: EvalRunConfig, defaults: bool, metadata: dict[str, Any] | None = None) -> "TaskManager":
+def _manager(cfg: EvalRunConfig, names: list[str], metadata: dict[str, Any]) -> "TaskManager":
+    """Returns the index of the user's folder, and of lm_eval's own tasks, which take seconds, if a name is not in it."""
     from lm_eval.tasks import TaskManager
 
-    path = cfg.eval.harness.include_path
-    return TaskManager(include_path=path and Path(path).expanduser(), include_defaults=defaults, metadata=metadata)
-
-
-def _needs_defaults(cfg: EvalRunConfig) -> bool:
-    """Returns False if all tasks are in the user's folder: to read lm_eval's own takes seconds. Refuses unknown names."""
-    settings = cfg.eval.harness
-    if set(settings.tasks) <= set(_manager(cfg, defaults=False).all_tasks):
-        return False
-    known = _manager(cfg, defaults=True).all_tasks
-    for name in settings.tasks:
+    folder = cfg.eval.harness.include_path
+    path = folder and Path(folder).expanduser()
+    manager = TaskManager(include_path=path, include_defaults=False, metadata=metadata)
+    if set(names) <= set(manager.all_tasks):
+        return manager
+    manager = TaskManager(include_path=path, metadata=metadata)
+    known = manager.all_tasks
+    for name in names:
         if name not in known:
             where = "no such task of lm_eval, and none in eval.harness.include_path"
-            raise UserError(f"eval.harness.tasks={shown(name)}: {where}{nearest(name, known)}{_damaged(settings.include_path)}")
-    return True
+            raise UserError(f"eval.harness.tasks={shown(name)}: {where}{nearest(name, known)}{_damaged(folder)}")
+    return manager
 
 
 def _damaged(folder: str | None) -> str:

@@ -31,7 +31,7 @@ SAMPLE_UNITS["throughput"] = "requests per row"
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
-    *("launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests"),
+    *("launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests", "vs dense"),
 )
 
 
