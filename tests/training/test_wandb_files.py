@@ -16,6 +16,7 @@ from msattn.trainer.training.tracker import Tracker
 
 BLOCK = 32768  # bytes
 LAST_PARTS = (1, 4)  # types of the parts that end a record
+PROMPT = "def private_function(arguments):\n    return arguments\n\n" * 30
 SECRET = "0123456789abcdef" * 2 + "01234567"
 pytestmark = pytest.mark.slow
 
@@ -65,6 +66,12 @@ def of_kind(folder: Path, kind: str) -> list[Any]:
 def history(folder: Path) -> dict[str, Any]:
     """Returns the last logged value of each key."""
     items = [item for record in of_kind(folder, "history") for item in record.item]
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Returns the last value of each key of the summary."""
+    items = [item for record in of_kind(folder, "summary") for item in record.update]
     return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
 
 
@@ -140,4 +147,48 @@ def test_a_sweep_of_bench_is_a_group_of_runs_with_tables(
         assert "times/path" in history(folder)
     (group,) = groups
     assert group.startswith("bench-20")
+    assert holds_secret(tmp_path) == []
+
+
+SMALL = ["device=cpu", "data=text", "data.path=text.txt", "data.seq_len=192", "tracker=wandb", "tracker.group=study"]
+TRAIN = ["train.steps=2", "train.batch_size=1", "train.num_workers=0", "train.warmup_steps=0", "gate.block_size=16"]
+EVAL = ["eval.tasks=[perplexity]", "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.5]}", "eval.baselines=[quest]"]
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    assert not ended.value.code
+
+
+def test_a_study_from_training_to_generation_is_a_group_of_linked_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate that train-gate records is what eval and generate read; prompts and answers are in no file."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n\n".join(f"def function_{i}(x):\n    return x + {i * i}" for i in range(1500)))
+    run("train-gate", *SMALL, *TRAIN, "tracker.upload=true")
+    run("eval", *SMALL, *EVAL, "select=topk", "select.block_size=16")
+    run("generate", "device=cpu", "tracker=wandb", "tracker.group=study", "select=topk", "max_new_tokens=3", "--prompt", PROMPT)
+
+    base = tmp_path / "outputs/tiny/base"
+    (generated,) = (base / "runs").glob("generate-*")
+    folders = {"train-gate": base / "runs/gate", "eval": base / "eval", "generate": generated}
+    for job, folder in folders.items():
+        (found,) = of_kind(folder, "run")
+        assert (found.project, found.run_group, found.job_type, list(found.tags)) == ("msattn", "study", job, ["tiny", "base"])
+
+    (gate,) = [each for each in of_kind(folders["train-gate"], "artifact") if each.type == "gate"]
+    content_hash = json.loads((base / "gate/manifest.json").read_text())["content_hash"]
+    assert content_hash[:16] in gate.aliases
+    assert {history(folders["train-gate"])["_step"], 2} == {2}
+    for job in ("eval", "generate"):
+        assert summary(folders[job])["read/gate"] == content_hash
+
+    rows = table(folders["eval"], "results")
+    assert {row["method"] for row in rows} >= {"dense", "gate", "quest"}
+    written = json.loads((base / "eval/results.json").read_text())["rows"]
+    assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in written])
+    assert summary(folders["eval"])["perplexity/dense"] == rows[0]["score"]
+    dense, sparse = table(folders["generate"], "results")
+    assert (dense["attention"], dense["new_tokens"], sparse["attention"]) == ("dense", 3, "sparse")
+    assert summary(folders["generate"])["sparse/sparsity"] == sparse["sparsity"] > 0
     assert holds_secret(tmp_path) == []
