@@ -1,4 +1,4 @@
-"""Tracking of ``msattn generate`` and ``msattn serve``, which write nothing unless a tracker is asked for."""
+"""Tracking of ``msattn generate`` and ``msattn serve``, which record no metrics unless a tracker is asked for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def tracked(cfg: AnswerConfig, job: str, served: Served | None, *, after_work: b
     if cfg.tracker.kind == "none":
         yield None
         return
-    folder = cfg.folder / "runs" / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = cfg.folder / "runs" / job / f"{datetime.now():%Y%m%d-%H%M%S}"
     run_name = f"{cfg.model.name}-{cfg.name}-{job}"
     with Tracker.of_job(cfg, job, folder=folder, run_name=run_name, after_work=after_work) as tracker:
         attached = [served.options["gate"], served.options["qmodel"]] if served is not None else []
