@@ -16,6 +16,7 @@ import pytest
 from msattn import cli
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.training.tracker import Tracker
+from tests.running import metrics_lines
 
 BLOCK = 32768  # bytes
 LAST_PARTS = (1, 4)  # types of the parts that end a record
@@ -204,7 +205,7 @@ def test_turns_of_a_chat_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stdin", io.StringIO("A first question\n/reset\nA second one\n"))
     run("generate", "--chat", "device=cpu", "name=none", "select=quest", "max_new_tokens=3", "tracker=wandb")
     (folder,) = (tmp_path / "outputs/tiny/none/runs/generate").iterdir()
-    turns = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    turns = metrics_lines(folder)
     assert [(turn["step"], turn["new_tokens"], turn["cached_tokens"] - turn["new_prompt_tokens"]) for turn in turns] == [
         (0, 3, 2),  # the last token is not in the cache
         (1, 3, 2),

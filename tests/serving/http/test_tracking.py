@@ -1,13 +1,12 @@
 """Metrics of a server in a tracker."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from msattn.trainer.config import TrackerConfig
 from msattn.trainer.serving.http.metrics import Metrics
 from msattn.trainer.serving.http.metrics_log import logged
 from msattn.trainer.training.tracker import Tracker
+from tests.running import metrics_lines
 from tests.serving.http.running import configuration, eventually, running, small_loaded
 
 
@@ -15,16 +14,12 @@ def start(folder: Path) -> Tracker:
     return Tracker.start(TrackerConfig("none"), folder=folder, run_name="serve", config={})
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_end_of_a_server_logs_its_requests(tmp_path: Path) -> None:
     with start(tmp_path) as tracker, running(small_loaded(tmp_path), configuration(), tracker=tracker) as served:
         answer = served.post(json={"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "temperature": 0})
         assert answer.status_code == 200
         eventually(lambda: served.metric('requests_total{outcome="length"}') == 1)
-    (line,) = lines(tmp_path)
+    (line,) = metrics_lines(tmp_path)
     assert {
         name: line[name] for name in ("step", "requests_total/length", "prompt_tokens_total", "generated_tokens_total")
     } == {
@@ -41,7 +36,7 @@ def test_metrics_are_logged_when_they_change(tmp_path: Path) -> None:
     with start(tmp_path) as tracker, running(small_loaded(tmp_path), configuration()) as served:
         metrics = Metrics(served.engine)
         with logged(metrics, tracker, seconds=0.01):
-            eventually(lambda: len(lines(tmp_path)) == 1)
+            eventually(lambda: len(metrics_lines(tmp_path)) == 1)
             metrics.refused()
-            eventually(lambda: len(lines(tmp_path)) == 2)
-    assert [(line["step"], line.get("requests_total/refused")) for line in lines(tmp_path)] == [(0, None), (1, 1)]
+            eventually(lambda: len(metrics_lines(tmp_path)) == 2)
+    assert [(line["step"], line.get("requests_total/refused")) for line in metrics_lines(tmp_path)] == [(0, None), (1, 1)]
