@@ -123,6 +123,12 @@ def random_tokens(batch: int, length: int, seed: int = 0, vocab_size: int = 128)
     return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:
+    """Returns random prompts of these lengths, which begin with ``prefix`` equal tokens."""
+    shared = random_tokens(1, prefix, seed=999)[0].tolist()
+    return [(shared + random_tokens(1, n, seed=n)[0].tolist())[:n] for n in lengths]
+
+
 def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Pads rows [N_b] on the left; returns ``input_ids`` and ``attention_mask``, both [B, max N]."""
     length = max(len(row) for row in rows)

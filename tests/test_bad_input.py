@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from msattn import cli
+from tests.running import exit_code
 
 SMALL = [
     "model.init=random",
@@ -30,12 +30,6 @@ def text(words: int, word: str = "word") -> str:
     return " ".join(f"{word}{i % 97}" for i in range(words))
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    return int(caught.value.code or 0)
-
-
 def file_hashes(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file below a folder."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -51,8 +45,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "text.txt").write_text(text(4000))
         (folder / "heldout.txt").write_text(text(4000, "term"))
         common = [*SMALL, "data.heldout_path=heldout.txt"]
-        assert run("train-gate", *common, "train.steps=1", "train.batch_size=1") == 0
-        assert run("fit-kmeans", *common, "kmeans.num_buckets=4", "kmeans.num_prompts=2") == 0
+        assert exit_code("train-gate", *common, "train.steps=1", "train.batch_size=1") == 0
+        assert exit_code("fit-kmeans", *common, "kmeans.num_buckets=4", "kmeans.num_prompts=2") == 0
         training = [
             "train.steps=2",
             "qmodel.num_prompts=2",
@@ -60,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "qmodel.hidden=16",
             "qmodel.batch_queries=8",
         ]
-        assert run("train-qmodel", *common, *training) == 0
+        assert exit_code("train-qmodel", *common, *training) == 0
     return folder
 
 
@@ -79,7 +73,7 @@ def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
     def check(*arguments: str) -> str:
         before = {name: digest for name, digest in file_hashes(here).items() if "/runs/" not in name}
         capsys.readouterr()
-        code = run(*arguments)
+        code = exit_code(*arguments)
         error = capsys.readouterr().err
         lines = [line for line in error.splitlines() if line.startswith("msattn: ")]
         assert (code, len(lines)) == (2, 1), error

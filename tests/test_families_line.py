@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 import msattn
-from msattn import cli
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.families import served_layers
 from tests.factory import random_tokens, tiny_model
+from tests.running import succeed
 
 WORDS = ["the", "river", "ran", "past", "an", "old", "mill", "and", "nobody", "knew", "where", "it", "came", "from"]
 COMMON = ["--data", "text", "device=cpu", "tracker=none", "dtype=float32", "data.seq_len=192"]
@@ -24,12 +24,6 @@ EVAL = [
     "eval.baselines=[quest]",
     "select.block_size=16",
 ]
-
-
-def run(*arguments: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    assert not ended.value.code
 
 
 @pytest.fixture
@@ -48,11 +42,11 @@ def model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("family", ["smollm3", "gemma3_text", "phi3", "glm4", "gemma2", "gpt_oss"])
 def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     served = served_layers(model.config)
-    run("train-gate", "--model", "model", *COMMON, *SMALL)
-    run("fit-kmeans", "--model", "model", *COMMON, "kmeans.num_buckets=4", "kmeans.num_prompts=4")
+    succeed("train-gate", "--model", "model", *COMMON, *SMALL)
+    succeed("fit-kmeans", "--model", "model", *COMMON, "kmeans.num_buckets=4", "kmeans.num_prompts=4")
     sizes = ["qmodel.num_prompts=4", "qmodel.queries_per_prompt=16", "qmodel.batch_queries=8", "qmodel.hidden=8"]
-    run("train-qmodel", "--model", "model", *COMMON, *sizes, "train.steps=4", "qmodel.long_range=16")
-    run("eval", "--model", "model", *COMMON, *EVAL)
+    succeed("train-qmodel", "--model", "model", *COMMON, *sizes, "train.steps=4", "qmodel.long_range=16")
+    succeed("eval", "--model", "model", *COMMON, *EVAL)
     (results,) = Path("outputs").rglob("results.json")
     rows = json.loads(results.read_text())["rows"]
     dense, full = (next(row for row in rows if row["method"] == name) for name in ("dense", "gate"))
@@ -75,9 +69,9 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
 @pytest.mark.parametrize("sparse", [True, False])
 def test_fine_tuning(family: str, sparse: bool, model: Any) -> None:
     if sparse:
-        run("train-gate", "--model", "model", *COMMON, *SMALL)
+        succeed("train-gate", "--model", "model", *COMMON, *SMALL)
     tuning = ["train.steps=2", "train.batch_size=1", "train.micro_batch_size=1", "train.num_workers=0", "name=long"]
     select = ["artifacts.gate=outputs/model/base/gate", "select.sparsity=0.5"] if sparse else ["select.sparsity=0"]
-    run("finetune", "--model", "model", *COMMON, *tuning, *select)
+    succeed("finetune", "--model", "model", *COMMON, *tuning, *select)
     assert Path("outputs/model/long/model/config.json").exists()
     assert Path("outputs/model/long/gate").exists() == sparse

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from msattn import cli
+from tests.running import exit_code
 
 SMALL = [
     "model.init=random",
@@ -33,18 +33,12 @@ SMALL = [
 ]
 
 
-def msattn(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    return int(caught.value.code or 0)
-
-
 @pytest.mark.slow
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
     Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(1000)))
-    assert msattn("demo", *SMALL) == 0
+    assert exit_code("demo", *SMALL) == 0
     out = capsys.readouterr().out
     folder = Path("outputs/tiny/demo")
     assert str(folder / "eval/report.html") in out
@@ -56,11 +50,11 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "The hidden token for" in out
     made = (folder / "kmeans/manifest.json").read_bytes()
 
-    assert msattn("generate", "name=demo", *SMALL, "--prompt", "def main():\n    return 1\n" * 40, "max_new_tokens=4") == 0
+    assert exit_code("generate", "name=demo", *SMALL, "--prompt", "def main():\n    return 1\n" * 40, "max_new_tokens=4") == 0
     out = capsys.readouterr().out
     assert "tokens are equal" in out
     assert "selectivity" in out
 
     fit_again = ("fit-kmeans", "experiment=demo", *SMALL, "data.seq_len=256")
-    assert msattn(*fit_again) == 0, "the commands of a second demo replace the artifacts of the first"
+    assert exit_code(*fit_again) == 0, "the commands of a second demo replace the artifacts of the first"
     assert (folder / "kmeans/manifest.json").read_bytes() != made

@@ -14,12 +14,6 @@ from msattn.trainer.models import EMBEDDED
 from tests.factory import tiny_config
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def write_config(folder: Path, family: str = "llama", **changes: Any) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_config(family).to_dict() | changes))

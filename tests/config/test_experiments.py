@@ -16,10 +16,10 @@ from hydra._internal.hydra import Hydra
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
-from msattn import cli
 from msattn.trainer.commands import compose
 from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig, RunConfig, TrainGateConfig, TrainQModelConfig
 from msattn.trainer.seer.maps import BlockMaps
+from tests.running import exit_code
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
 LINE = [command.split() for command in re.findall(r"msattn ([a-z].*?)(?=\s{3,}|\n)", (EXPERIMENTS / "lab.yaml").read_text())]
@@ -106,12 +106,6 @@ SHORTER = {  # one point of each sweep, at the length of a toy; experiment=lab i
 }
 
 
-def msattn(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    return int(caught.value.code or 0)
-
-
 def experiment_of(arguments: list[str]) -> str:
     """The experiment of a command; of ``experiment=lab``, which is for all commands, the first of the names it is given."""
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
@@ -172,7 +166,7 @@ def test_all_commands_of_lab_yaml_find_what_they_read(checked: list[Any]) -> Non
     for arguments in LINE:
         command, experiment = arguments[0], experiment_of(arguments)
         checked.clear()
-        assert msattn(*arguments) == 0
+        assert exit_code(*arguments) == 0
         for cfg in checked:
             assert read(cfg) <= there, f"{command} {experiment}: nothing has made {read(cfg) - there}"
             assert not written(cfg) & there, "two jobs write the same artifact"
@@ -192,11 +186,11 @@ def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pyt
     seen = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.gate.loss)))
-    assert msattn("train-gate", "-m", "experiment=lab_losses", "gate.loss=kl,mse") == 0
+    assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.loss=kl,mse") == 0
     assert seen == [("loss-kl", "kl"), ("loss-mse", "mse")], "the command line replaces the values that the YAML sweeps over"
     seen.clear()
-    assert msattn("train-gate", "-m", "experiment=lab_losses", "name=mine", "gate.loss=kl") == 0
-    assert msattn("train-gate", "-m", "experiment=demo", "gate.loss=kl,mse") == 0
+    assert exit_code("train-gate", "-m", "experiment=lab_losses", "name=mine", "gate.loss=kl") == 0
+    assert exit_code("train-gate", "-m", "experiment=demo", "gate.loss=kl,mse") == 0
     assert [name for name, _ in seen] == ["mine", "0", "1"], "the fixed name of a YAML is replaced by job numbers"
 
 
@@ -207,7 +201,7 @@ def test_a_tracker_groups_an_experiment_or_a_sweep(tmp_path: Path, monkeypatch: 
 
     def groups(*arguments: str) -> list[Any]:
         seen.clear()
-        assert msattn("fit-kmeans", *arguments) == 0
+        assert exit_code("fit-kmeans", *arguments) == 0
         return list(seen)
 
     assert groups("data=stdlib", "experiment=teacher_seeds", "tracker=none") == [None]
@@ -224,7 +218,7 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: pytest.fail("a job ran"))
-    assert msattn("train-gate", "-m", "experiment=lab_losses", "gate.block_size=64,48") == 2
+    assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.block_size=64,48") == 2
     assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: a power of two from 16 to 128\n"
     assert not list(tmp_path.iterdir()), "a mistake must leave no files"
 
@@ -264,7 +258,7 @@ def test_all_commands_of_lab_yaml_run_on_a_toy_model(
     for arguments in LINE:
         command, name = arguments[0], experiment_of(arguments)
         swept = ["name=yarn,yarn-0.5"] if (command, name) == ("eval", "lab_32k") else []
-        assert msattn(*arguments, *TOY[""], *TOY.get(command, []), *SHORTER[name], *swept) == 0, arguments
+        assert exit_code(*arguments, *TOY[""], *TOY.get(command, []), *SHORTER[name], *swept) == 0, arguments
     lab = Path("outputs/lab")
 
     def rows(name: str) -> dict[tuple[str, str, str], dict]:

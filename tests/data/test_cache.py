@@ -22,11 +22,6 @@ from msattn.trainer.teachers.tokenizer import load_tokenizer
 TEXT = "".join(f"Line {number * number % 911} of a document: déjà vu.\n" for number in range(400))
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return load_tokenizer(EMBEDDED_MODEL)
-
-
 @pytest.fixture(autouse=True)
 def _keep_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LEAST_SECONDS", 0.0)

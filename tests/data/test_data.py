@@ -22,14 +22,8 @@ from msattn.trainer.data.chunking import chunks, encode
 from msattn.trainer.data.sources import Document, documents, is_held_out
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
-from msattn.trainer.teachers.tokenizer import load_tokenizer
 
 TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number in range(40)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return load_tokenizer(EMBEDDED_MODEL)
 
 
 def zstd(content: bytes) -> bytes:

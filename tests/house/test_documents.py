@@ -47,6 +47,17 @@ def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert re.search(expected[script.stem], out), out
 
 
+def test_the_first_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """It takes the embedded model, without a download."""
+    exec(blocks("README.md", "python")[0], {})
+    assert re.search(r"'sparsity': 0\.[1-9].*'selectivity': 0\.[1-9]", capsys.readouterr().out)
+
+
+def test_the_log_is_in_the_order_of_dates() -> None:
+    dates = re.findall(r"^## (\S+):", (ROOT / "docs/log.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert dates == sorted(dates, reverse=True)
+
+
 @pytest.mark.parametrize(
     "document", ["README.md", pytest.param("docs/guide.md", marks=pytest.mark.slow), "docs/kernels.md", "docs/serving.md"]
 )

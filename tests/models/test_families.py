@@ -28,13 +28,10 @@ from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.gate import AttnGate, Gate
 from msattn.trainer.serving.cache import can_crop
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
+from tests.test_attach import gate_for
 
 BLOCK, BUCKETS = 16, 6
 MIXED = [family for family, keys in OTHER_FAMILIES.items() if "layer_types" in keys]
-
-
-def gate_for(model: Any) -> Gate:
-    return Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
 
 
 def partition_for(model: Any) -> KMeans:

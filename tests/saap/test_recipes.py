@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from msattn import cli
 from msattn.trainer import artifacts
 from msattn.trainer.commands.compose import Command, compose
+from tests.running import succeed
 
 WORDS = " ".join(
     "".join(letters) for letters in itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")
@@ -43,12 +43,6 @@ TOY = [
 ]
 
 
-def msattn(*arguments: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    assert not caught.value.code
-
-
 def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enters ``folder`` and writes texts for training and evaluation."""
     monkeypatch.chdir(folder)
@@ -75,7 +69,7 @@ def test_windows_are_those_of_the_paper_and_between(tmp_path: Path, monkeypatch:
     seen = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append(cfg))
-    msattn("eval", "-m", "experiment=saap_windows")
+    succeed("eval", "-m", "experiment=saap_windows")
     windows = [(cfg.sink, cfg.recent) for cfg in seen]
     assert {(1, 2047), (128, 512)} <= set(windows)
     assert [cfg.name for cfg in seen] == [f"window-{sink}-{recent}" for sink, recent in windows]
@@ -90,9 +84,9 @@ def test_windows_are_those_of_the_paper_and_between(tmp_path: Path, monkeypatch:
 def test_windows_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path, monkeypatch)
     for command in ("fit-kmeans", "train-qmodel"):
-        msattn(command, "experiment=saap_llama31", *TOY)
+        succeed(command, "experiment=saap_llama31", *TOY)
     sizes = ["data.seq_len=256", "model.presets.eval_probes=[0,2]", "eval.needle.samples=1", "eval.needle.depths=[0.5]"]
-    msattn("eval", "-m", "experiment=saap_windows", *TOY, *sizes, "sink=1,16", "recent=32,64")
+    succeed("eval", "-m", "experiment=saap_windows", *TOY, *sizes, "sink=1,16", "recent=32,64")
     with Path("outputs/llama3/sweep.csv").open() as file:
         lines = [line for line in csv.DictReader(file) if line["method"] == "classifier"]
     read = {line["name"]: float(line["selectivity"]) for line in lines if line["setting"] == "2 probes"}
@@ -114,11 +108,11 @@ def test_separate_probes_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch
     prepare(tmp_path, monkeypatch)
     Path("heldout.txt").write_text(WORDS)
     for command in ("fit-kmeans", "train-qmodel"):
-        msattn(command, "experiment=saap_llama31", *TOY)
+        succeed(command, "experiment=saap_llama31", *TOY)
     sizes = ["data.seq_len=512", "model.presets.eval_probes=[2]", "recent=32", "model.presets.eval_keys=[]"]
     recall = ["eval.recall.num_chunks=1", "eval.recall.num_queries=4"]
     answers = ["eval.needle.samples=1", "eval.needle.depths=[0.5]", "eval.ruler.samples=1", "eval.ruler.tasks=[niah_single_1]"]
-    msattn("eval", "experiment=saap_independent", *TOY, *sizes, *recall, *answers)
+    succeed("eval", "experiment=saap_independent", *TOY, *sizes, *recall, *answers)
     rows = json.loads(Path("outputs/llama3/saap-independent/eval/results.json").read_text())["rows"]
     read = {(row["task"], row["method"]): row["selectivity"] for row in rows if row["setting"] == "2 probes"}
     for task in ("recall", "needle", "ruler"):
@@ -132,7 +126,7 @@ def test_separate_probes_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch
 def test_a_recipe_runs_on_a_toy_model(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path, monkeypatch)
     for command in ("fit-kmeans", "train-qmodel"):
-        msattn(command, f"experiment={recipe}", *TOY)
+        succeed(command, f"experiment={recipe}", *TOY)
     (name,) = Path("outputs/llama3").iterdir()
     partition, classifier = (artifacts.read(name / kind).manifest for kind in ("kmeans", "qmodel"))
     assert partition["details"]["stats"][0][0]["points"] == 4 * 30
@@ -148,9 +142,9 @@ def test_every_partition_has_a_classifier_and_an_evaluation(tmp_path: Path, monk
     seen: dict[str, list[Any]] = {}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.setdefault(self.config, []).append(cfg))
-    msattn("fit-kmeans", "-m", "experiment=partitions")
-    msattn("train-qmodel", "-m", "experiment=partitions_classifiers")
-    msattn("eval", "-m", "experiment=partitions_eval")
+    succeed("fit-kmeans", "-m", "experiment=partitions")
+    succeed("train-qmodel", "-m", "experiment=partitions_classifiers")
+    succeed("eval", "-m", "experiment=partitions_eval")
     assert {command: [cfg.name for cfg in cfgs] for command, cfgs in seen.items()} == dict.fromkeys(seen, PARTITIONS)
     assert [(cfg.kmeans.rope, cfg.kmeans.balance) for cfg in seen["fit_kmeans"]] == [
         (rope, balance) for rope in (False, True) for balance in (None, 1.5)
@@ -164,9 +158,9 @@ def test_classifiers_over_keys_after_rope_and_over_balanced_buckets(tmp_path: Pa
     prepare(tmp_path, monkeypatch)
     sizes = [*TOY, "data.seq_len=256", "model.presets.recent=32", "data.needles=false"]
     measured = ["eval.needle.samples=1", "eval.needle.depths=[0.5]", "eval.recall.num_chunks=1", "eval.recall.num_queries=8"]
-    msattn("fit-kmeans", "-m", "experiment=partitions", *sizes)
-    msattn("train-qmodel", "-m", "experiment=partitions_classifiers", *sizes)
-    msattn("eval", "-m", "experiment=partitions_eval", *sizes, *measured, "eval.key_shares=[0.5]")
+    succeed("fit-kmeans", "-m", "experiment=partitions", *sizes)
+    succeed("train-qmodel", "-m", "experiment=partitions_classifiers", *sizes)
+    succeed("eval", "-m", "experiment=partitions_eval", *sizes, *measured, "eval.key_shares=[0.5]")
     for name in PARTITIONS:
         partition, classifier = (artifacts.read(f"outputs/tiny/{name}/{kind}").manifest for kind in ("kmeans", "qmodel"))
         details, rope = partition["details"], "True" in name

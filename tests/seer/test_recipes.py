@@ -13,6 +13,7 @@ from msattn.trainer.commands.compose import Command, compose
 from msattn.trainer.config import FinetuneConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
+from tests.running import succeed
 
 CONF = Path(cli.__file__).parent / "conf"
 TEXT = [
@@ -34,12 +35,6 @@ TOY = [*TEXT, *(f"model.architecture.{key}={size}" for key, size in SHAPE.items(
 RANDOM = [*TOY, "model.init=random"]
 GATES = ["train.steps=2", "train.batch_size=1"]
 TUNING = [f"train.{key}" for key in ("steps=2", "batch_size=2", "micro_batch_size=1", "num_workers=0")]
-
-
-def msattn(*arguments: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(arguments))
-    assert not caught.value.code
 
 
 @pytest.fixture
@@ -92,7 +87,7 @@ def test_yarn_has_the_settings_of_the_paper(sparsity: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["seer_llama31", "seer_mistral7b"])
 def test_gate_recipes_run_on_a_toy_model(recipe: str, folder: Path) -> None:
-    msattn("train-gate", f"experiment={recipe}", *RANDOM, *GATES)
+    succeed("train-gate", f"experiment={recipe}", *RANDOM, *GATES)
     (model,) = folder.glob("*/seer/gate/model.safetensors")
     assert model.is_file()
 
@@ -101,14 +96,14 @@ def test_gate_recipes_run_on_a_toy_model(recipe: str, folder: Path) -> None:
 def test_yarn_runs_on_a_toy_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Gates, sparse and dense extension, gates after it, evaluation."""
     short = ["model.architecture.max_position_embeddings=64"]
-    msattn("train-gate", "experiment=seer_llama3_yarn_gates", *RANDOM, *GATES, *short)
+    succeed("train-gate", "experiment=seer_llama3_yarn_gates", *RANDOM, *GATES, *short)
     for sparsity in (0.5, 0.0):
         given = [f"select.sparsity={sparsity}", "train.fsdp=false"]
-        msattn("finetune", "experiment=seer_llama3_yarn", *RANDOM, *TUNING, *short, *given)
+        succeed("finetune", "experiment=seer_llama3_yarn", *RANDOM, *TUNING, *short, *given)
     dense = ["name=yarn-0.0", "model.path=outputs/llama3_8b/yarn-0.0/model", "model.rope_scaling=null"]
-    msattn("train-gate", "experiment=seer_llama3_yarn_gates", *TOY, *GATES, *dense)
+    succeed("train-gate", "experiment=seer_llama3_yarn_gates", *TOY, *GATES, *dense)
     measured = ["data.heldout_split=null", "eval.documents.num_documents=1", "name=yarn-0.0,yarn-0.5"]
-    msattn("eval", "-m", "experiment=seer_llama3_yarn_eval", *TOY, *measured)
+    succeed("eval", "-m", "experiment=seer_llama3_yarn_eval", *TOY, *measured)
     printed = capsys.readouterr().out
     assert "All evaluations" in printed
     assert "All rows: outputs/llama3_8b/sweep.csv" in printed
@@ -142,8 +137,8 @@ def test_pooling_has_49_combinations_each_with_an_evaluation(seen: list[Any]) ->
     assert len({(frozenset(q), frozenset(k)) for q in queries for k in keys}) == 49
     assert swept("seer_pooling_eval")["name"].replace(" ", "").split(",") == expected
 
-    msattn("train-gate", "-m", "experiment=seer_pooling", "gate.q_pool=[avg,max,min]", "gate.k_pool=[max],[max,min]")
-    msattn("eval", "-m", "experiment=seer_pooling_eval", "name=pool-avg-max-min_max,pool-avg-max-min_max-min")
+    succeed("train-gate", "-m", "experiment=seer_pooling", "gate.q_pool=[avg,max,min]", "gate.k_pool=[max],[max,min]")
+    succeed("eval", "-m", "experiment=seer_pooling_eval", "name=pool-avg-max-min_max,pool-avg-max-min_max-min")
     trained, evaluated = seen[:2], seen[2:]
     assert [cfg.folder for cfg in evaluated] == [cfg.folder for cfg in trained]
     assert {(cfg.train.steps, cfg.data.seq_len) for cfg in trained} == {(500, 32768)}
@@ -153,9 +148,9 @@ def test_pooling_has_49_combinations_each_with_an_evaluation(seen: list[Any]) ->
 @pytest.mark.slow
 def test_pooling_runs_on_a_toy_model(folder: Path) -> None:
     pools = ["gate.q_pool=[avg,min]", "gate.k_pool=[max],[min]"]
-    msattn("train-gate", "-m", "experiment=seer_pooling", *RANDOM, *GATES, *pools)
+    succeed("train-gate", "-m", "experiment=seer_pooling", *RANDOM, *GATES, *pools)
     measured = ["data.heldout_split=null", "eval.documents.num_documents=1", "name=pool-avg-min_max,pool-avg-min_min"]
-    msattn("eval", "-m", "experiment=seer_pooling_eval", *RANDOM, *measured)
+    succeed("eval", "-m", "experiment=seer_pooling_eval", *RANDOM, *measured)
     with (folder / "llama3/sweep.csv").open() as file:
         gates = [line for line in csv.DictReader(file) if line["method"] == "gate"]
     assert [(line["name"], line["setting"]) for line in gates] == [
@@ -164,8 +159,8 @@ def test_pooling_runs_on_a_toy_model(folder: Path) -> None:
 
 
 def test_multiscale_trains_means_topk_and_dense_attention_at_equal_cost(seen: list[Any]) -> None:
-    msattn("finetune", "-m", "experiment=multiscale")
-    msattn("eval", "-m", "experiment=multiscale_eval")
+    succeed("finetune", "-m", "experiment=multiscale")
+    succeed("eval", "-m", "experiment=multiscale_eval")
     trained, evaluated = seen[:3], seen[3:]
     assert [cfg.select.shares for cfg in trained] == [[0.1, 0.1, 0.2, 0.4], [0.25, 0, 0, 0], [1, 0, 0, 0]]
     assert [cfg.model.path for cfg in evaluated] == [str(cfg.folder / "model") for cfg in trained]
@@ -175,9 +170,9 @@ def test_multiscale_trains_means_topk_and_dense_attention_at_equal_cost(seen: li
 @pytest.mark.slow
 def test_multiscale_runs_at_a_short_length(folder: Path) -> None:
     short = [*TEXT, "data.seq_len=512"]
-    msattn("finetune", "experiment=multiscale", *short, *TUNING, "train.warmup_steps=1")
+    succeed("finetune", "experiment=multiscale", *short, *TUNING, "train.warmup_steps=1")
     measured = ["name=read-0.1-0.1-0.2-0.4", "model.presets.eval_chunks=1", "model.presets.needle_samples=1"]
-    msattn("eval", "-m", "experiment=multiscale_eval", *short, *measured, "eval.needle.depths=[0.5]")
+    succeed("eval", "-m", "experiment=multiscale_eval", *short, *measured, "eval.needle.depths=[0.5]")
     name = folder / "tiny/read-0.1-0.1-0.2-0.4"
     for task in ("perplexity", "needle"):
         found = rows(name, task)

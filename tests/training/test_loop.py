@@ -1,7 +1,6 @@
 """Tests of the training loop: bit-identical resuming, divergence, Ctrl-C, gradient accumulation, refused settings."""
 
 import io
-import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.loop import TrainingDiverged, TrainingResult, fit, newest_checkpoint
 from msattn.trainer.training.tracker import Tracker
 from tests.jobs import Job
+from tests.running import metrics_lines
 
 TRAIN = TrainConfig(lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_every=3, save_every=4, weight_decay=0.1)
 
@@ -92,10 +92,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
     module = Regression()
     run(module, tmp_path_factory.mktemp("whole"))
     return weights(module)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("stopped_after", [5, 9, 11])  # 4.8 passes over the 10 items: stops fall into later passes too
@@ -197,7 +193,7 @@ def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
     run(whole, tmp_path / "whole", replace(train, micro_batch_size=4))
     for a, b in zip(weights(split), weights(whole), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    losses = [[line["loss"] for line in lines(tmp_path / name)] for name in ("split", "whole")]
+    losses = [[line["loss"] for line in metrics_lines(tmp_path / name)] for name in ("split", "whole")]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
@@ -226,8 +222,8 @@ def test_evaluation_runs_in_eval_mode_and_is_logged(tmp_path: Path) -> None:
     summary = run(module, tmp_path, replace(TRAIN, eval_every=5), evaluate=evaluate)
     assert modes == [False] * 3  # after 5, 10 and the last step
     assert summary.metrics == {"recall": 3.0}
-    assert [line["step"] for line in lines(tmp_path) if "recall" in line] == [5, 10, 12]
-    logged = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["step"] for line in metrics_lines(tmp_path) if "recall" in line] == [5, 10, 12]
+    logged = [line for line in metrics_lines(tmp_path) if "loss" in line]
     assert [line["step"] for line in logged] == [3, 6, 9, 12]
     assert {"layer 2", "layer 3", "grad_norm", "lr"} <= set(logged[0])
     assert logged[-1]["loss"] == summary.losses["loss"]

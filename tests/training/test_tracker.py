@@ -2,7 +2,6 @@
 
 import builtins
 import getpass
-import json
 import resource
 import sys
 from dataclasses import dataclass, replace
@@ -15,20 +14,13 @@ from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.training.tracker import Tracker
+from tests.running import metrics_lines
 
 NONE, WANDB = TrackerConfig("none"), TrackerConfig("wandb", project="tests")
 
 
 def start(cfg: TrackerConfig, folder: Path) -> Tracker:
     return Tracker.start(cfg, folder=folder, run_name="name", config={"lr": 0.1}, job="train-gate", tags=["tiny", "base"])
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    def no_constant(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line, parse_constant=no_constant) for line in text.splitlines()]
 
 
 def fake_artifact(folder: Path) -> Path:
@@ -54,8 +46,8 @@ def test_artifacts_are_recorded_with_their_content_hash(tmp_path: Path) -> None:
         for weights in (b"1", b"2"):
             (model / "model.safetensors").write_bytes(weights)
             tracker.log_artifact(model)
-            hashes.append(lines(tmp_path)[-1]["artifact"]["content_hash"])
-    assert lines(tmp_path)[0] == {"artifact": {"kind": "gate", "folder": str(gate), "content_hash": "c0ffee"}}
+            hashes.append(metrics_lines(tmp_path)[-1]["artifact"]["content_hash"])
+    assert metrics_lines(tmp_path)[0] == {"artifact": {"kind": "gate", "folder": str(gate), "content_hash": "c0ffee"}}
     assert hashes[0] != hashes[1]
 
 
@@ -71,7 +63,7 @@ def test_a_full_disk_drops_whole_lines_with_one_message(tmp_path: Path, capsys: 
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, usual)
         tracker.log({"loss": 4.0}, 4)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 4]
+    assert [line["step"] for line in metrics_lines(tmp_path)] == [1, 4]
     message = capsys.readouterr().err
     assert message.count("metrics.jsonl: ") == 1
     assert message.endswith("metrics are dropped\n")
@@ -97,13 +89,13 @@ def test_metrics_are_written_at_once_to_a_file_in_a_new_folder(tmp_path: Path) -
     folder = tmp_path / "new" / "run"
     with start(NONE, folder) as tracker:
         tracker.log({"loss": 2.5, "recall": float("nan")}, 10)
-        assert lines(folder)[0]["step"] == 10  # unbuffered: a killed run keeps its metrics
+        assert metrics_lines(folder)[0]["step"] == 10  # unbuffered: a killed run keeps its metrics
         tracker.log({"loss": float("inf")}, 20)
         tracker.offset = 100
         tracker.log({"loss": 1}, 5)
         tracker.image("grid", tmp_path / "none.png")  # ignored without wandb
         tracker.summary({"best": 0.5})
-    found = lines(folder)
+    found = metrics_lines(folder)
     assert [line.get("step") for line in found] == [10, 20, 105, None]
     assert (found[0]["loss"], found[0]["recall"], found[1]["loss"], found[2]["loss"]) == (2.5, None, None, 1.0)
     assert 0 <= found[0]["seconds"] <= found[2]["seconds"]
@@ -114,7 +106,7 @@ def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
         with start(NONE, tmp_path) as tracker:
             tracker.log({"loss": 0.0}, step)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert [line["step"] for line in metrics_lines(tmp_path)] == [1, 2]
 
 
 def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +130,7 @@ def test_wandb_without_a_key_is_offline_and_prints_how_to_upload(tmp_path: Path,
     folder = Path(line.removeprefix("wandb sync "))
     assert folder.parent == tmp_path / "wandb"
     assert list(folder.glob("run-*.wandb"))
-    assert [line["step"] for line in lines(tmp_path)[:1]] == [1]
+    assert [line["step"] for line in metrics_lines(tmp_path)[:1]] == [1]
 
 
 class FakeArtifact:
@@ -218,7 +210,7 @@ def test_wandb_with_a_key_is_online_and_receives_everything(
     assert reference.ref == (tmp_path / "gate" / "manifest.json").as_uri()
     assert run.finished
     assert capsys.readouterr() == ("", "")
-    assert len(lines(tmp_path)) == 3
+    assert len(metrics_lines(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("upload", [True, False])
@@ -257,7 +249,7 @@ def test_artifacts_that_were_uploaded_are_inputs_of_a_run(
         tracker.use_artifact(replace(read_artifact(folder), config={"tracker": [], "model": "odd"}))
     assert runs[0][0].used == [(f"other/my-model-base-kmeans:{'ab' * 8}", "kmeans")]
     assert runs[0][0].summary == {"read/kmeans": "ab" * 32}
-    assert lines(tmp_path)[:1] == [{"read": {"kind": "kmeans", "folder": str(folder), "content_hash": "ab" * 32}}]
+    assert metrics_lines(tmp_path)[:1] == [{"read": {"kind": "kmeans", "folder": str(folder), "content_hash": "ab" * 32}}]
     monkeypatch.setenv("WANDB_MODE", "offline")  # names of artifacts cannot be looked up
     with start(WANDB, tmp_path) as tracker:
         tracker.use_artifact(read_artifact(folder, upload=True))
@@ -282,7 +274,7 @@ def test_a_failing_wandb_is_one_line_without_keys_and_the_run_goes_on(
             tracker.log({"loss": 2.5}, step)
         tracker.use_artifact(read_artifact(tmp_path, upload=True))
         tracker.log_artifact(fake_artifact(tmp_path / "gate"))
-    assert [next(iter(line)) for line in lines(tmp_path)] == ["step", "step", "read", "artifact"]
+    assert [next(iter(line)) for line in metrics_lines(tmp_path)] == ["step", "step", "read", "artifact"]
     printed = capsys.readouterr().err
     assert key not in printed
     metrics, use, artifact, end = printed.splitlines()
@@ -309,7 +301,7 @@ def test_a_tracker_that_cannot_start_after_the_work_is_a_warning(
     assert job.tags == ["a", "b"]
     with Tracker.of_job(job, "eval", folder=tmp_path, run_name="name", after_work=True) as tracker:
         tracker.summary({"best": 0.5})
-    assert lines(tmp_path) == [{"summary": {"best": 0.5}}]
+    assert metrics_lines(tmp_path) == [{"summary": {"best": 0.5}}]
     warning = capsys.readouterr().err
     assert warning.startswith("msattn: warning: tracker=wandb: wandb is not installed; run pip install wandb")
     assert warning.count("\n") == 1

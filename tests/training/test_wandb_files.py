@@ -1,21 +1,26 @@
 """Records of offline runs, read back from the files that ``wandb sync`` would upload."""
 
+import io
 import json
 import os
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from msattn import cli
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.training.tracker import Tracker
+from tests.running import metrics_lines
 
 BLOCK = 32768  # bytes
 LAST_PARTS = (1, 4)  # types of the parts that end a record
+PROMPT = "def private_function(arguments):\n    return arguments\n\n" * 30
 SECRET = "0123456789abcdef" * 2 + "01234567"
 pytestmark = pytest.mark.slow
 
@@ -68,6 +73,12 @@ def history(folder: Path) -> dict[str, Any]:
     return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
 
 
+def summary(folder: Path) -> dict[str, Any]:
+    """Returns the last value of each key of the summary."""
+    items = [item for record in of_kind(folder, "summary") for item in record.update]
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
 def table(folder: Path, name: str) -> list[dict[str, Any]]:
     """Returns the rows of the table that was logged as ``name``."""
     (path,) = folder.glob(f"wandb/offline-run-*/files/{history(folder)[f'{name}/path']}")
@@ -75,10 +86,11 @@ def table(folder: Path, name: str) -> list[dict[str, Any]]:
     return [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
 
 
-def holds_secret(folder: Path) -> list[Path]:
+def holding(text: str, folder: Path) -> list[Path]:
+    """Returns the files in ``folder`` that hold ``text``."""
     files = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
     assert files
-    return [path for path in files if SECRET.encode() in path.read_bytes()]
+    return [path for path in files if text.encode() in path.read_bytes()]
 
 
 class Job(JobConfig):
@@ -117,7 +129,7 @@ def test_tables_reports_and_uploaded_artifacts_are_in_the_files_of_a_run(
     assert set(artifact.aliases) == {"latest", "ab" * 8}
     assert [file.path for file in artifact.manifest.contents] == ["manifest.json", "model.safetensors"]
     assert json.loads(artifact.metadata)["metrics"] == {"recall": 0.5}
-    assert holds_secret(tmp_path) == []
+    assert holding(SECRET, tmp_path) == []
 
 
 def test_a_sweep_of_bench_is_a_group_of_runs_with_tables(
@@ -140,4 +152,63 @@ def test_a_sweep_of_bench_is_a_group_of_runs_with_tables(
         assert "times/path" in history(folder)
     (group,) = groups
     assert group.startswith("bench-20")
-    assert holds_secret(tmp_path) == []
+    assert holding(SECRET, tmp_path) == []
+
+
+SMALL = ["device=cpu", "data=text", "data.path=text.txt", "data.seq_len=192", "tracker=wandb", "tracker.group=study"]
+TRAIN = ["train.steps=2", "train.batch_size=1", "train.num_workers=0", "train.warmup_steps=0", "gate.block_size=16"]
+EVAL = ["eval.tasks=[perplexity]", "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.5]}", "eval.baselines=[quest]"]
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended, patch.object(sys, "argv", ["msattn", *arguments]):
+        cli.main()
+    assert not ended.value.code
+
+
+def test_a_study_from_training_to_generation_is_a_group_of_linked_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate that train-gate uploads is what eval and generate read; the prompt on the command line is in no file."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("\n\n".join(f"def function_{i}(x):\n    return x + {i * i}" for i in range(1500)))
+    run("train-gate", *SMALL, *TRAIN, "tracker.upload=true")
+    run("eval", *SMALL, *EVAL, "select=topk", "select.block_size=16")
+    run("generate", "device=cpu", "tracker=wandb", "tracker.group=study", "select=topk", "max_new_tokens=3", "--prompt", PROMPT)
+
+    base = tmp_path / "outputs/tiny/base"
+    (generated,) = (base / "runs/generate").iterdir()
+    folders = {"train-gate": base / "runs/gate", "eval": base / "eval", "generate": generated}
+    for job, folder in folders.items():
+        (found,) = of_kind(folder, "run")
+        assert (found.project, found.run_group, found.job_type, list(found.tags)) == ("msattn", "study", job, ["tiny", "base"])
+
+    (gate,) = [each for each in of_kind(folders["train-gate"], "artifact") if each.type == "gate"]
+    content_hash = json.loads((base / "gate/manifest.json").read_text())["content_hash"]
+    assert content_hash[:16] in gate.aliases
+    assert history(folders["train-gate"])["_step"] == 2
+    for job in ("eval", "generate"):
+        assert summary(folders[job])["read/gate"] == content_hash
+
+    rows = table(folders["eval"], "results")
+    assert {row["method"] for row in rows} >= {"dense", "gate", "quest"}
+    written = json.loads((base / "eval/results.json").read_text())["rows"]
+    assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in written])
+    assert summary(folders["eval"])["perplexity/dense"] == rows[0]["score"]
+    dense, sparse = table(folders["generate"], "results")
+    assert (dense["attention"], dense["new_tokens"], sparse["attention"]) == ("dense", 3, "sparse")
+    assert summary(folders["generate"])["sparse/sparsity"] == sparse["sparsity"] > 0
+    assert holding(SECRET, tmp_path) == []
+    assert holding("private_function", base) == []
+
+
+def test_turns_of_a_chat_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("A first question\n/reset\nA second one\n"))
+    run("generate", "--chat", "device=cpu", "name=none", "select=quest", "max_new_tokens=3", "tracker=wandb")
+    (folder,) = (tmp_path / "outputs/tiny/none/runs/generate").iterdir()
+    turns = metrics_lines(folder)
+    assert [(turn["step"], turn["new_tokens"], turn["cached_tokens"] - turn["new_prompt_tokens"]) for turn in turns] == [
+        (0, 3, 2),  # the last token is not in the cache
+        (1, 3, 2),
+    ]
+    assert history(folder)["_step"] == 1
+    assert holding("question", folder) == []

@@ -8,7 +8,6 @@ from typing import Any
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
 
-from tests.factory import random_tokens
 from tests.house.modules import ROOT
 
 MODEL = ROOT / "trainer/embedded/model"
@@ -30,12 +29,6 @@ def engine(msattn: Any = None, *, model: Any = MODEL, **options: Any) -> Iterato
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
-
-
-def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:
-    """Returns random prompts of these lengths, which begin with ``prefix`` equal tokens."""
-    shared = random_tokens(1, prefix, seed=999)[0].tolist()
-    return [(shared + random_tokens(1, n, seed=n)[0].tolist())[:n] for n in lengths]
 
 
 def answers(llm: LLM, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[list[int]]]:

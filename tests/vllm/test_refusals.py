@@ -11,9 +11,9 @@ from vllm.engine.arg_utils import EngineArgs
 from msattn.trainer.errors import UserError
 from msattn.trainer.serving.vllm import plugin
 from msattn.trainer.serving.vllm.engine import check_engine, options_of
-from tests.factory import save_tokenizer, tiny_model
+from tests.factory import prompts_of, save_tokenizer, tiny_model
 from tests.test_attach import gate_for, random_partition, save
-from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine, prompts_of
+from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pages": ({"block_size": 32}, "block_size=32: accepted are 64, 128, 256"),

@@ -10,7 +10,8 @@ from msattn.trainer import models
 from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.vllm.backend import stats
-from tests.vllm.engines import EVERY_KEY, NEW, answers, cached_tokens, engine, prompts_of
+from tests.factory import prompts_of
+from tests.vllm.engines import EVERY_KEY, NEW, answers, cached_tokens, engine
 
 RAGGED = [*prompts_of(1, 64, 65, 900), *prompts_of(310, 600, prefix=300)]
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "recent": 256, "dense_below": 0}

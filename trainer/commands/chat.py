@@ -19,6 +19,7 @@ from msattn.trainer.attach import attach
 from msattn.trainer.commands.greedy import (
     Clock,
     Served,
+    answer_figures,
     check_fits,
     common_prefix,
     describe,
@@ -26,6 +27,7 @@ from msattn.trainer.commands.greedy import (
     generate_greedily,
     load_served,
 )
+from msattn.trainer.commands.tracked import tracked
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import Terminated, UserError, print_once
 from msattn.trainer.models.chat import Messages, around_prompt, encode_conversation
@@ -57,6 +59,12 @@ class Turn:
     clock: Clock
     stats: dict[str, Any]
     interrupted: bool
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The numbers of the turn for a tracker."""
+        read = {"new_prompt_tokens": self.new_tokens, "cached_tokens": self.cached_tokens}
+        return read | answer_figures(self.clock, self.stats)
 
     def __str__(self) -> str:
         parts = [f"{self.new_tokens} new prompt tokens", f"{self.cached_tokens} in the cache"]
@@ -189,12 +197,17 @@ def chat(cfg: GenerateConfig, prompt: str = "") -> None:
         pass  # refuses artifacts that do not fit before the first message
     conversation, console = Conversation(cfg, served), Console(highlight=False, soft_wrap=True)
     console.print(f"{describe(cfg, served)}. /help lists the commands.", style="dim", markup=False)
-    with report(lambda: ""):  # no lines about the time that the command has taken
-        for message in _messages(prompt, conversation, console):
+    # No lines about the time that the command has taken.
+    with tracked(cfg, "generate", served) as tracker, report(lambda: ""):
+        for number, message in enumerate(_messages(prompt, conversation, console)):
             try:
-                console.print(str(conversation.answer(message)), style="dim", markup=False)
+                turn = conversation.answer(message)
             except UserError as error:
                 print_once(" ".join(str(error).split()))
+                continue
+            console.print(str(turn), style="dim", markup=False)
+            if tracker is not None:
+                tracker.log(turn.figures, number)
 
 
 def _messages(prompt: str, conversation: Conversation, console: Console) -> Iterator[str]:

@@ -25,6 +25,7 @@ class Generation:
     first_token_s: float
     tokens_per_s: float
     stats: dict[str, Any]
+    figures: dict[str, float]  # for a tracker
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -63,6 +64,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     """
     from msattn.trainer.attach import attach
     from msattn.trainer.commands.greedy import check_fits, load_served
+    from msattn.trainer.commands.tracked import tracked
     from msattn.trainer.models.chat import encode_prompt
 
     if chat:
@@ -77,17 +79,23 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     contexts = {"dense": nullcontext(), "sparse": attach(loaded.model, **served.options)}
     results = {name: _greedy(loaded, ids, cfg.max_new_tokens, context) for name, context in contexts.items()}
     _print_results(results, ids.shape[1])
+    with tracked(cfg, "generate", served, after_work=True) as tracker:
+        if tracker is not None:
+            tracker.table("results", [{"attention": name, **result.figures} for name, result in results.items()])
+            figures = {f"{name}/{key}": value for name, result in results.items() for key, value in result.figures.items()}
+            tracker.summary({"prompt_tokens": ids.shape[1], **figures})
     return results
 
 
 def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> Generation:
-    from msattn.trainer.commands.greedy import Clock, generate_greedily
+    from msattn.trainer.commands.greedy import Clock, answer_figures, generate_greedily
 
     clock, tokenizer = Clock(), cast("Any", loaded.tokenizer)
     with context as sparse:
         generate_greedily(loaded, ids, max_new_tokens, clock)
         stats = sparse.stats() if sparse is not None else {}
-    return Generation(tokenizer.decode(clock.tokens), clock.tokens, clock.first_token_s, clock.tokens_per_s, stats)
+    text, figures = tokenizer.decode(clock.tokens), answer_figures(clock, stats)
+    return Generation(text, clock.tokens, clock.first_token_s, clock.tokens_per_s, stats, figures)
 
 
 def _print_results(results: dict[str, Generation], prompt_tokens: int) -> None:

@@ -142,6 +142,15 @@ def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, c
         )
 
 
+def answer_figures(clock: Clock, stats: dict[str, Any]) -> dict[str, float]:
+    """Returns the numbers of an answer for a tracker, without those that it does not have. They hold no text."""
+    figures: dict[str, float | None] = {"new_tokens": len(clock.tokens)}
+    if clock.tokens:
+        figures |= {"first_token_s": clock.first_token_s, "tokens_per_s": clock.tokens_per_s}
+    figures |= {name: stats.get(name) for name in ("sparsity", "selectivity")}
+    return {name: value for name, value in figures.items() if value is not None and value == value}
+
+
 def format_number(value: float | None) -> str:
     """Returns three significant digits, or - if there is no value."""
     return "-" if value is None or value != value else f"{value:.3g}"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from msattn.trainer.serving.http.engine import Engine
     from msattn.trainer.serving.http.supervisor import Supervisor
     from msattn.trainer.serving.sparse import Sparse
+    from msattn.trainer.training.tracker import Tracker
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 MIN_TRANSFORMERS = "5.23"
@@ -31,7 +32,7 @@ def serve(cfg: ServeConfig, host: str, port: int, api_key: str | None) -> None:
     Raises
     ------
     UserError : a library is missing or too old, the address is taken, the key is no key, memory is too small for the KV cache,
-        or the model or an artifact cannot be served.
+        the model or an artifact cannot be served, or the tracker cannot start.
     Fault : the thread that generates, or the HTTP server, ended by itself.
     """
     check_libraries()
@@ -70,6 +71,7 @@ def check_key(api_key: str | None) -> None:
 def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:
     from msattn.trainer.attach import attach
     from msattn.trainer.commands.greedy import describe, load_served
+    from msattn.trainer.commands.tracked import tracked
     from msattn.trainer.models import load
     from msattn.trainer.models.chat import around_prompt
 
@@ -77,7 +79,11 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     loaded = load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed) if served is None else served.loaded
     around_prompt(loaded.tokenizer, None)  # the chat template renders a message, within limits of time and memory
     attached = nullcontext() if served is None else attach(loaded.model, **served.options)
-    with attached as sparse, server(loaded, cfg, sparse, api_key) as (engine, supervisor):
+    with (
+        tracked(cfg, "serve", served) as tracker,
+        attached as sparse,
+        server(loaded, cfg, sparse, api_key, tracker) as (engine, supervisor),
+    ):
         bound.listen(WAITING_CONNECTIONS)
         pages = f"{engine.pages().total} pages of {cfg.server.page_size} tokens"
         how = f"{cfg.model.name}: dense" if served is None else describe(cfg, served)
@@ -88,7 +94,11 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
 
 @contextmanager
 def server(
-    loaded: "Loaded", cfg: ServeConfig, sparse: "Sparse | None" = None, api_key: str | None = None
+    loaded: "Loaded",
+    cfg: ServeConfig,
+    sparse: "Sparse | None" = None,
+    api_key: str | None = None,
+    tracker: "Tracker | None" = None,
 ) -> "Iterator[tuple[Engine, Supervisor]]":
     """Starts the engine of a loaded model, and yields it with a supervisor that has yet to run.
 
@@ -96,6 +106,7 @@ def server(
     ----------
     sparse : what :func:`msattn.attach` yielded for the model; None serves it densely.
     api_key : the key that requests must bring; None accepts all.
+    tracker : receives the metrics while the engine runs; None for no tracking.
 
     Raises
     ------
@@ -103,6 +114,7 @@ def server(
     """
     from msattn.trainer.serving.http.app import Guard, Service, build_app
     from msattn.trainer.serving.http.engine import Engine
+    from msattn.trainer.serving.http.metrics_log import logged
     from msattn.trainer.serving.http.supervisor import Supervisor
 
     engine = Engine(loaded, cfg, sparse)
@@ -110,7 +122,9 @@ def server(
     try:
         max_body = int(cfg.server.max_body_mb * 2**20)
         service = Service(engine, model=cfg.model.name, default_tokens=cfg.max_new_tokens, max_body=max_body)
-        yield engine, Supervisor(Guard(build_app(service), service, api_key), engine, drain_s=cfg.server.drain_s)
+        guard = Guard(build_app(service), service, api_key)
+        with logged(service.metrics, tracker):
+            yield engine, Supervisor(guard, engine, drain_s=cfg.server.drain_s)
     finally:
         engine.stop()
 

@@ -2,7 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +52,18 @@ class WandbRun:
         try:
             # Online mode without a key would prompt or fail, so the mode is chosen first.
             mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-            run = wandb.init(
-                project=cfg.project,
-                name=run_name,
-                group=cfg.group,
-                job_type=job or None,
-                tags=[tag[:64] for tag in tags if tag],  # wandb refuses longer and empty ones
-                dir=str(folder.absolute()),  # its service may have another working directory
-                config=config,
-                mode=mode,  # pyrefly: ignore[bad-argument-type]
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            with _without_arguments():
+                run = wandb.init(
+                    project=cfg.project,
+                    name=run_name,
+                    group=cfg.group,
+                    job_type=job or None,
+                    tags=[tag[:64] for tag in tags if tag],  # wandb refuses longer and empty ones
+                    dir=str(folder.absolute()),  # its service may have another working directory
+                    config=config,
+                    mode=mode,  # pyrefly: ignore[bad-argument-type]
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
         except (wandb.Error, ValueError, OSError) as error:  # of settings in the environment, and of its service
             raise UserError(
                 f"tracker=wandb: {_reason(error)}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
@@ -152,6 +155,17 @@ class WandbRun:
             if what not in self._failed:
                 print_once(f"warning: tracker=wandb: sending {what} failed ({_reason(error)}); the files here are complete")
             self._failed.add(what)
+
+
+@contextmanager
+def _without_arguments() -> Iterator[None]:
+    """Hides the command line, which may hold a prompt or a server's key, from wandb. The configuration has the settings."""
+    arguments = sys.argv
+    sys.argv = arguments[:1]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def uploaded_as(kind: str, config: Mapping[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from msattn.trainer.config import ServeConfig
 from msattn.trainer.models import Loaded
 from msattn.trainer.serving.http.engine import Engine
 from msattn.trainer.serving.http.supervisor import Supervisor, bind
+from msattn.trainer.training.tracker import Tracker
 from tests.factory import save_tokenizer, tiny_model
 
 KEY = "sk-of-the-tests"
@@ -81,9 +82,11 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def running(loaded: Loaded, cfg: ServeConfig, sparse: Any = None, api_key: str | None = None) -> Iterator[Running]:
+def running(
+    loaded: Loaded, cfg: ServeConfig, sparse: Any = None, api_key: str | None = None, tracker: Tracker | None = None
+) -> Iterator[Running]:
     """A server on a free port, until the context ends."""
-    with server(loaded, cfg, sparse, api_key) as (engine, supervisor), bind("127.0.0.1", 0) as bound:
+    with server(loaded, cfg, sparse, api_key, tracker) as (engine, supervisor), bind("127.0.0.1", 0) as bound:
         found = Running(engine, supervisor, bound.getsockname()[1], api_key)
 
         def supervise() -> None:

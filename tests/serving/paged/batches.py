@@ -6,17 +6,10 @@ import torch
 from transformers import GenerationConfig
 
 from msattn.trainer.attach import Sparse
-from tests.factory import random_tokens
 
 NEW = 10
 GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
 PAGE = 32
-
-
-def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:
-    """Returns random prompts of these lengths, which begin with ``prefix`` equal tokens."""
-    shared = random_tokens(1, prefix, seed=999)[0].tolist()
-    return [(shared + random_tokens(1, n, seed=n)[0].tolist())[:n] for n in lengths]
 
 
 def alone(model: Any, prompt: list[int]) -> list[int]:

@@ -19,8 +19,8 @@ from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.serving import steps
 from msattn.trainer.serving.paged import batching
 from msattn.trainer.serving.statistics import Statistics
-from tests.factory import tiny_model
-from tests.serving.paged.batches import GREEDY, PAGE, alone, prompts_of, together
+from tests.factory import prompts_of, tiny_model
+from tests.serving.paged.batches import GREEDY, PAGE, alone, together
 from tests.test_attach import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for, random_partition
 
 CALIBRATED = QModel(random_partition(), 2, 8).requires_grad_(False).eval()

@@ -13,8 +13,8 @@ from msattn.trainer.config import ModelConfig, SelectConfig
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.serving.paged import attention
-from tests.factory import tiny_model
-from tests.serving.paged.batches import PAGE, alone, prompts_of, together
+from tests.factory import prompts_of, tiny_model
+from tests.serving.paged.batches import PAGE, alone, together
 from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
 
 HALF = SelectConfig(sparsity=0.5, dense_below=0)

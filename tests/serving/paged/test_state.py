@@ -20,8 +20,8 @@ from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.serving.paged.attention import PagedAttention
 from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Sequences
 from msattn.trainer.serving.paged.state import PagedState
-from tests.factory import tiny_model
-from tests.serving.paged.batches import GREEDY, PAGE, alone, prompts_of, together
+from tests.factory import prompts_of, tiny_model
+from tests.serving.paged.batches import GREEDY, PAGE, alone, together
 from tests.test_attach import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for, random_partition
 
 AFTER_ROPE = KMeans(random_partition().centroids, random_partition().layers, rope=True)

@@ -64,6 +64,20 @@ class Metrics:
         """Returns nothing: the registry then asks for no values before the first request for them."""
         return []
 
+    def figures(self) -> dict[str, float]:
+        """Returns the metrics as numbers for a tracker, with the means of the histograms. It waits for the pass that runs."""
+        samples = [sample for family in self._registry.collect() for sample in family.samples]
+        figures = {
+            "/".join((sample.name.removeprefix("msattn_"), *sample.labels.values())): sample.value
+            for sample in samples
+            if not sample.name.endswith(("_bucket", "_created"))
+        }
+        for name in [name.removesuffix("_sum") for name in figures if name.endswith("_sum")]:
+            total, count = figures.pop(f"{name}_sum"), figures.pop(f"{name}_count")
+            if count:
+                figures[f"{name}_mean"] = total / count
+        return figures
+
     def text(self) -> bytes:
         """Returns all metrics. It waits for the pass of the model that runs."""
         from prometheus_client import generate_latest

@@ -1,0 +1,158 @@
+"""The figures of README.md and docs/results.md are those of the CSV files that the drawings are made from."""
+
+import csv
+import re
+from functools import cache
+
+import pytest
+
+from tests.house.modules import ROOT
+
+FILES = ROOT / "docs/figures"
+METHODS = {  # of the tables of quality: policy and method in the files
+    "gate": ("calibrated", "gate"),
+    "mean pooling": ("calibrated", "mean_pool"),
+    "A-shape": ("calibrated", "a_shape"),
+    "vertical-slash": ("calibrated", "vertical_slash"),
+    "Quest bounds": ("calibrated", "quest"),
+    "true block map": ("calibrated", "oracle"),
+    "gate, top-k": ("topk", "gate"),
+}
+ROUTERS = {
+    "classifier": "classifier",
+    "k-means of keys after RoPE": "k-means, RoPE",
+    "window of first and last keys": "window only",
+}
+SPARSITIES = ("0.5", "0.8", "0.9", "0.95")
+
+
+@cache
+def rows(file: str) -> list[dict[str, str]]:
+    with (FILES / file).open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+def value(file: str, column: str, **where: str) -> float:
+    """Returns ``column`` of the only row of a file whose columns are ``where``."""
+    (row,) = [row for row in rows(file) if all(row[key] == wanted for key, wanted in where.items())]
+    return float(row[column])
+
+
+def lines(document: str, heading: str) -> list[list[str]]:
+    """Returns the cells of the table whose first line begins with ``heading``, without that line and the next."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    (start,) = [match.start() for match in re.finditer(rf"^{re.escape(heading)}", text, flags=re.MULTILINE)]
+    table = text[start:].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def cells(document: str, heading: str) -> dict[str, list[str]]:
+    """Returns the lines of a table by their first cells."""
+    return {first: rest for first, *rest in lines(document, heading)}
+
+
+def prose(document: str) -> str:
+    """Returns a document without line breaks."""
+    return " ".join((ROOT / document).read_text(encoding="utf-8").split())
+
+
+def assert_rounded(shown: str, exact: float) -> None:
+    """Asserts that the number in a cell is ``exact``, rounded to as many decimals."""
+    number = re.sub(r"[^\d.]", "", shown)
+    assert float(number) == pytest.approx(exact, abs=0.5001 * 10 ** -len(number.partition(".")[2])), shown
+
+
+def test_times_to_the_first_token() -> None:
+    table = cells("docs/results.md", "| tokens | FA2 (s)")
+    for length in ("4096", "32768", "65536", "131072"):
+        dense = [
+            value("speed.csv", "score", length=length, situation="", method=f"dense, {name}") for name in ("flash", "cuDNN")
+        ]
+        sparse = [value("speed.csv", "score", length=length, situation="", setting=f"sparsity {x}") for x in SPARSITIES[1:]]
+        for shown, exact in zip(table[f"{int(length):,}"], dense + sparse, strict=True):
+            assert_rounded(shown, exact)
+    fastest = {"length": "131072", "situation": "", "setting": "sparsity 0.95"}
+    ratios = [value("speed.csv", f"times_{name}", **fastest) for name in ("flash", "cuDNN")]
+    stated = f"95 % sparse is {ratios[0]:.2f} x faster than FA2 at 131,072 tokens, {ratios[1]:.2f} x faster than cuDNN"
+    assert stated in prose("docs/results.md")
+
+
+def test_tokens_per_second() -> None:
+    table = cells("docs/results.md", "| sequences x keys |")
+    for batch, length in (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", "131072"), ("32", "24576")):
+        at = {"batch": batch, "length": length}
+        cudnn = value("decode.csv", "score", method="dense, cuDNN", **at)
+        dense = value("decode.csv", "score", method="dense, same cache and graphs", **at)
+        routed, read = (value("decode.csv", column, setting="32 probes", **at) for column in ("score", "selectivity"))
+        exact = [cudnn, dense, routed, routed / dense, 100 * read]
+        for shown, number in zip(table[f"{batch} x {int(length):,}"], exact, strict=True):
+            assert_rounded(shown, number)
+
+
+def quality(file: str, name: str, task: str, sparsity: str, column: str) -> float:
+    select, method = METHODS[name]
+    return value(file, column, select=select, task=task, method=method, setting=f"sparsity {sparsity}")
+
+
+def test_perplexities_of_the_lab_teacher() -> None:
+    table = cells("docs/results.md", "| blocks chosen by | 50 % sparse |")
+    assert set(table) == set(METHODS)
+    for name, shown in table.items():
+        for cell, sparsity in zip(shown, SPARSITIES, strict=True):
+            assert_rounded(cell, quality("teacher.csv", name, "perplexity", sparsity, "ratio_to_dense"))
+
+
+def test_perplexities_and_needles_of_the_embedded_model() -> None:
+    table = cells("docs/results.md", "| blocks chosen by | 80 % sparse |")
+    assert set(table) == set(METHODS) - {"gate, top-k"}
+    for name, (*perplexities, found) in table.items():
+        for cell, sparsity in zip(perplexities, SPARSITIES[1:], strict=True):
+            assert_rounded(cell, quality("quality.csv", name, "perplexity", sparsity, "ratio_to_dense"))
+        assert_rounded(found, 100 * quality("quality.csv", name, "needle", "0.8", "score"))
+
+
+def test_needles_by_probes() -> None:
+    table = lines("docs/results.md", "| decoding by |")
+    assert {name for name, *_ in table} == set(ROUTERS)
+    for name, probes, found, read in table:
+        setting = f"{probes} probe{'s' * (probes != '1')}"
+        for cell, column in ((found, "score"), (read, "selectivity")):
+            assert_rounded(cell, 100 * value("quality.csv", column, task="needle", method=ROUTERS[name], setting=setting))
+
+
+def needles(method: str, setting: str) -> float:
+    return 100 * value("quality.csv", "score", select="calibrated", task="needle", method=method, setting=setting)
+
+
+def second_turn(method: str) -> float:
+    return value("speed.csv", "score", method=method, length="131072", situation="8192 new after 122880")
+
+
+def test_the_figures_of_the_readme() -> None:
+    """Those of the rows that come from the files; the others are results of ``bench``."""
+    table = cells("README.md", "| measured | setting | result |")
+    first_token = value("speed.csv", "times_flash", length="131072", situation="", setting="sparsity 0.95")
+    long = value("decode.csv", "times_same cache and graphs", length="524288", batch="1", setting="32 probes")
+    batch = value("decode.csv", "times_cuDNN", length="131072", batch="6", setting="32 probes")
+    gate = {"select": "calibrated", "task": "perplexity", "method": "gate", "setting": "sparsity 0.8"}
+    expected = {
+        "A second turn of 8k tokens, speedup over dense attention": second_turn("dense, flash")
+        / second_turn("gate, untrained"),
+        "Time to first token, speedup over FlashAttention-2": first_token,
+        "Tokens per second of `generate`, speedup over dense attention with the same cache and graphs": long,
+        "The same, speedup over PyTorch's fastest kernel as a CUDA graph": batch,
+        "Perplexity relative to dense, trained gates": value("quality.csv", "ratio_to_dense", **gate),
+        "Needles found in wordings never trained, trained gates (dense: 98 %)": needles("gate", "sparsity 0.8"),
+        "The same, query classifier": needles("classifier", "1 probe"),
+    }
+    for name, exact in expected.items():
+        assert_rounded(table[name][1], exact)
+    assert needles("dense", "") == pytest.approx(98)
+
+
+def test_the_figures_of_the_text() -> None:
+    text = prose("docs/results.md")
+    gate, quest, slashes = (needles(method, "sparsity 0.8") for method in ("gate", "quest", "vertical_slash"))
+    assert f"the gate finds {gate:.1f} %, Quest's bounds {quest:.1f} % and vertical-slash {slashes:.1f} %" in text
+    sparse, dense = second_turn("gate, untrained"), second_turn("dense, flash")
+    assert f"take {sparse:.3f} s at 90 % sparsity, {dense:.3f} dense" in text
