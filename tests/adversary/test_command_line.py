@@ -16,7 +16,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from msattn.trainer.commands.compose import COMMANDS, Command, compose, compose_raw, initialized_hydra, without_hydra
+from msattn.trainer.commands.compose import compose, compose_raw, initialized_hydra, without_hydra
+from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.config import POLICIES, SelectConfig, typed
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.config.values import CHOICES

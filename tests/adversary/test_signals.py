@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from msattn import cli
-from msattn.trainer.commands import compose
+from msattn.trainer.commands.jobs import Command
 from msattn.trainer.signals import end_at_once, handle, raised
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, replace_stream
@@ -60,14 +60,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a short training that takes the place of the job of ``msattn train-gate``."""
 
-    def train(self: compose.Command, cfg: Any, arguments: dict[str, Any]) -> None:
+    def train(self: Command, cfg: Any, arguments: dict[str, Any]) -> None:
         train = replace(TRAIN, num_workers=cfg.train.num_workers)
         run(Line(folder / "seen", pause=0.0005), folder, train, resume=cfg.resume)
 
     folder = tmp_path / "job"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compose.Command, "run", train)
+    monkeypatch.setattr(Command, "run", train)
     return folder
 
 

@@ -13,6 +13,7 @@ import yaml
 from msattn import cli
 from msattn.trainer.commands import compose
 from msattn.trainer.commands.generate import generate
+from msattn.trainer.commands.jobs import Command
 from msattn.trainer.errors import UserError
 
 COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
@@ -38,11 +39,11 @@ def job(monkeypatch: pytest.MonkeyPatch) -> list:
     """Replaces all jobs; collects the configurations and arguments that they are called with."""
     called = []
 
-    def run(self: compose.Command, cfg: object, arguments: dict) -> str:
+    def run(self: Command, cfg: object, arguments: dict) -> str:
         called.append((cfg, arguments))
         return "done"
 
-    monkeypatch.setattr(compose.Command, "run", run)
+    monkeypatch.setattr(Command, "run", run)
     return called
 
 
@@ -180,19 +181,19 @@ def test_bad_prompt_files(msattn, here: Path, content: bytes, says: str) -> None
 
 
 def test_a_fault_of_the_job_is_raised(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: compose.Command, cfg: object, arguments: dict) -> None:
+    def broken(self: Command, cfg: object, arguments: dict) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(compose.Command, "run", broken)
+    monkeypatch.setattr(Command, "run", broken)
     with pytest.raises(RuntimeError, match="broken"):  # the interpreter prints the traceback and exits with 1
         cli.main(["train-gate"])
 
 
 def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: compose.Command, cfg: object, arguments: dict) -> None:
+    def refuse(self: Command, cfg: object, arguments: dict) -> None:
         raise UserError("data.path=x: no such\nfile")
 
-    monkeypatch.setattr(compose.Command, "run", refuse)
+    monkeypatch.setattr(Command, "run", refuse)
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
 
 
@@ -200,20 +201,20 @@ def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: py
     ("command", "sizes"), [("train-gate", "data.seq_len"), ("train-mta", "mta.blocks"), ("bench", "bench.")]
 )
 def test_out_of_gpu_memory_is_one_line(command: str, sizes: str, msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(self: compose.Command, cfg: object, arguments: dict) -> None:
+    def run_out(self: Command, cfg: object, arguments: dict) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
-    monkeypatch.setattr(compose.Command, "run", run_out)
+    monkeypatch.setattr(Command, "run", run_out)
     code, _, err = msattn(command, *(["op=merge_states"] if command == "bench" else []))
     assert code == 2
     assert err.startswith(f"msattn: device=cuda: the GPU has too little memory (CUDA out of memory); reduce {sizes}")
 
 
 def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: compose.Command, cfg: object, arguments: dict) -> None:
+    def interrupt(self: Command, cfg: object, arguments: dict) -> None:
         raise KeyboardInterrupt("saved in out; resume=true continues")
 
-    monkeypatch.setattr(compose.Command, "run", interrupt)
+    monkeypatch.setattr(Command, "run", interrupt)
     code, _, err = msattn("train-gate")
     assert code == 130
     assert err == "msattn: interrupted: saved in out; resume=true continues\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from msattn import cli
-from msattn.trainer.commands.compose import COMMANDS
+from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.commands.keys import first_sentence, keys_of, yaml_keys
 
 CONF = Path(__file__).parents[2] / "conf"

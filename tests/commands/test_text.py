@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from msattn import cli
-from msattn.trainer.commands.compose import COMMANDS, compose
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import RunConfig
 from msattn.trainer.config.model import packaged_models
 from msattn.trainer.data import cache

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from msattn.trainer import config as schemas
-from msattn.trainer.commands.compose import COMMANDS, compose
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.commands.keys import keys_of
 from msattn.trainer.config import ModelPresets, SelectConfig, known_keys, nearest
 from msattn.trainer.config.model import packaged_models

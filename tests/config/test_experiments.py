@@ -17,6 +17,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from msattn.trainer.commands import compose
+from msattn.trainer.commands.jobs import Command
 from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig, RunConfig, TrainGateConfig, TrainQModelConfig
 from msattn.trainer.seer.maps import BlockMaps
 from tests.running import exit_code
@@ -185,7 +186,7 @@ def test_all_commands_of_lab_yaml_find_what_they_read(checked: list[Any]) -> Non
 def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.gate.loss)))
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.gate.loss)))
     assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.loss=kl,mse") == 0
     assert seen == [("loss-kl", "kl"), ("loss-mse", "mse")], "the command line replaces the values that the YAML sweeps over"
     seen.clear()
@@ -197,7 +198,7 @@ def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pyt
 def test_a_tracker_groups_an_experiment_or_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: seen.append(cfg.tracker.group))
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append(cfg.tracker.group))
 
     def groups(*arguments: str) -> list[Any]:
         seen.clear()
@@ -217,7 +218,7 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compose.Command, "run", lambda self, cfg, arguments: pytest.fail("a job ran"))
+    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: pytest.fail("a job ran"))
     assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.block_size=64,48") == 2
     assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: a power of two from 16 to 128\n"
     assert not list(tmp_path.iterdir()), "a mistake must leave no files"

@@ -63,7 +63,8 @@ def test_the_log_is_in_the_order_of_dates() -> None:
 )
 def test_the_documents_commands_are_real(document: str) -> None:
     """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
-    from msattn.trainer.commands.compose import COMMANDS, compose
+    from msattn.trainer.commands.compose import compose
+    from msattn.trainer.commands.jobs import COMMANDS
     from msattn.trainer.config import RunConfig
 
     found = commands(document)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from msattn.trainer import artifacts
-from msattn.trainer.commands.compose import Command, compose
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.jobs import Command
 from tests.running import succeed
 
 WORDS = " ".join(

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from msattn import cli
-from msattn.trainer.commands.compose import Command, compose
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.jobs import Command
 from msattn.trainer.config import FinetuneConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer

@@ -6,7 +6,7 @@ from glob import escape, glob
 from itertools import chain
 from typing import Any
 
-from msattn.trainer.commands.compose import COMMANDS
+from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.commands.keys import CommandKeys, group_options, keys_of
 from msattn.trainer.config import known_keys
 from msattn.trainer.config.model import packaged_models

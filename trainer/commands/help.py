@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from msattn.trainer.commands.compose import COMMANDS
+from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.commands.keys import CommandKeys, Group, Key, as_override, group_options, keys_of
 from msattn.trainer.config import known_keys, nearest
 from msattn.trainer.errors import UserError

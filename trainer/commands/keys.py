@@ -7,7 +7,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.commands.compose import COMMANDS, compose_raw, initialized_hydra, without_hydra
+from msattn.trainer.commands.compose import compose_raw, initialized_hydra, without_hydra
+from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import leaves
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -1,0 +1,161 @@
+"""The commands that run a job from a composed configuration."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from msattn.trainer import config as schemas
+from msattn.trainer.config import JobConfig
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
+
+    ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
+    replaces, ``sizes`` what to reduce where the machine is too small, ``after_sweep`` a ``module:function`` that gets the
+    results of all jobs of a sweep. In a name of ``writes``, ``{kind}`` is the kind of the gates that the job trains.
+    """
+
+    config: str
+    schema: type[JobConfig]
+    job: str
+    first: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    sizes: str = "data.seq_len or the batch size"
+    after_sweep: str | None = None
+
+    @property
+    def trains(self) -> bool:
+        """True if the job writes an artifact or a trained model; ``resume=true`` then continues an interrupted one."""
+        return issubclass(self.schema, schemas.NamedConfig) and not issubclass(self.schema, schemas.ServingConfig)
+
+    def written(self, cfg: JobConfig) -> list[str]:
+        """Returns the names of the folders that the job ``cfg`` replaces."""
+        kind = cfg.gate.kind if isinstance(cfg, schemas.TrainGateConfig) else ""
+        return [name.format(kind=kind) for name in self.writes]
+
+    def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
+        """Imports the job and calls it."""
+        return imported(self.job)(cfg, **arguments)
+
+
+def imported(function: str) -> Callable[..., Any]:
+    """Returns the function ``module:function`` of ``msattn.trainer``."""
+    module, name = function.split(":")
+    return getattr(importlib.import_module(f"msattn.trainer.{module}"), name)
+
+
+COMMANDS = {
+    "train-gate": Command(
+        "train_gate",
+        schemas.TrainGateConfig,
+        "seer.train_gate:train_gate",
+        (
+            "model",
+            "data",
+            "data.path",
+            "data.seq_len",
+            "gate.phase",
+            "gate.loss",
+            "train.steps",
+            "train.lr",
+            "name",
+            "overwrite",
+        ),
+        writes=("{kind}",),
+    ),
+    "fit-kmeans": Command(
+        "fit_kmeans",
+        schemas.FitKMeansConfig,
+        "saap.fit_kmeans:fit_kmeans",
+        (
+            "model",
+            "data",
+            "data.path",
+            "data.seq_len",
+            "kmeans.num_buckets",
+            "kmeans.num_prompts",
+            "name",
+            "device",
+            "overwrite",
+        ),
+        writes=("kmeans",),
+    ),
+    "train-qmodel": Command(
+        "train_qmodel",
+        schemas.TrainQModelConfig,
+        "saap.train_qmodel:train_qmodel",
+        (
+            "model",
+            "data",
+            "data.path",
+            "artifacts.kmeans",
+            "qmodel.num_prompts",
+            "train.steps",
+            "train.lr",
+            "name",
+            "overwrite",
+        ),
+        writes=("qmodel",),
+    ),
+    "finetune": Command(
+        "finetune",
+        schemas.FinetuneConfig,
+        "finetune.run:finetune",
+        ("model", "data", "data.path", "data.seq_len", "artifacts.gate", "select.sparsity", "train.steps", "train.lr", "name"),
+        writes=("model", "gate"),
+    ),
+    "train-mta": Command(
+        "train_mta",
+        schemas.TrainMtaConfig,
+        "mta.train_mta:train_mta",
+        (
+            "mta.attention",
+            "mta.blocks",
+            "mta.letters",
+            "mta.asked",
+            "train.steps",
+            "train.batch_size",
+            "train.lr",
+            "name",
+            "device",
+            "overwrite",
+        ),
+        writes=("solver",),
+        sizes="mta.blocks or train.batch_size",
+    ),
+    "eval": Command(
+        "eval",
+        schemas.EvalRunConfig,
+        "evaluate.run:evaluate",
+        ("model", "eval", "select", "select.sparsity", "data", "data.path", "artifacts.gate", "probes", "recent", "name"),
+        writes=("eval",),
+        after_sweep="evaluate.report.sweep:tabulate",
+    ),
+    "generate": Command(
+        "generate",
+        schemas.GenerateConfig,
+        "commands.generate:generate",
+        ("model", "select", "select.sparsity", "dense_below", "max_new_tokens", "artifacts.gate", "probes", "device"),
+    ),
+    "serve": Command(
+        "serve",
+        schemas.ServeConfig,
+        "commands.serve:serve",
+        ("model", "dense", "artifacts.gate", "artifacts.qmodel", "select", "probes", "server.pages", "server.max_length"),
+        sizes="server.pages, server.batch_tokens or server.max_running",
+    ),
+    "bench": Command(
+        "bench",
+        schemas.BenchRunConfig,
+        "commands.bench:bench",
+        (
+            "op",
+            "device",
+            *(f"bench.{key}" for key in ("lengths", "heads", "head_size", "dtype", "sparsities", "direction", "tune")),
+        ),
+        sizes="bench.lengths or bench.heads",
+    ),
+}
