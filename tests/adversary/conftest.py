@@ -10,7 +10,7 @@ from tests.adversary.tries import Tries
 from tests.hub_server import hub  # noqa: F401  # a fixture
 
 SHARE_OF_FEW = 0.04  # of the cases, in `make test`
-SHARE_OF_MANY = float(os.environ.get("MSATTN_HOSTILE_SHARE", "0.2"))  # in `make test-all`; 1 tries all cases
+SHARE_OF_MANY = float(os.environ.get("MSATTN_HOSTILE_SHARE", "0.1"))  # in `make test-all`; 1 tries all cases
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
