@@ -1,8 +1,13 @@
 """Shared fixtures. Without a GPU, Triton kernels run interpreted; every test starts from the same seed."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
+from io import StringIO
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -122,3 +127,33 @@ def round_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(run, "ceilings", lambda device, dtype: PeakRates(2.0, 0.5))
     monkeypatch.setattr(run, "time_ms", lambda call, device, budget_s: time_ms(call, device, 5, 0.01))
+
+
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes commands start faster.
+
+    Hydra parses each YAML file once, and composes the jobs of a sweep once instead of twice. No garbage is collected, and no
+    pictures of block maps are drawn during training: the test of the demo draws them.
+    """
+    from hydra.plugins.sweeper import Sweeper
+    from omegaconf import OmegaConf
+
+    from msattn.trainer.seer.maps import BlockMaps
+
+    parsed: dict[str, Any] = {}
+    load = OmegaConf.load
+
+    def load_once(file: Any) -> Any:
+        text = file.read() if hasattr(file, "read") else Path(file).read_text()
+        if text not in parsed:
+            parsed[text] = load(StringIO(text))
+        return deepcopy(parsed[text])
+
+    monkeypatch.setattr(OmegaConf, "load", load_once)
+    monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda *_: None)
+    monkeypatch.setattr(BlockMaps, "save", lambda *_: None)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    gc.disable()
+    yield
+    gc.enable()

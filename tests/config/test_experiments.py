@@ -1,11 +1,7 @@
 """The lab model's experiments: all commands in lab.yaml compose, find what they read, and run in order on a toy model."""
 
-import gc
 import json
 import re
-from collections.abc import Iterator
-from copy import deepcopy
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from hydra._internal.hydra import Hydra
-from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from msattn.trainer.commands import compose
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig, RunConfig, TrainGateConfig, TrainQModelConfig
-from msattn.trainer.seer.maps import BlockMaps
 from tests.running import exit_code
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
@@ -224,35 +218,9 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
     assert not list(tmp_path.iterdir()), "a mistake must leave no files"
 
 
-@pytest.fixture
-def quick_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes commands start faster.
-
-    Hydra parses each YAML file once, and composes the jobs of a sweep once instead of twice. No garbage is collected, and no
-    pictures of block maps are drawn during training: the test of the demo draws them.
-    """
-    parsed: dict[str, Any] = {}
-    load = OmegaConf.load
-
-    def load_once(file: Any) -> Any:
-        text = file.read() if hasattr(file, "read") else Path(file).read_text()
-        if text not in parsed:
-            parsed[text] = load(StringIO(text))
-        return deepcopy(parsed[text])
-
-    monkeypatch.setattr(OmegaConf, "load", load_once)
-    monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda *_: None)
-    monkeypatch.setattr(BlockMaps, "save", lambda *_: None)
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.slow
-def test_all_commands_of_lab_yaml_run_on_a_toy_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None
-) -> None:
+@pytest.mark.usefixtures("quick_start")
+def test_all_commands_of_lab_yaml_run_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
     Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(1000)))

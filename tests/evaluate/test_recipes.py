@@ -95,6 +95,7 @@ def test_the_teacher_has_twice_its_positions_with_yarn() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_the_teacher_is_measured_with_yarn_on_a_toy_model(folder: Path) -> None:
     short = ["model.architecture.max_position_embeddings=256", "data.seq_len=512", "model.presets.eval_chunks=1"]
     evaluate("experiment=teacher_yarn", *TOY, *TEXT, *short, *RULER, *NEEDLE)
@@ -119,6 +120,7 @@ def test_the_table_has_the_lengths_of_rulers_that_a_model_reads(overrides: list[
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_the_table_of_a_toy_model(folder: Path) -> None:
     sizes = ["data.seq_len=512", "eval.ruler.lengths=[480,512]", "recent=4", "dense_layers=[]"]
     sizes += ["model.presets.eval_chunks=1", "model.presets.num_buckets=64"]

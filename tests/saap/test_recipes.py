@@ -82,6 +82,7 @@ def test_windows_are_those_of_the_paper_and_between(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_windows_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path, monkeypatch)
     for command in ("fit-kmeans", "train-qmodel"):
@@ -105,6 +106,7 @@ def test_separate_probes_are_measured_with_the_classifiers_of_the_paper() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_separate_probes_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path, monkeypatch)
     Path("heldout.txt").write_text(WORDS)
@@ -124,6 +126,7 @@ def test_separate_probes_are_measured_on_a_toy_model(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["saap_llama31", "saap_llama31_500k"])
+@pytest.mark.usefixtures("quick_start")
 def test_a_recipe_runs_on_a_toy_model(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path, monkeypatch)
     for command in ("fit-kmeans", "train-qmodel"):
@@ -154,6 +157,7 @@ def test_every_partition_has_a_classifier_and_an_evaluation(tmp_path: Path, monk
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_classifiers_over_keys_after_rope_and_over_balanced_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partitions, classifiers and their evaluation: each classifier reads as its partition was made. Half of them, for time."""
     prepare(tmp_path, monkeypatch)

@@ -87,6 +87,7 @@ def test_yarn_has_the_settings_of_the_paper(sparsity: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["seer_llama31", "seer_mistral7b"])
+@pytest.mark.usefixtures("quick_start")
 def test_gate_recipes_run_on_a_toy_model(recipe: str, folder: Path) -> None:
     succeed("train-gate", f"experiment={recipe}", *RANDOM, *GATES)
     (model,) = folder.glob("*/seer/gate/model.safetensors")
@@ -94,6 +95,7 @@ def test_gate_recipes_run_on_a_toy_model(recipe: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_yarn_runs_on_a_toy_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Gates, sparse and dense extension, gates after it, evaluation."""
     short = ["model.architecture.max_position_embeddings=64"]
@@ -147,6 +149,7 @@ def test_pooling_has_49_combinations_each_with_an_evaluation(seen: list[Any]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_pooling_runs_on_a_toy_model(folder: Path) -> None:
     pools = ["gate.q_pool=[avg,min]", "gate.k_pool=[max],[min]"]
     succeed("train-gate", "-m", "experiment=seer_pooling", *RANDOM, *GATES, *pools)
@@ -169,6 +172,7 @@ def test_multiscale_trains_means_topk_and_dense_attention_at_equal_cost(seen: li
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_multiscale_runs_at_a_short_length(folder: Path) -> None:
     short = [*TEXT, "data.seq_len=512"]
     succeed("finetune", "experiment=multiscale", *short, *TUNING, "train.warmup_steps=1")
