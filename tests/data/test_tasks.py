@@ -115,6 +115,17 @@ def test_some_answers_begin_with_the_key_and_further_words() -> None:
     assert all("KEY " in question.partition("KEY")[2] for question in repeated)
 
 
+def test_instructions_stand_before_the_text_and_are_not_learned() -> None:
+    openings = [" ".join(form.split(" {noun}")[0].split()[:2]) for form in grammar.INTRODUCTIONS]
+    begun = 0
+    for seed in range(200):
+        ids, weights = SEQUENCES.make("needles", np.random.default_rng(seed), 512)
+        if text_of(ids[:12]).startswith(tuple(openings)):
+            begun += 1
+            assert weights[0] == 0
+    assert 20 < begun < 50  # half of 30 % of the exercises; the others begin with random words
+
+
 @given(SEEDS, ROOMS)
 @settings(max_examples=60, deadline=None)
 def test_common_and_frequent_words_are_those_with_the_highest_counts(seed: int, room: int) -> None:

@@ -42,7 +42,7 @@ class Plan:
         return sum(stage.steps * stage.batch_size * stage.seq_len for stage in self.stages)
 
 
-SHORT_TASKS = {"needles": 0.3, "several_values": 0.05, "several_keys": 0.05, "pairs": 0.12, "tracking": 0.08}
+SHORT_TASKS = {"needles": 0.3, "several_values": 0.05, "several_keys": 0.08, "pairs": 0.12, "tracking": 0.1}
 LONG_TASKS = {"needles": 0.22, "several_values": 0.03, "several_keys": 0.03, "pairs": 0.05, "tracking": 0.03, "copies": 0.02}
 COUNTING = {"common_words": 0.05, "frequent_words": 0.05}
 
@@ -77,10 +77,10 @@ LAB = Plan(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     stages=(
-        Stage(1024, 128, 1200, {**SHORT_TASKS, **COUNTING, "copies": 0.05}, warmup_steps=300, micro_batch=64),
-        Stage(4096, 32, 400, {**SHORT_TASKS, **COUNTING}, micro_batch=16),
-        Stage(16384, 16, 200, {**SHORT_TASKS, **COUNTING}, warmup_steps=20, micro_batch=4),
-        Stage(32768, 8, 250, {**SHORT_TASKS, **COUNTING}, schedule="cosine", warmup_steps=10, micro_batch=2),
+        Stage(1024, 128, 900, {**SHORT_TASKS, **COUNTING, "copies": 0.05}, warmup_steps=200, micro_batch=64),
+        Stage(4096, 16, 600, {**SHORT_TASKS, **COUNTING}, warmup_steps=50),
+        Stage(16384, 4, 300, {**SHORT_TASKS, **COUNTING}, warmup_steps=20),
+        Stage(32768, 2, 350, {**SHORT_TASKS, **COUNTING}, schedule="cosine", warmup_steps=20),
     ),
     lr=1e-3,
 )

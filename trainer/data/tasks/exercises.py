@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from msattn.trainer.data.tasks.grammar import ask, compose
+from msattn.trainer.data.tasks.grammar import MARKS, ask, compose
 from msattn.trainer.data.tasks.wordings import Wording, enumerated
 
 Rng = np.random.Generator
@@ -165,7 +165,7 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """One to three chains of up to six variables, each set to the one before; the answer names the variables of a chain."""
     chains = int(rng.integers(1, min(3, max(1, room // 256)) + 1))
     length = int(rng.integers(2, min(6, max(2, room // 64)) + 1))
-    form = _one(rng, ASSIGNMENTS)
+    form = _one(rng, ASSIGNMENTS) if rng.random() < 0.5 else _assignments(rng, words)
     names = distinct(partial(_capitals, rng, int(rng.integers(2, 6))), chains * length)
     values = _values(rng, chains)
     facts: list[list[str]] = []
@@ -177,6 +177,19 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
         question = form.question.format(value=value) if rng.random() < 0.5 else ask(rng, words, value)
         turns.append((question, _listed(rng, chain)))
     return Exercise(tuple(_merged(rng, facts)), tuple(turns))
+
+
+def _assignments(rng: Rng, words: Sequence[str]) -> Assignments:
+    """Composes a form: names after a random word or nothing, with a mark between a variable and what it is set to."""
+    word, other = (_one(rng, words).lower() for _ in range(2))
+    before = _one(rng, ("", f"{word} ", f"{word.capitalize()} "))
+    again = _one(rng, ("", before, f"{other} "))
+    mark, end = _one(rng, MARKS), _one(rng, ("", " ", ".", ";"))
+    return Assignments(
+        f"{before}{{name}}{mark} {{value}}{end}",
+        f"{before}{{name}}{mark} {again}{{other}}{end}",
+        _one(rng, ASSIGNMENTS).question,
+    )
 
 
 def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:

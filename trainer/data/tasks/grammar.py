@@ -69,6 +69,19 @@ ASKING = (
         "For",
     ),
 )
+INTRODUCTIONS = (
+    *("Keep in mind each {noun} below.", "Some {noun} stands below, and there will be a question about it."),
+    *(
+        "Read carefully. At the end you are asked for a {noun}.",
+        "Below are several pages. Learn every {noun} in them by heart.",
+    ),
+    *("Here comes a long story with a {noun} in it. Watch out for it.", "Task: answer the last line after reading."),
+    *(
+        "Pay attention to each {noun}, because we test you later.",
+        "Text:",
+        "Instruction: look for the {noun}, ignore the rest.",
+    ),
+)
 ASKED = ("? ", "? ", "? ", ". ", ": ", ", ", " - ", "; ", "\n", " ")
 REPLIES = (
     *(
@@ -101,6 +114,13 @@ def compose(rng: Rng, words: Sequence[str]) -> Wording:
     form = _one(rng, PLURALS) if rng.random() < 0.5 else _question(rng, words)
     plural = form.format(noun=f"{noun}s", verb=_one(rng, ("are", "were", verb)), key="{key}")
     return Wording(f"{fact} {{value}}{after}", question, plural)
+
+
+def introduce(rng: Rng, words: Sequence[str]) -> str:
+    """Returns what may stand before a text with facts: an instruction, often with words of neither."""
+    return _one(rng, (_one(rng, INTRODUCTIONS), f"{_some(rng, words).capitalize()}.")).format(
+        noun=_one(rng, (_one(rng, NOUNS), _some(rng, words)))
+    )
 
 
 def _fact(rng: Rng, kind: float, noun: str, verb: str, words: Sequence[str]) -> tuple[str, str]:

@@ -13,16 +13,19 @@ from numpy.typing import NDArray
 
 from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.data.tasks.exercises import TASKS, Exercise, Rng, Task, distinct, random_key, random_value
+from msattn.trainer.data.tasks.grammar import introduce
 from msattn.trainer.data.tasks.wordings import Wording
 
 Tokens = NDArray[np.int64]
 Weights = NDArray[np.float32]
+Pieces = list[tuple[Tokens, Weights]]  # of several texts
 Crop = Callable[[Rng, int], Tokens]  # (rng, length) -> that many successive tokens of text
 
 ANSWER_WEIGHT = 6.0  # loss weight of answer tokens; text has 1
 COPIES = "copies"  # a task of tokens, not of text
 NAMES = (*TASKS, COPIES)
-MONOTONOUS = 0.06  # share of the exercises whose text repeats a short passage
+INTRODUCED = 0.3  # share of the exercises that begin with an instruction
+MONOTONOUS = 0.12  # share of the exercises whose text repeats a short passage
 SPACE_ASKED = 0.08  # share of the exercises whose questions end with the space before the answer
 MOST_WORDS = 500  # that a task draws
 WORD_CROPS, WORD_CROP = 512, 128  # number and tokens of the crops whose words keys and lists are made of
@@ -96,10 +99,10 @@ class TaskSequences:
     def _exercise(self, task: Task, rng: Rng, length: int) -> tuple[Tokens, Weights]:
         room = length
         while room >= 16:
-            facts, turns = self._encode(task(rng, room, self.words), rng)
-            left = length - sum(len(ids) for ids, _ in (*facts, *turns))
+            opening, facts, turns = self._encode(task(rng, room, self.words), rng)
+            left = length - sum(len(ids) for ids, _ in (*opening, *facts, *turns))
             if left >= 0:
-                return self._hide(rng, facts, turns, self._text(rng, left))
+                return self._hide(rng, opening, facts, turns, self._text(rng, left))
             room //= 2
         return self.crop(rng, length), np.ones(length, np.float32)
 
@@ -109,20 +112,21 @@ class TaskSequences:
             return self.crop(rng, length)
         return np.resize(self.crop(rng, int(rng.integers(1, min(64, length) + 1))), length)
 
-    def _encode(self, exercise: Exercise, rng: Rng) -> tuple[list[tuple[Tokens, Weights]], list[tuple[Tokens, Weights]]]:
-        """Returns tokens and weights of the facts, and of the turns."""
+    def _encode(self, exercise: Exercise, rng: Rng) -> tuple[Pieces, Pieces, Pieces]:
+        """Returns tokens and weights of an instruction or none, of the facts, and of the turns."""
         between = "\n" if rng.random() < 0.5 else " "
         end = (".", ".\n", "\n")[int(rng.integers(3))]
+        opening = [[(f"{introduce(rng, self.words)}{between}", 0.0)]] if rng.random() < INTRODUCED else []
         facts = [[(f" {fact}", 0.0)] for fact in exercise.facts]
         space = (" ", "") if rng.random() < SPACE_ASKED else ("", " ")
         turns = [
             [(f"{between}{question}{space[0]}", 0.0), (f"{space[1]}{answer}", ANSWER_WEIGHT), (end, 1.0)]
             for question, answer in exercise.turns
         ]
-        weighted = self._weighted([*facts, *turns])
-        return weighted[: len(facts)], weighted[len(facts) :]
+        weighted = iter(self._weighted([*opening, *facts, *turns]))
+        return [next(weighted) for _ in opening], [next(weighted) for _ in facts], list(weighted)
 
-    def _weighted(self, texts: list[list[tuple[str, float]]]) -> list[tuple[Tokens, Weights]]:
+    def _weighted(self, texts: list[list[tuple[str, float]]]) -> Pieces:
         """Returns tokens and weights of texts that are given as pieces with their weights."""
         encoded = iter(encode(self.tokenizer, [piece for pieces in texts for piece, _ in pieces]))
         found = []
@@ -132,9 +136,7 @@ class TaskSequences:
             found.append((np.concatenate(ids), np.concatenate(weights)))
         return found
 
-    def _hide(
-        self, rng: Rng, facts: list[tuple[Tokens, Weights]], turns: list[tuple[Tokens, Weights]], text: Tokens
-    ) -> tuple[Tokens, Weights]:
+    def _hide(self, rng: Rng, opening: Pieces, facts: Pieces, turns: Pieces, text: Tokens) -> tuple[Tokens, Weights]:
         """Inserts ``facts`` before words of ``text``; ``turns`` follow the text, or are in it after the last fact."""
         allowed = insert_positions(self._starts_word[text])
         positions = np.sort(rng.choice(allowed, size=len(facts)))
@@ -142,10 +144,8 @@ class TaskSequences:
             later = np.full(len(turns), len(text))
         else:
             later = np.sort(rng.choice(np.append(allowed[allowed >= positions[-1]], len(text)), size=len(turns)))
-        return insert_spans(
-            text,
-            [Span(int(at), ids, weights) for at, (ids, weights) in zip((*positions, *later), (*facts, *turns), strict=True)],
-        )
+        places = (*[0] * len(opening), *positions.tolist(), *later.tolist())
+        return insert_spans(text, [Span(at, *piece) for at, piece in zip(places, (*opening, *facts, *turns), strict=True)])
 
 
 def copies(rng: Rng, length: int, crop: Crop) -> tuple[Tokens, Weights]:
