@@ -97,6 +97,17 @@ def test_waiting_requests_begin_after_the_last_that_ran_was_cancelled(small: Loa
         assert client.completions.create(**WORDS, max_tokens=2).usage.completion_tokens == 2
 
 
+def test_tokens_of_cancelled_requests_are_thrown_away(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager keeps those of its last pass over a request for a reader that there is not."""
+    with running(small, configuration()) as served, served.client() as client:
+        kept = served.engine._manager.output_router.output_queue
+        monkeypatch.setattr(served.engine, "tend", lambda: None)
+        while kept.empty():
+            endless(client).close()
+        monkeypatch.undo()
+        eventually(kept.empty)
+
+
 def test_shutdown_lets_requests_finish(small: Loaded) -> None:
     with running(small, configuration()) as served, served.client() as client:
         whole = client.completions.create(**WORDS, max_tokens=200).choices[0].text

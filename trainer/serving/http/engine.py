@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import queue
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -239,15 +240,19 @@ class Engine:
         for generation in list(self._open.values()):
             cast("Any", self._loop).call_soon_threadsafe(generation.fail)
 
-    def unblock(self) -> None:
-        """Lets waiting requests begin again.
+    def tend(self) -> None:
+        """Does what the manager of transformers 5.23 leaves undone when requests are cancelled; to be called regularly.
 
-        When memory is short, the manager of transformers 5.23 sets requests back and begins no other until one ends. If the
-        last that runs is cancelled instead, it would begin none any more.
+        When memory is short, it sets requests back and begins no other until one ends; if the last that runs is cancelled
+        instead, it would begin none any more. And tokens of a cancelled request, of which there are some until its next pass,
+        go to a queue that grows if no one reads it.
         """
         scheduler = self._manager.batch_processor.scheduler
         if scheduler.block_new_requests and not scheduler.active_requests:
             scheduler.block_new_requests = False
+        with suppress(queue.Empty):
+            while True:
+                self._manager.output_router.output_queue.get_nowait()
 
     @property
     def _cache(self) -> Any:

@@ -69,7 +69,7 @@ class Supervisor:
         with handled(self._on_signal):
             thread.start()
             while not self._stopped and self._fault(thread) is None:
-                self._engine.unblock()
+                self._engine.tend()
                 time.sleep(POLL)
             fault = self._fault(thread)
             self._engine.draining = True
@@ -104,5 +104,5 @@ class Supervisor:
             )
         deadline = time.monotonic() + self._drain_s
         while self._engine.running + self._engine.waiting and self._engine.fault is None and time.monotonic() < deadline:
-            self._engine.unblock()
+            self._engine.tend()
             time.sleep(POLL)
