@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import paged_bucket_decode as module
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
-from msattn.kernels.paged_bucket_decode import paged_bucket_decode
+from msattn.kernels.paged import bucket_decode as module
+from msattn.kernels.paged import paged_bucket_decode
 from msattn.kernels.testing import (
     CAPPED_SCALE,
     assert_within_budget,

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msattn.kernels import paged_flash_decode as module
 from msattn.kernels.common import dense_decode
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode import score_mod as mods
-from msattn.kernels.paged_flash_decode import paged_flash_decode
+from msattn.kernels.paged import flash_decode as module
+from msattn.kernels.paged import paged_flash_decode
 from msattn.kernels.testing import (
     CAPPED_SCALE,
     assert_within_budget,

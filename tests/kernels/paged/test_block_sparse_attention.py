@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import paged_block_sparse_attention as module
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
-from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
+from msattn.kernels.paged import block_sparse_attention as module
+from msattn.kernels.paged import paged_block_sparse_attention
 from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
