@@ -26,7 +26,7 @@ from msattn.trainer.evaluate.untrained import add_routers, without_routers
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.seer.decode_gate import DecodeGate
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 from tests.evaluate.test_routers import measured_on_a_chunk
 from tests.test_bad_input import text as words
 

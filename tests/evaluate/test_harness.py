@@ -23,7 +23,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.harness import main_metric
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.loading import Loaded
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 
 POSITIONS = 256  # of the model of config()
 TEXT = "the river ran past an old mill and nobody knew where it came from "

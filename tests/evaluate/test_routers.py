@@ -24,7 +24,7 @@ from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 from tests.test_bad_input import SMALL_EVAL
 from tests.test_bad_input import text as words
 

@@ -21,7 +21,7 @@ from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.seer.gate import Gate
 from tests.data.test_ruler import WORDS
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 from tests.models.test_chat import TEMPLATE
 
 SETTINGS = RulerConfig(lengths=[1000], tasks=["niah_multiquery", "fwe"], samples=2, sparsities=[0.0, 0.9], probes=[4])
