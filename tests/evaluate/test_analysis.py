@@ -57,7 +57,7 @@ def share_counted(share: float, total: int) -> int:
 
 
 @given(st.sampled_from(SHARES), st.integers(1, 10**6))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_counts_are_rounded_up(share: float, total: int) -> None:
     count = counts_of((share,), torch.tensor([total]))[0, 0].item()
     assert count == share_counted(share, total)
