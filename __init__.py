@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from msattn.kernels.merge_states import merge_states
     from msattn.kernels.multiscale_attention import multiscale_attention
     from msattn.kernels.nearest_centroid import nearest_centroid
-    from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
-    from msattn.kernels.paged_bucket_decode import paged_bucket_decode
-    from msattn.kernels.paged_flash_decode import paged_flash_decode
+    from msattn.kernels.paged import paged_block_sparse_attention, paged_bucket_decode, paged_flash_decode
     from msattn.kernels.pool_blocks import pool_blocks
     from msattn.kernels.probe_buckets import probe_buckets
     from msattn.trainer.attach import attach, disable, enable, load

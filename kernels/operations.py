@@ -1,8 +1,8 @@
 """Registry of operations.
 
-The public API, bench, configuration, tests and documentation checks read it. ``msattn.kernels.<name>`` holds the function
-``<name>``, and ``msattn.kernels.reference`` the same in plain PyTorch. This module imports nothing of msattn, so that the
-command line can list operations at once.
+The public API, bench, configuration, tests and documentation checks read it. ``msattn.kernels.<name>``, or the folder that the
+operation shares with others, exports the function ``<name>``, and ``msattn.kernels.reference`` the same in plain PyTorch. This
+module imports nothing of msattn, so that the command line can list operations at once.
 """
 
 from typing import NamedTuple
@@ -14,25 +14,26 @@ class Operation(NamedTuple):
     name: str
     differentiable: bool = False
     softcap: bool = False
+    folder: str | None = None  # of several operations
 
     @property
     def module(self) -> str:
         """Dotted name of the module that exports the function."""
-        return f"msattn.kernels.{self.name}"
+        return f"msattn.kernels.{self.folder or self.name}"
 
 
 _ALL = (
     Operation("maxpool_attention", softcap=True),
     Operation("block_sparse_attention", differentiable=True, softcap=True),
-    Operation("paged_block_sparse_attention", softcap=True),
+    Operation("paged_block_sparse_attention", softcap=True, folder="paged"),
     Operation("multiscale_attention", differentiable=True, softcap=True),
     Operation("conv_attention", differentiable=True),
     Operation("head_mix_attention", differentiable=True),
     Operation("bucket_decode", softcap=True),
     Operation("probe_buckets"),
     Operation("flash_decode", softcap=True),  # as a score_mod
-    Operation("paged_bucket_decode", softcap=True),
-    Operation("paged_flash_decode", softcap=True),
+    Operation("paged_bucket_decode", softcap=True, folder="paged"),
+    Operation("paged_flash_decode", softcap=True, folder="paged"),
     Operation("conv_decode"),
     Operation("bucket_mass", softcap=True),
     Operation("merge_states"),

@@ -1,4 +1,4 @@
-"""Small random decoders and a tokenizer for tests."""
+"""Small random decoders, the inputs of their layers, and a tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are Llama's; they stand for all families in most tests
 ROPES: dict[str, dict[str, Any]] = {
@@ -121,6 +123,20 @@ def tiny_model(family: str = "llama", rope: str = "default", seed: int = 0, **ov
 def random_tokens(batch: int, length: int, seed: int = 0, vocab_size: int = 128) -> Tensor:
     """Returns a LongTensor [batch, length] without token 0, the padding token."""
     return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def inputs_of_layers(model: Any, ids: Tensor, **inputs: Any) -> list[LayerInputs]:
+    """Returns the inputs of the attention of each layer of ``model``."""
+    recorded: list[LayerInputs] = []
+
+    def recording_attention(x: LayerInputs) -> Tensor:
+        recorded.append(x)
+        return dense_attention(x)
+
+    with tap(model, recording_attention):
+        run_backbone(model, ids, **inputs)
+    return recorded
 
 
 def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:

@@ -1,5 +1,6 @@
-"""Commands that run in the process of the tests, and what they log."""
+"""Commands that run in the process of the tests: what they read, and what they log."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,17 @@ from typing import Any
 import pytest
 
 from msattn import cli
+
+SHAPE = [  # of a model that trains and answers in seconds
+    "model.architecture.hidden_size=32",
+    "model.architecture.intermediate_size=32",
+    "model.architecture.num_hidden_layers=2",
+    "model.architecture.num_attention_heads=4",
+    "model.architecture.num_key_value_heads=2",
+    "model.architecture.head_dim=8",
+]
+TEXTS = ["data=text", "data.path=text.txt", "data.heldout_path=heldout.txt"]  # those of write_texts
+WORDS = " ".join(map("".join, itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")))  # enough that RULER can draw its 500
 
 
 def exit_code(*arguments: str) -> int:
@@ -19,6 +31,12 @@ def exit_code(*arguments: str) -> int:
 def succeed(*arguments: str) -> None:
     """Runs ``msattn *arguments``, which ends with exit code 0."""
     assert exit_code(*arguments) == 0
+
+
+def write_texts(functions: int) -> None:
+    """Writes ``text.txt`` and ``heldout.txt``, different code of that many functions, into the working directory."""
+    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(functions)))
+    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(functions)))
 
 
 def metrics_lines(folder: Path) -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ SHAPE_DEPENDENT = {  # modules whose ``default_tile`` depends on the shape
     "bucket_decode": "msattn.kernels.bucket_decode",
     "bucket_mass": "msattn.kernels.bucket_mass.forward",
     "flash_decode": "msattn.kernels.common.dense_decode",
-    "paged_bucket_decode": "msattn.kernels.paged_bucket_decode",
+    "paged_bucket_decode": "msattn.kernels.paged.bucket_decode",
 }
 
 

@@ -71,7 +71,7 @@ def probe_buckets(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields the step of ``bucket_decode`` with lists, then a case per page size that scans buckets."""
-    from msattn.kernels import paged_bucket_decode as op
+    from msattn.kernels.paged import bucket_decode as op
 
     problem = _bucket_problem(shape, options.softcap)
     window, compared = problem.window, _bucket_peers(shape, problem)
@@ -103,9 +103,9 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields for each number of queries ``flash_decode``, then a case per page size."""
-    from msattn.kernels import paged_flash_decode as op
     from msattn.kernels.flash_decode import flash_decode as contiguous
     from msattn.kernels.flash_decode.score_mod import softcap
+    from msattn.kernels.paged import flash_decode as op
 
     cap = options.softcap
     score_mod, plain = None if cap is None else softcap(cap), partial(eager.causal_decode, softcap=cap)

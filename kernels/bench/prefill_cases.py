@@ -125,7 +125,7 @@ def _paged(
     softcap: float | None,
 ) -> BenchCase:
     """Returns a case whose layers have contiguous keys, for the reference; the operation reads them in ``cache``."""
-    from msattn.kernels import paged_block_sparse_attention as op
+    from msattn.kernels.paged import block_sparse_attention as op
 
     cu_queries = torch.arange(shape.batch + 1, dtype=torch.int32, device=shape.device) * shape.length
     if mask is not None:

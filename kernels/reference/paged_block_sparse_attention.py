@@ -24,7 +24,7 @@ def paged_block_sparse_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.paged_block_sparse_attention.paged_block_sparse_attention`.
+    """Reference of :func:`msattn.kernels.paged.block_sparse_attention.paged_block_sparse_attention`.
 
     It gathers the filled pages of each sequence.
 

@@ -21,7 +21,7 @@ def paged_bucket_decode(
     softcap: float | None = None,
     counts: Tensor | None = None,
 ) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.paged_bucket_decode.paged_bucket_decode`.
+    """Reference of :func:`msattn.kernels.paged.bucket_decode.paged_bucket_decode`.
 
     Raises
     ------

@@ -14,7 +14,7 @@ from msattn.kernels.types import PagedKeys, ScoreMod, SparseAttention
 def paged_flash_decode(
     q: Tensor, cache: PagedKeys, *, scale: float | None = None, softcap: float | None = None
 ) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.paged_flash_decode.paged_flash_decode`.
+    """Reference of :func:`msattn.kernels.paged.flash_decode.paged_flash_decode`.
 
     Raises
     ------

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from msattn import cli
 from tests.hub_server import Hub
+from tests.running import succeed
 from tests.seer.test_official import released
 from tests.test_bad_input import SMALL, SMALL_EVAL, text
 
@@ -30,13 +30,6 @@ COMMANDS = {
 }
 
 
-def run(arguments: list[str]) -> int:
-    """Runs ``msattn *arguments`` in this process and returns its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    return int(ended.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text, a k-means and released gates. This process has then imported what the commands import."""
@@ -47,7 +40,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("heldout.txt").write_text(text(4000, "term"))
         released(Path("theirs"))
         for command in ("fit-kmeans", "eval", "bench", "import-gate", "doctor"):
-            assert run(COMMANDS[command]) == 0
+            succeed(*COMMANDS[command])
     return folder
 
 

@@ -29,3 +29,10 @@ def tries(request: pytest.FixtureRequest, share: float, record_property: Callabl
     yield found
     record_property("tries", [found.area, found.count, found.count - len(found.bad), found.open])
     found.check()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets how a phase decodes tokens."""
+    on = "msattn.trainer.serving.steps.DecodingSteps.device_type"
+    return lambda phase: monkeypatch.setattr(on, "cpu" if phase == "step" else "cuda")

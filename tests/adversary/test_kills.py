@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from msattn import cli
 from msattn.trainer import artifacts
 from msattn.trainer.storage import replace
 from msattn.trainer.storage.replace import clean_up, current_folder, replace_folder
 from tests.adversary.steps import Child, count_changes, killed_at
 from tests.adversary.tries import Tries
+from tests.running import succeed
 from tests.test_artifacts import MODEL
 from tests.test_bad_input import SMALL_EVAL, text
 
@@ -192,9 +192,7 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
 
 def evaluate(seed: int) -> None:
     """Runs ``msattn eval`` in the working directory; its results hold the seed."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *SMALL_EVAL, "data.heldout_path=heldout.txt", f"seed={seed}"])
-    assert ended.value.code == 0
+    succeed("eval", *SMALL_EVAL, "data.heldout_path=heldout.txt", f"seed={seed}")
 
 
 def seed(folder: Path) -> int:

@@ -11,7 +11,6 @@ import torch
 from matplotlib.colors import to_hex
 from torch import Tensor
 
-from msattn import cli
 from msattn.kernels import bench, merge_states
 from msattn.kernels.bench import candidate_tiles as tiles
 from msattn.kernels.bench import cases, decode_cases, eager, peers, prefill_cases
@@ -20,6 +19,7 @@ from msattn.kernels.bench.rows import PeakRates, Work, throughput
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
 from msattn.trainer.commands.bench_report import figure
+from tests.running import exit_code
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
 OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
@@ -42,10 +42,9 @@ def msattn(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["bench", *arguments])
+        code = exit_code("bench", *arguments)
         out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
+        return code, out, err
 
     return run
 

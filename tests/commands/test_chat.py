@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers.generation.streamers import TextStreamer
 
-from msattn import cli
 from msattn.trainer import models
 from msattn.trainer.commands.chat import Conversation, StopOnInterrupt
 from msattn.trainer.commands.compose import compose
@@ -27,6 +26,7 @@ from msattn.trainer.errors import Terminated, UserError
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.chat import encode_conversation
 from msattn.trainer.teachers.tokenizer import load_tokenizer
+from tests.running import exit_code
 
 DENSE = ["device=cpu", "name=none", "select=quest", "select.sparsity=0"]  # reads every block; no router, so decoding is dense
 ROUTED = ["device=cpu", "select=topk", "select.sparsity=0", "probes=0", "recent=4096"]  # caches buckets and reads every key
@@ -46,12 +46,11 @@ def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def run(lines: str | bytes, *arguments: str) -> tuple[int, list[str], list[str], str]:
         file = io.BytesIO(lines if isinstance(lines, bytes) else lines.encode())
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file, encoding="utf-8"))
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["generate", "--chat", "max_new_tokens=8", *arguments])
+        code = exit_code("generate", "--chat", "max_new_tokens=8", *arguments)
         out, err = capsys.readouterr()
         assert "\x1b" not in out, "control codes are for terminals"
         statistics = [match[0] for match in NUMBERS.finditer(out)]
-        return int(caught.value.code or 0), NUMBERS.split(out.partition("\n")[2])[::3], statistics, err
+        return code, NUMBERS.split(out.partition("\n")[2])[::3], statistics, err
 
     return run
 

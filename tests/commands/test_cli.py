@@ -15,6 +15,7 @@ from msattn.trainer.commands import compose
 from msattn.trainer.commands.generate import generate
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.errors import UserError
+from tests.running import exit_code
 
 COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
 COMMANDS += ("serve", "push", "import-gate", "doctor", "help")
@@ -26,10 +27,9 @@ def msattn(capsys: pytest.CaptureFixture[str]):
     """Runs the entry point in this process; returns (exit code, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(list(arguments))
+        code = exit_code(*arguments)
         out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
+        return code, out, err
 
     return run
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import exit_code
+from tests.running import TEXTS, exit_code, write_texts
 
 SMALL = [
     "model.init=random",
@@ -27,17 +27,14 @@ SMALL = [
     "model.presets.needle_samples=1",
     "model.presets.eval_probes=[0,1]",
     "device=cpu",
-    "data=text",
-    "data.path=text.txt",
-    "data.heldout_path=heldout.txt",
+    *TEXTS,
 ]
 
 
 @pytest.mark.slow
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
-    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(1000)))
+    write_texts(1000)
     assert exit_code("demo", *SMALL) == 0
     out = capsys.readouterr().out
     folder = Path("outputs/tiny/demo")

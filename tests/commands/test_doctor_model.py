@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from msattn import cli
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands.doctor_model import doctor_model
 from msattn.trainer.models import EMBEDDED
 from tests.factory import tiny_config
+from tests.running import exit_code
 
 
 def write_config(folder: Path, family: str = "llama", **changes: Any) -> None:
@@ -20,9 +20,7 @@ def write_config(folder: Path, family: str = "llama", **changes: Any) -> None:
 
 
 def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", *arguments])
-    return int(ended.value.code or 0)
+    return exit_code("doctor", *arguments)
 
 
 def test_a_folder_without_weights(here: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from msattn import cli
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.commands.keys import first_sentence, keys_of, yaml_keys
+from tests.running import exit_code
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -17,10 +17,9 @@ def page(capsys: pytest.CaptureFixture[str]):
     """Runs the command line; returns its exit code and what it printed."""
 
     def run(*arguments: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(list(arguments))
+        code = exit_code(*arguments)
         out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out or err
+        return code, out or err
 
     return run
 

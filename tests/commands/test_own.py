@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from msattn import cli
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.own import own_overrides, sizes_for
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import EMBEDDED
 from tests.factory import tiny_model
+from tests.running import exit_code, succeed
 
 
 def folder(tmp_path: Path, **config: Any) -> Path:
@@ -100,16 +100,10 @@ def test_a_gate_of_ones_own_model_and_text(
     PreTrainedTokenizerFast.from_pretrained(EMBEDDED).save_pretrained("q3")
     Path("notes.md").write_text("\n".join(f"Note {i}: the answer to {i} is {i * i}." for i in range(2000)))
     words = ["--model", "q3", "--data", "notes.md", "gate.block_size=16", "train.steps=2", "train.batch_size=1", "tracker=none"]
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["train-gate", *words, "device=cpu"])
-    assert caught.value.code == 0, capsys.readouterr().err
+    succeed("train-gate", *words, "device=cpu")
     assert (tmp_path / "outputs/q3/base/gate/manifest.json").is_file()
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["generate", "--model", "q3", "--prompt", "Note 7: the answer", "max_new_tokens=3", "device=cpu"])
-    assert caught.value.code == 0, capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu"])
-    assert caught.value.code == 2
+    succeed("generate", "--model", "q3", "--prompt", "Note 7: the answer", "max_new_tokens=3", "device=cpu")
+    assert exit_code("generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu") == 2
     assert "msattn train-gate --model q3 name=none, or add select=quest" in capsys.readouterr().err
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import yaml
 
-from msattn import cli
 from msattn.trainer.artifacts import SHIPPED, read
 from msattn.trainer.attach import attach, load
 from msattn.trainer.errors import UserError
@@ -23,6 +22,7 @@ from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from tests.factory import tiny_model
 from tests.hub_server import CUT, READER, TOKEN, Hub
+from tests.running import exit_code
 
 NAME = "someone/small"
 KINDS: dict[str, Any] = {"gate": Gate, "kmeans": KMeans, "qmodel": QModel}
@@ -34,12 +34,11 @@ def push(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
 
     def run(*arguments: object) -> tuple[int, str]:
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["push", *map(str, arguments)])
+        code = exit_code("push", *map(str, arguments))
         out, err = capfd.readouterr()
         assert "hf_" not in out + err
         assert not err or (err.count("\n") == 1 and not out), err
-        return int(ended.value.code or 0), out or err
+        return code, out or err
 
     return run
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from msattn import cli
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import RunConfig
 from msattn.trainer.config.model import packaged_models
 from msattn.trainer.data import cache
 from msattn.trainer.errors import UserError
+from tests.running import exit_code
 from tests.test_bad_input import SMALL, text
 
 TRAINING = [name for name, command in COMMANDS.items() if command.trains and issubclass(command.schema, RunConfig)]
@@ -32,11 +32,10 @@ def msattn(
     Path("overlap.txt").write_text(text(2000, "term") + text(2000))
 
     def run(*arguments: str) -> tuple[int, list[str]]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(list(arguments))
+        code = exit_code(*arguments)
         error = capsys.readouterr().err
         assert "Traceback" not in error
-        return int(ended.value.code or 0), [line for line in error.splitlines() if line.startswith("msattn: ")]
+        return code, [line for line in error.splitlines() if line.startswith("msattn: ")]
 
     return run
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from msattn.trainer.commands import compose
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig, RunConfig, TrainGateConfig, TrainQModelConfig
-from tests.running import exit_code
+from tests.running import TEXTS, exit_code, write_texts
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
 LINE = [command.split() for command in re.findall(r"msattn ([a-z].*?)(?=\s{3,}|\n)", (EXPERIMENTS / "lab.yaml").read_text())]
@@ -39,9 +39,7 @@ TOY = {  # overrides by command; "" is for all
     "": [
         "device=cpu",
         "tracker=none",
-        "data=text",
-        "data.path=text.txt",
-        "data.heldout_path=heldout.txt",
+        *TEXTS,
         "data.needles=false",
         "model.architecture.hidden_size=32",
         "model.architecture.intermediate_size=32",
@@ -222,8 +220,7 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
 @pytest.mark.usefixtures("quick_start")
 def test_all_commands_of_lab_yaml_run_on_a_toy_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
-    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(1000)))
+    write_texts(1000)
     for arguments in LINE:
         command, name = arguments[0], experiment_of(arguments)
         swept = ["name=yarn,yarn-0.5"] if (command, name) == ("eval", "lab_32k") else []

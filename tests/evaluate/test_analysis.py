@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn import cli
 from msattn.trainer import models
 from msattn.trainer.config import AnalysisConfig, DataConfig, EvalConfig, EvalRunConfig, ModelConfig, SelectConfig
 from msattn.trainer.errors import UserError
@@ -26,6 +25,7 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.routing.buckets import top_buckets
 from msattn.trainer.saap.kmeans import KMeans
+from tests.running import exit_code, succeed
 
 LENGTH, HEADS, GROUP, SIZE, BUCKETS = 96, 2, 3, 8, 8
 WINDOW_KEYS = Window(sink=1, recent=8)
@@ -57,7 +57,7 @@ def share_counted(share: float, total: int) -> int:
 
 
 @given(st.sampled_from(SHARES), st.integers(1, 10**6))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_counts_are_rounded_up(share: float, total: int) -> None:
     count = counts_of((share,), torch.tensor([total]))[0, 0].item()
     assert count == share_counted(share, total)
@@ -319,9 +319,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("text")
 def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *SMALL, f"outputs={tmp_path}"])
-    assert not ended.value.code
+    succeed("eval", *SMALL, f"outputs={tmp_path}")
     assert "Fitted for the analysis" in capsys.readouterr().out
     folder = tmp_path / "tiny" / "base" / "eval"
     page = (folder / "report.html").read_text(encoding="utf-8")
@@ -346,9 +344,7 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.usefixtures("text")
 def test_a_layer_that_the_model_lacks_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *SMALL, "eval.analysis.layers=[1,6]"])
-    assert ended.value.code == 2
+    assert exit_code("eval", *SMALL, "eval.analysis.layers=[1,6]") == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "eval.analysis.layers=[1, 6]: accepted are 0 to 5, as the model has 6 layers" in error
     assert "Traceback" not in error

@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from msattn import cli
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models
 from msattn.trainer.commands import greedy
@@ -26,8 +25,9 @@ from msattn.trainer.evaluate.untrained import add_routers, without_routers
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.seer.decode_gate import DecodeGate
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 from tests.evaluate.test_routers import measured_on_a_chunk
+from tests.running import succeed
 from tests.test_bad_input import text as words
 
 BLOCK = 16
@@ -169,9 +169,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         ["generate", "keys=128", *prompt],
         ["generate", "threshold=0.05", *prompt],
     ):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([*arguments, *common])
-        assert not ended.value.code, capsys.readouterr().err
+        succeed(*arguments, *common)
     results = json.loads(Path("outputs/tiny/base/eval/results.json").read_text())
     assert "decode gate" in {row["method"] for row in results["rows"]}
     assert results["artifacts"]["decode_gate"]["kind"] == "decode_gate"

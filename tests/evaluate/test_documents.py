@@ -13,7 +13,7 @@ from msattn.trainer.config import DataConfig, DocumentsConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.documents import beginnings
 from msattn.trainer.evaluate.run import evaluate
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 
 SENTENCES = "The mill stood by the river. Nobody had worked there for years, and the wheel was still. "
 

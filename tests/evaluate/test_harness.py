@@ -16,14 +16,14 @@ import pytest
 import torch
 import yaml
 
-from msattn import cli
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, HarnessConfig, ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.harness import main_metric
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.loading import Loaded
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
+from tests.running import exit_code
 
 POSITIONS = 256  # of the model of config()
 TEXT = "the river ran past an old mill and nobody knew where it came from "
@@ -338,10 +338,8 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
     assert prompts == [f"<user>{TEXT}<reply>"] * 2
 
 
-def exit_code(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", "eval=harness", "tracker=none", "device=cpu", *arguments])
-    return int(ended.value.code or 0)
+def exit_code_of_harness(*arguments: str) -> int:
+    return exit_code("eval", "eval=harness", "tracker=none", "device=cpu", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +363,7 @@ def test_mistakes_without_lm_eval(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert exit_code(*arguments) == 2
+    assert exit_code_of_harness(*arguments) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith(f"msattn: {message}")
 
@@ -375,7 +373,7 @@ def test_an_unknown_task_beside_all_of_lm_eval(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    assert exit_code("eval.harness.tasks=[infinitebench_pass_key]") == 2
+    assert exit_code_of_harness("eval.harness.tasks=[infinitebench_pass_key]") == 2
     assert capsys.readouterr().err.strip().splitlines()[-1] == (
         "msattn: eval.harness.tasks=infinitebench_pass_key: no such task of lm_eval, and none in eval.harness.include_path "
         "(did you mean infinitebench_passkey?)"

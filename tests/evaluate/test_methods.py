@@ -1,14 +1,26 @@
-"""The artifacts that an evaluation compares: of the name, of the configuration, and those that ship with the package."""
+"""The methods that an evaluation compares: artifacts of the name, given and shipped ones, baselines, and their settings."""
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from msattn.trainer import artifacts, data, models
 from msattn.trainer.artifacts import SHIPPED
+from msattn.trainer.attach import attach
 from msattn.trainer.commands.compose import compose
+from msattn.trainer.config import ArtifactsConfig, SelectConfig, TopKConfig
+from msattn.trainer.evaluate import methods, perplexity
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
+from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.seer.calibrate import calibrate
+from msattn.trainer.seer.select import Quest, Selection
 from msattn.trainer.serving.loading import LOADERS
+from tests.evaluate.runs import config
 
 
 def test_shipped_artifacts_replace_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +52,82 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
     names = [method.name for method in _block_selections(cfg, found)]
     assert names == ["gate", "gate, top-k", "gate (embedded)", "quest"]
     assert [method.name for method in _bucket_routings(cfg, found)] == ["classifier", "k-means"]
+
+
+def test_named_artifacts(trained: Path, text: str) -> None:
+    """A given k-means is compared with the k-means of this name; a given gate replaces the gate of this name."""
+    cfg = config(trained, text)
+    loaded, folder = models.load(cfg.model, device="cpu"), trained / "rand" / "base"
+    own = artifacts.read(folder / "kmeans")
+    facts = {key: own.manifest[key] for key in ("model", "data", "seed", "metrics")}
+    details = {"layers": [0, 1], "rope": True}
+    roped = artifacts.write(
+        trained / "rand" / "roped" / "kmeans", kind="kmeans", tensors=own.tensors, config={}, details=details, **facts
+    )
+    for named, names in (
+        (ArtifactsConfig(), ["k-means"]),
+        (ArtifactsConfig(gate=str(folder / "gate"), kmeans=str(folder / "kmeans")), ["k-means"]),
+        (ArtifactsConfig(kmeans=str(roped)), ["k-means", "k-means (named), RoPE"]),
+    ):
+        found = methods.find_methods(replace(cfg, artifacts=named), loaded, torch.device("cpu"))
+        assert [routing.name for routing in found.bucket_routings] == names
+        assert found.block_selections[0].name == "gate"
+        assert [note.split()[1] for note in found.notes] == ["qmodel"]
+
+
+def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Path, text: str) -> None:
+    cfg = config(trained, text, baselines=["quest", "random"])
+    cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
+    found = methods.calibrate_baselines(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    quest = next(method for method in found.block_selections if method.name == "quest")
+    train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
+    expected = calibrate(Quest(16), loaded.model, [train[i] for i in range(len(train))])
+    assert quest.thresholds == expected
+    ((label, select),) = quest.settings([0.6])
+    assert label == "sparsity 0.6"
+    ids = train[0]["input_ids"]
+    with quest.attach(loaded.model, select) as sparse:
+        perplexity.prefill(loaded, ids)
+        calibrated = sparse.stats()["sparsity"]
+    by_hand = Selection.from_config(select, thresholds=expected)
+    with attach(loaded.model, select=by_hand) as sparse:
+        perplexity.prefill(loaded, ids)
+        assert sparse.stats()["sparsity"] == calibrated
+    topk = replace(cfg, select=SelectConfig("topk", block_size=16))
+    assert all(method.thresholds is None for method in methods.find_methods(topk, loaded, torch.device("cpu")).block_selections)
+    decoding = replace(cfg, eval=replace(cfg.eval, tasks=["decoding"]))
+    assert (
+        methods.calibrate_baselines(untouched := methods.find_methods(cfg, loaded, torch.device("cpu")), decoding, loaded)
+        is untouched
+    )
+
+
+def test_rows_of_calibrated_baselines_keep_their_names(tmp_path: Path, text: str) -> None:
+    cfg = config(tmp_path, text, tasks=["perplexity", "recall"], baselines=["quest"])
+    cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
+    rows = json.loads((evaluate(cfg) / "results.json").read_text())["rows"]
+    settings = {(row["task"], row["setting"]) for row in rows if row["method"] == "quest"}
+    assert settings == {(task, f"sparsity {s}") for task in ("perplexity", "recall") for s in ("0", "0.6")}
+
+
+def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:
+    cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
+    block = methods.BlockSelectionMethod("oracle", replace(cfg.select, scores="oracle"))
+    assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]
+
+
+def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text: str) -> None:
+    select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
+    evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
+    (multiscale, zooms), (whole, topk) = methods.BlockSelectionMethod("oracle", replace(select, scores="oracle")).settings(
+        [0.5]
+    )
+    assert (multiscale, whole) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
+    assert zooms == replace(select, scores="oracle")
+    assert isinstance(topk, TopKConfig)
+    assert topk.sparsity == pytest.approx(0.65)
+    results = json.loads((evaluate(evaluated) / "results.json").read_text())
+    rows = [row for row in results["rows"] if row["method"] == "oracle"]
+    assert [row["setting"] for row in rows] == [multiscale, whole]
+    assert rows[0]["sparsity"] == pytest.approx(rows[1]["sparsity"], abs=0.1)  # short rows round their shares
+    assert rows[0]["score"] != rows[1]["score"]

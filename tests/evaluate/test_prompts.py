@@ -14,7 +14,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.prompts import share_of_equal_tokens
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.chat import encode_prompt
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 
 NO_MESSAGES: dict[str, Any] = {"messages": [], "answer": "x"}
 LONG = "the river ran past an old mill and nobody knew where it came from " * 5

@@ -1,6 +1,5 @@
 """Recipes of evaluations: documents of two corpora, the lab teacher with YaRN, and the table, each run on a toy model."""
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -9,28 +8,16 @@ from typing import Any
 
 import pytest
 
-from msattn import cli
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import DataConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
+from tests.running import SHAPE, TEXTS, WORDS, succeed, write_texts
 
 SENTENCE = "The heron left the mill before anyone had thought of the river again. "
-WORDS = " ".join(
-    "".join(letters) for letters in itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")
-)  # RULER draws from 500
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-TOY = ["model.init=random", *(f"model.architecture.{key}={size}" for key, size in SHAPE.items())]
+TOY = ["model.init=random", *SHAPE]
 TOY += ["device=cpu", "dtype=float32", "tracker=none"]
-TEXT = ["data=text", "data.path=text.txt", "data.heldout_path=heldout.txt"]
 RULER = ["eval.ruler.samples=1", "eval.ruler.tasks=[niah_single_1]"]
 NEEDLE = ["eval.needle.samples=1", "eval.needle.depths=[0.5]"]
 
@@ -38,15 +25,9 @@ NEEDLE = ["eval.needle.samples=1", "eval.needle.depths=[0.5]"]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(1000)))
+    write_texts(1000)
     Path("heldout.txt").write_text(WORDS)
     return tmp_path / "outputs"
-
-
-def evaluate(*arguments: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["eval", *arguments])
-    assert not caught.value.code
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -75,7 +56,7 @@ def test_documents_are_read_from_their_beginning(
 
     monkeypatch.setattr("msattn.trainer.data.sources.hub_rows", rows_of)
     sizes = [f"eval.documents.{key}" for key in ("lengths=[64,128]", "num_documents=3", "sparsities=[0.9]")]
-    evaluate(f"experiment={recipe}", *TOY, *sizes, "model.architecture.vocab_size=4096", "eval.baselines=[quest]")
+    succeed("eval", f"experiment={recipe}", *TOY, *sizes, "model.architecture.vocab_size=4096", "eval.baselines=[quest]")
     assert opened.keys() == {(path, split)}
     found = {(row["method"], row["setting"], row["extra"]["length"]): row for row in rows(folder / "llama3/seer")}
     for length in (64, 128):
@@ -98,7 +79,7 @@ def test_the_teacher_has_twice_its_positions_with_yarn() -> None:
 @pytest.mark.usefixtures("quick_start")
 def test_the_teacher_is_measured_with_yarn_on_a_toy_model(folder: Path) -> None:
     short = ["model.architecture.max_position_embeddings=256", "data.seq_len=512", "model.presets.eval_chunks=1"]
-    evaluate("experiment=teacher_yarn", *TOY, *TEXT, *short, *RULER, *NEEDLE)
+    succeed("eval", "experiment=teacher_yarn", *TOY, *TEXTS, *short, *RULER, *NEEDLE)
     found = {(row["task"], row["method"]): row["extra"]["length"] for row in rows(folder / "teacher/yarn")}
     assert found == {(task, "dense"): 512 for task in ("perplexity", "needle", "ruler")}
 
@@ -126,7 +107,7 @@ def test_the_table_of_a_toy_model(folder: Path) -> None:
     sizes += ["model.presets.eval_chunks=1", "model.presets.num_buckets=64"]
     speed = ["eval.latency.lengths=[128]", "eval.latency.seconds=0.01", "eval.decoding.lengths=[128]", "eval.decoding.tokens=2"]
     fewer = [f"eval.{task}.sparsities=[0.8]" for task in ("perplexity", "needle", "ruler", "latency")]
-    evaluate("eval=table", *TOY, *TEXT, *sizes, *RULER, *NEEDLE, *speed, *fewer, "eval.routers=[window,quest]")
+    succeed("eval", "eval=table", *TOY, *TEXTS, *sizes, *RULER, *NEEDLE, *speed, *fewer, "eval.routers=[window,quest]")
     found = rows(folder / "tiny/base")
     assert {row["task"] for row in found} == {"perplexity", "needle", "ruler", "latency", "decoding"}
     assert {row["extra"]["length"] for row in found if row["task"] == "ruler"} == {480, 512}

@@ -10,7 +10,6 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from msattn import cli
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig
@@ -24,7 +23,8 @@ from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
+from tests.running import exit_code, succeed
 from tests.test_bad_input import SMALL_EVAL
 from tests.test_bad_input import text as words
 
@@ -201,24 +201,18 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     Path("text.txt").write_text(words(4000))
     Path("heldout.txt").write_text(words(4000, "term"))
     options = ["eval=routing", "data.heldout_path=heldout.txt", "recent=16", "dense_layers=[]", "model.presets.num_buckets=8"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", "eval.recall.probes=[2]"])
-    assert not ended.value.code, capsys.readouterr().err
+    succeed("eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", "eval.recall.probes=[2]")
     (results,) = Path("outputs").rglob("results.json")
     rows = json.loads(results.read_text())["rows"]
     assert set(NAMES.values()) <= {row["method"] for row in rows}
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *SMALL_EVAL, "eval.routers=[quests]"])
-    assert ended.value.code == 2
+    assert exit_code("eval", *SMALL_EVAL, "eval.routers=[quests]") == 2
     assert "eval.routers=quests: accepted are window, random, lsh, quest (did you mean quest?)" in capsys.readouterr().err
     for wrong, message in {
         "eval.routers=[quest,quest]": "eval.routers=['quest', 'quest']: each value once",
         "eval.key_shares=[0.3,0.3001]": "eval.key_shares=[0.3, 0.3001]: each value once",
         "recent=8": "recent=8: recall with sink and window accepts 15 or more tokens",
     }.items():
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", wrong])
-        assert ended.value.code == 2
+        assert exit_code("eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", wrong) == 2
         assert message in capsys.readouterr().err
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from msattn import cli
 from msattn.trainer import models
 from msattn.trainer.config import ModelConfig, RulerConfig
 from msattn.trainer.config.select import select_config
@@ -21,8 +20,9 @@ from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.seer.gate import Gate
 from tests.data.test_ruler import WORDS
-from tests.evaluate.test_evaluate import config
+from tests.evaluate.runs import config
 from tests.models.test_chat import TEMPLATE
+from tests.running import exit_code
 
 SETTINGS = RulerConfig(lengths=[1000], tasks=["niah_multiquery", "fwe"], samples=2, sparsities=[0.0, 0.9], probes=[4])
 
@@ -137,9 +137,7 @@ def test_mistakes_are_one_line(
     (tmp_path / "few.txt").write_text("only words " * 400)
     (tmp_path / "words.txt").write_text(" ".join(WORDS))
     arguments = ["eval", "eval=ruler", "tracker=none", "device=cpu", "eval.ruler.haystack=words.txt", *changes]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
+    assert exit_code(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 

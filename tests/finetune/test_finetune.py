@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from msattn import cli
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import (
     ArtifactsConfig,
@@ -32,6 +31,7 @@ from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.train_gate import train_gate
 from tests.factory import tiny_architecture
 from tests.jobs import Job, LaunchedGpuJob, prepare
+from tests.running import succeed
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -130,9 +130,7 @@ def test_eval_reads_the_model_and_its_gates(root: Path, trained: Path, monkeypat
     common = ["tracker=none", "device=cpu", "data=text", "data.path=train.txt", "data.heldout_path=heldout.txt"]
     sizes = ["data.seq_len=96", "eval=perplexity", "eval.baselines=[]", "eval.perplexity.length=96"]
     sizes += ["eval.perplexity.num_chunks=2", "eval.perplexity.sparsities=[0.5]"]
-    with pytest.raises(SystemExit) as done:
-        cli.main(["eval", "model.name=small", f"model.path={trained}", "name=finetuned", *common, *sizes])
-    assert done.value.code == 0
+    succeed("eval", "model.name=small", f"model.path={trained}", "name=finetuned", *common, *sizes)
     results = (root / "outputs/small/finetuned/eval").iterdir()
     (rows,) = (json.loads(path.read_text()) for path in results if path.name == "results.json")
     assert {"dense", "gate"} <= {row["method"] for row in rows["rows"]}

@@ -4,8 +4,9 @@ import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,13 +85,20 @@ def test_kernels_know_tensors_alone(module: str) -> None:
         assert third_party <= {"torch", "msattn"}
 
 
+def public(operation: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(OPERATIONS[operation].module), operation)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_uses_its_own_reference_alone(operation: str) -> None:
     """The reference's public form: ``reference.<operation>``, with a suffix for passes and parts."""
     parts = {"best_blocks": {"block_softmax"}, "nearest_centroid": {"bucket_sums"}}.get(operation, set())
-    for name, path in MODULES.items():
-        if name != f"kernels.{operation}" and not name.startswith(f"kernels.{operation}."):
-            continue
+    own = f"kernels.{operation}"
+    if OPERATIONS[operation].folder:
+        own = public(operation).__module__.removeprefix("msattn.")
+    files = {name: path for name, path in MODULES.items() if name == own or name.startswith(f"{own}.")}
+    assert files
+    for name, path in files.items():
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
         used = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "reference"}
@@ -103,17 +111,17 @@ def test_an_operation_has_kernel_reference_and_tests(operation: str) -> None:
     import msattn
     from msattn.kernels import reference
 
-    public = getattr(importlib.import_module(OPERATIONS[operation].module), operation)
-    assert getattr(msattn, operation) is public
+    assert getattr(msattn, operation) is public(operation)
     assert callable(getattr(reference, operation))
-    assert (ROOT / f"tests/kernels/test_{operation}.py").is_file()
+    folder = OPERATIONS[operation].folder or ""
+    assert (ROOT / "tests/kernels" / folder / f"test_{operation.removeprefix(f'{folder}_')}.py").is_file()
     assert OPERATIONS[operation].differentiable == hasattr(reference, f"{operation}_backward")
 
 
 def test_the_registry_lists_every_operation_on_disk() -> None:
     shared = {"attention_sinks", "common", "reference", "bench", "operations", "testing", "tuned", "types", "decoder_layer"}
     on_disk = {path.stem for path in (ROOT / "kernels").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert on_disk - shared == set(OPERATIONS)
+    assert on_disk - shared == {operation.module.rpartition(".")[2] for operation in OPERATIONS.values()}
 
 
 def test_the_root_exports_lazily_what_it_lists() -> None:

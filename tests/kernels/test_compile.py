@@ -76,7 +76,7 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
 
 
 def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels import paged_block_sparse_attention as op
+    from msattn.kernels.paged import block_sparse_attention as op
     from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
@@ -206,7 +206,7 @@ def _paged_cache(dtype: torch.dtype, head_size: int, page_size: int):
 
 
 def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels import paged_bucket_decode as op
+    from msattn.kernels.paged import bucket_decode as op
     from msattn.kernels.testing import starts
 
     ids, counts = torch.zeros(40, 256, 2, dtype=torch.int16), torch.zeros(2, 2, dtype=torch.int64)
@@ -218,7 +218,7 @@ def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels import paged_flash_decode as op
+    from msattn.kernels.paged import flash_decode as op
 
     page_size, softcap = _choose([(16, 30.0), (256, None)], head_size, sm)
     q, cache = _paged_cache(dtype, head_size, page_size)

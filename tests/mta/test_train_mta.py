@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from msattn import cli
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError
 from msattn.trainer.mta import block_retrieval
 from msattn.trainer.mta.train_mta import load
+from tests.running import exit_code
 
 SMALL = ["device=cpu", "tracker=none", "train.num_workers=0", "train.log_every=1", "train.warmup_steps=1", "train.lr=1e-2"]
 SMALL += ["mta.blocks=3", "mta.letters=2", "mta.hidden_size=16", "mta.num_layers=1", "mta.test_problems=9"]
@@ -27,9 +27,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     monkeypatch.chdir(tmp_path)
 
     def run(*overrides: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["train-mta", *SMALL, *overrides])
-        return int(ended.value.code or 0)
+        return exit_code("train-mta", *SMALL, *overrides)
 
     return run
 

@@ -11,12 +11,11 @@ from torch.nn.functional import normalize
 
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.routing.buckets import bucket_densities, dense_buckets
 from msattn.trainer.routing.calibrate import SHARES, bucket_sizes, calibrate, most_probes, threshold_at, thresholds
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from tests.factory import random_tokens, tiny_model
+from tests.factory import inputs_of_layers, random_tokens, tiny_model
 
 BUCKETS, RECENT, SINK = 12, 16, 1
 
@@ -29,18 +28,6 @@ def classifiers() -> QModel:
     with torch.no_grad():
         qmodel.weight_out.mul_(8)
     return qmodel.requires_grad_(False).eval()
-
-
-def recorded(model: Any, ids: Tensor) -> list[LayerInputs]:
-    found: list[LayerInputs] = []
-
-    def record(x: LayerInputs) -> Tensor:
-        found.append(x)
-        return dense_attention(x)
-
-    with torch.no_grad(), tap(model, record):
-        run_backbone(model, ids)
-    return found
 
 
 def test_density_is_the_attention_of_a_key_over_that_of_the_mean_key() -> None:
@@ -88,7 +75,7 @@ def test_the_mean_share_of_the_keys_is_the_requested_one(share: float) -> None:
     read = total = 0
     reads = set()
     for row in ids:
-        x = recorded(model, row[None])[1]
+        x = inputs_of_layers(model, row[None])[1]
         buckets = router.assign(1, x.k_nope, x.k)[0]
         for at in range(RECENT, 200):
             scores = router.scores(1, x.q_nope[:, :, at : at + 1], x.q[:, :, at : at + 1])[0]

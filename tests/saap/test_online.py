@@ -17,9 +17,9 @@ from msattn.trainer.saap.distillation import Distiller
 from msattn.trainer.saap.fit_kmeans import fit_kmeans
 from msattn.trainer.saap.online import OnlineBatches, OnlineTargets, random_positions
 from msattn.trainer.saap.train_qmodel import train_qmodel
-from tests.factory import tiny_model
+from tests.factory import inputs_of_layers, tiny_model
 from tests.jobs import Job
-from tests.saap.test_train_qmodel import BUCKETS, configs, interrupted_after, layer_inputs, random_partition
+from tests.saap.test_train_qmodel import BUCKETS, configs, interrupted_after, random_partition
 
 TOKENS, LONG_RANGE = 60, 12
 
@@ -29,7 +29,7 @@ def batches(layers: list[int], num_heads: int = 2, num_prompts: int = 3, **qmode
     model = tiny_model()
     torch.manual_seed(1)
     prompts = torch.stack([torch.randperm(128)[:TOKENS] for _ in range(num_prompts)])  # distinct tokens, so distinct queries
-    partition = random_partition(layer_inputs(model, prompts[:1])[0])
+    partition = random_partition(inputs_of_layers(model, prompts[:1])[0])
     settings: dict[str, Any] = {"steps_per_prompt": 2, "prompts_at_once": 2, "batch_queries": 8, "long_range": LONG_RANGE}
     _, cfg = configs(Path(), Path())
     cfg = replace(cfg, qmodel=QModelConfig(source="online", **settings | qmodel))
@@ -41,7 +41,7 @@ def prompt_of(drawn: OnlineBatches, queries: torch.Tensor, layer: int, head: int
     """Returns the one prompt in which all ``queries [n, D]`` of a classifier occur."""
     group = 4 // drawn.num_heads
     for number, chunk in enumerate(drawn.source.chunks):
-        x = layer_inputs(drawn.source.model, chunk["input_ids"][None])[layer]
+        x = inputs_of_layers(drawn.source.model, chunk["input_ids"][None])[layer]
         known = x.q_nope[0, group * head : group * (head + 1)].half().flatten(0, 1)
         if all((known == query).all(-1).any() for query in queries):
             return number
@@ -58,7 +58,7 @@ def test_a_batch_has_long_range_queries_of_one_prompt_and_their_attention_mass(n
     for layer in range(2):
         prompt = {prompt_of(drawn, queries[layer, head], layer, head) for head in range(num_heads)}
         assert len(prompt) == 1
-        x = layer_inputs(drawn.source.model, drawn.source.chunks[prompt.pop()]["input_ids"][None])[layer]
+        x = inputs_of_layers(drawn.source.model, drawn.source.chunks[prompt.pop()]["input_ids"][None])[layer]
         buckets = drawn.source.partition.assign(layer, x.k_nope, x.k)[0]
         for head in range(num_heads):
             found = 0

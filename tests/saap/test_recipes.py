@@ -1,7 +1,6 @@
 """The paper's recipes for Llama-3.1-8B: their settings, and runs of them on a random toy of the same architecture."""
 
 import csv
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,13 @@ import pytest
 from msattn.trainer import artifacts
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import Command
-from tests.running import succeed
+from tests.running import SHAPE, TEXTS, WORDS, succeed, write_texts
 
-WORDS = " ".join(
-    "".join(letters) for letters in itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")
-)  # RULER draws from 500
 RECIPES = {"saap_llama31": 131_072, "saap_llama31_500k": 500_000}
 TOY = [
     "model.init=random",
     "model.architecture.vocab_size=4096",
-    "model.architecture.hidden_size=32",
-    "model.architecture.intermediate_size=32",
-    "model.architecture.num_hidden_layers=2",
-    "model.architecture.num_attention_heads=4",
-    "model.architecture.num_key_value_heads=2",
-    "model.architecture.head_dim=8",
+    *SHAPE,
     "model.presets.num_buckets=4",
     "model.presets.points_per_bucket=30",
     "model.presets.kmeans_prompts=3",
@@ -33,9 +24,7 @@ TOY = [
     "model.presets.qmodel_steps=3",
     "model.presets.qmodel_hidden=8",
     "model.presets.long_range=16",
-    "data=text",
-    "data.path=text.txt",
-    "data.heldout_path=heldout.txt",
+    *TEXTS,
     "data.heldout_split=null",
     "data.seq_len=128",
     "device=cpu",
@@ -47,8 +36,7 @@ TOY = [
 def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enters ``folder`` and writes texts for training and evaluation."""
     monkeypatch.chdir(folder)
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(300)))
-    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(300)))
+    write_texts(300)
 
 
 @pytest.mark.parametrize(("recipe", "length"), RECIPES.items())

@@ -28,7 +28,7 @@ from msattn.trainer.config import (
     TrainQModelConfig,
 )
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.saap import fit_kmeans as fit_kmeans_module
 from msattn.trainer.saap import targets
 from msattn.trainer.saap.distillation import Distiller
@@ -38,7 +38,7 @@ from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.targets import QueryTargets, TargetCache, key_buckets, layer_targets
 from msattn.trainer.saap.train_qmodel import layer_groups, train_qmodel
 from msattn.trainer.training.parts import FinishedParts
-from tests.factory import random_tokens, tiny_architecture, tiny_model
+from tests.factory import inputs_of_layers, random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job
 
 LENGTH, BUCKETS = 128, 8
@@ -301,18 +301,6 @@ def test_a_finished_run_leaves_no_checkpoints(
     assert not list(work.glob("*/checkpoints"))
 
 
-def layer_inputs(model: Any, tokens: torch.Tensor) -> list[LayerInputs]:
-    inputs: list[LayerInputs] = []
-
-    def recording_attention(x: LayerInputs) -> torch.Tensor:
-        inputs.append(x)
-        return dense_attention(x)
-
-    with tap(model, recording_attention), torch.no_grad():
-        run_backbone(model, tokens)
-    return inputs
-
-
 def random_partition(x: LayerInputs, rope: bool = False) -> KMeans:
     return KMeans(normalize(torch.randn(2, x.k.shape[1], BUCKETS, x.k.shape[3]), dim=-1), [0, 1], rope)
 
@@ -321,7 +309,7 @@ def random_partition(x: LayerInputs, rope: bool = False) -> KMeans:
 @pytest.mark.parametrize("min_distance", [None, 10])
 @pytest.mark.parametrize("rope", [False, True])
 def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_distance: int | None, rope: bool) -> None:
-    x = layer_inputs(tiny_model(), random_tokens(1, 60))[1]
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 60))[1]
     partition = random_partition(x, rope)
     cfg = QModelConfig(long_range=12, causal=causal, min_distance=min_distance)
     positions = torch.arange(0, 60, 2, dtype=torch.int32)
@@ -354,7 +342,7 @@ def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_
 
 
 def test_long_range_0_uses_every_query() -> None:
-    x = layer_inputs(tiny_model(), random_tokens(1, 60))[1]
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 60))[1]
     partition, generator = random_partition(x), torch.Generator().manual_seed(0)
     positions = torch.arange(60, dtype=torch.int32)
     found = layer_targets(x, partition, key_buckets(x, partition), QModelConfig(long_range=0), positions, generator, 60)

@@ -2,30 +2,16 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.seer.a_shape import measure_spans
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.select import Scorer, Selection
-from tests.factory import random_tokens, tiny_model
+from tests.factory import inputs_of_layers, random_tokens, tiny_model
 
 BLOCK = 16
-
-
-def layer_inputs(model: torch.nn.Module, ids: Tensor) -> list[LayerInputs]:
-    found = []
-
-    def record(x: LayerInputs) -> Tensor:
-        found.append(x)
-        return dense_attention(x)
-
-    with torch.no_grad(), tap(model, record):
-        run_backbone(model, ids)
-    return found
 
 
 @pytest.mark.parametrize("scores", BASELINES)
@@ -42,7 +28,7 @@ def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) ->
     selection = Selection.from_config(select, scorer=scorer, thresholds=table)
     triangle = [(row, col) for row in range(blocks) for col in range(row + 1)]
     # Chunk by chunk, because random scores depend on the shape.
-    masks = [[selection.blocks(x)[0] for x in layer_inputs(model, row[None])] for row in ids]
+    masks = [[selection.blocks(x)[0] for x in inputs_of_layers(model, row[None])] for row in ids]
     for layer in range(2):
         read = torch.stack([torch.stack([masks[i][layer][:, r, c] for r, c in triangle]) for i in range(len(ids))])
         assert read.float().mean().item() == pytest.approx(0.4, abs=0.02)
@@ -56,7 +42,7 @@ def test_thresholds_are_those_of_sorted_scores() -> None:
     selection = Selection.from_config(
         SelectConfig("calibrated", scores="oracle", block_size=BLOCK, sparsity=0.5), thresholds=table
     )
-    for x in layer_inputs(model, ids):
+    for x in inputs_of_layers(model, ids):
         scores, mask = scorer(x), selection.blocks(x)
         diagonal = torch.eye(mask.shape[-1], dtype=torch.bool).expand_as(mask)
         below = torch.ones_like(mask).tril(-1)

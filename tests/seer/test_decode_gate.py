@@ -25,8 +25,8 @@ from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.reads import serving_numbers
-from tests.factory import random_tokens, tiny_config, tiny_model
-from tests.seer.test_gate import FUNCTIONS, inputs_of_layers
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.seer.test_gate import FUNCTIONS
 
 BLOCK = 16
 

@@ -6,7 +6,6 @@ from typing import cast
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from msattn.kernels import testing
 from msattn.kernels.maxpool_attention import maxpool_attention
@@ -14,14 +13,14 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.seer.blocks import Candidates, visible_and_diagonal, visible_blocks
 from msattn.trainer.seer.blocks import sparsity as realised
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.distillation import GateDistiller, gate_loss, gate_recall
 from msattn.trainer.seer.gate import INITIAL_SCALE, AttnGate, Gate, frequency_matched_projection
 from msattn.trainer.seer.select import GateScores, Selection, TopK
-from tests.factory import random_tokens, tiny_config, tiny_model
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -39,19 +38,6 @@ def noisy_gate(cfg: GateConfig, rope_type: str = "default", std: float = 0.5) ->
     for parameter in gate.parameters():
         nn.init.normal_(parameter, std=std)
     return gate
-
-
-def inputs_of_layers(model: PreTrainedModel, ids: Tensor, **inputs) -> list[LayerInputs]:
-    """Inputs of the attention of each layer of ``model``."""
-    recorded: list[LayerInputs] = []
-
-    def recording_attention(x: LayerInputs) -> Tensor:
-        recorded.append(x)
-        return dense_attention(x)
-
-    with torch.no_grad(), tap(model, recording_attention):
-        run_backbone(model, ids, **inputs)
-    return recorded
 
 
 def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:

@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from msattn import cli
 from msattn.trainer.artifacts import check_model
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.official import import_gate
-from tests.factory import random_tokens, tiny_config, tiny_model
-from tests.seer.test_gate import inputs_of_layers
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.running import exit_code
 
 BLOCK, SIZE, HEADS, KV_HEADS = 16, 16, 4, 2
 REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -125,9 +124,7 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     save_file(tensors, tmp_path / "theirs" / "attn_gate_weights.safetensors")
     call = ["import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / "gate")]
     for arguments, code in ((call, 0), (call, 2), ([*call, "--overwrite"], 0)):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(arguments)
-        assert ended.value.code == code
+        assert exit_code(*arguments) == code
     out, err = capsys.readouterr()
     assert "gates of 2 layers and 4 heads, blocks of 16 tokens, poolings avg and max+min+avg" in out
     assert "overwrite" in err

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn import cli
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.official import import_gate
 from msattn.trainer.serving.reads import serving_numbers
-from tests.factory import random_tokens, tiny_config, tiny_model
-from tests.seer.test_gate import inputs_of_layers
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.running import succeed
 from tests.seer.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, Code, edited, rewritten
 
 GROUP = 2
@@ -130,9 +129,7 @@ def test_scores_are_theirs(
 @pytest.mark.filterwarnings("ignore::msattn.trainer.errors.ModelWarning")
 def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     released(tmp_path / "theirs", seerattn_token_budget=3 * BLOCK + 5, seerattn_start_layer=1, **NORMS)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / "decode_gate")])
-    assert ended.value.code == 0
+    succeed("import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / "decode_gate"))
     out = capsys.readouterr().out
     assert "decode gates of 2 layers and 2 key/value heads, blocks of 16 tokens, pooling max+min+avg" in out
     gate = DecodeGate.load(tmp_path)

@@ -14,25 +14,11 @@ from msattn.trainer.commands.jobs import Command
 from msattn.trainer.config import FinetuneConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
-from tests.running import succeed
+from tests.running import SHAPE, TEXTS, succeed, write_texts
 
 CONF = Path(cli.__file__).parent / "conf"
-TEXT = [
-    "data=text",
-    "data.path=text.txt",
-    "data.heldout_path=heldout.txt",
-    "device=cpu",
-    "tracker=none",
-]
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-TOY = [*TEXT, *(f"model.architecture.{key}={size}" for key, size in SHAPE.items()), "data.seq_len=256", "dtype=float32"]
+TEXT = [*TEXTS, "device=cpu", "tracker=none"]
+TOY = [*TEXT, *SHAPE, "data.seq_len=256", "dtype=float32"]
 RANDOM = [*TOY, "model.init=random"]
 GATES = ["train.steps=2", "train.batch_size=1"]
 TUNING = [f"train.{key}" for key in ("steps=2", "batch_size=2", "micro_batch_size=1", "num_workers=0")]
@@ -41,8 +27,7 @@ TUNING = [f"train.{key}" for key in ("steps=2", "batch_size=2", "micro_batch_siz
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(400)))
-    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(400)))
+    write_texts(400)
     return tmp_path / "outputs"
 
 

@@ -12,8 +12,8 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.serving.steps import DecodingSteps
-from tests.factory import left_padded, random_tokens, tiny_model
-from tests.seer.test_decode_gate import BLOCK, config, inputs_of_layers, random_decode_gate
+from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
+from tests.seer.test_decode_gate import BLOCK, config, random_decode_gate
 from tests.serving.decoding import check_steps, close, generate
 
 RECENT, SINK, BLOCKS = 20, 2, 16

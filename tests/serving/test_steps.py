@@ -16,7 +16,8 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.serving.steps import DecodingSteps, Step
+from msattn.trainer.serving.step_graph import Step
+from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.test_attach import gate_for, random_partition

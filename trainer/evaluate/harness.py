@@ -4,9 +4,10 @@ Dense attention and every method answer the same samples, one after the other.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
+from io import StringIO
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -120,30 +121,32 @@ def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool)
     from lm_eval.evaluator import evaluate
 
     asked.task.set_fewshot_seed(seed=cfg.seed)  # each method gets the same examples
-    with _without_bars():
-        return evaluate(
-            model,
-            {"tasks": {asked.name: asked.task}},
-            samples={asked.name: asked.samples},
-            bootstrap_iters=0,
-            log_samples=True,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=chat,  # lm_eval's own default
-        )
+    return evaluate(
+        model,
+        {"tasks": {asked.name: QuietTask(asked.task)}},
+        samples={asked.name: asked.samples},
+        bootstrap_iters=0,
+        log_samples=True,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,  # lm_eval's own default
+    )
 
 
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Silences the bar that lm_eval draws for each task, which no argument turns off."""
-    from lm_eval.api import task
+class QuietTask:
+    """A task of lm_eval that makes its prompts without a bar, which no argument turns off.
 
-    module: Any = task
-    bar = module.tqdm
-    module.tqdm = partial(bar, disable=True)
-    try:
-        yield
-    finally:
-        module.tqdm = bar
+    Everything else is passed on to the task. Nothing is shown on stderr meanwhile; errors are raised.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def build_all_requests(self, **options: Any) -> None:
+        with redirect_stderr(StringIO()):
+            self.task.build_all_requests(**options)
 
 
 def _as_row(

@@ -1,21 +1,17 @@
-"""Decoding steps, passes over one new token of each sequence, as CUDA graphs.
+"""Decoding steps: passes over one new token of each sequence, in place of the decoder's ordinary ones.
 
 A step reads lengths from the device and writes the new keys at a position that the device holds. It waits for nothing, and its
-tensors keep their addresses. So the host launches it once, into a CUDA graph, and then replays this graph for each token: 1
-launch for some 600. What changes from token to token is written to the step's tensors before the replay. Buffers that grow, and
-the bucket index that is rebuilt now and then, are the business of ordinary passes between the replays.
-
-The first step of a graph runs without capture: kernels are compiled and workspaces allocated. The second is captured.
+tensors keep their addresses, so that it can be captured (:mod:`msattn.trainer.serving.step_graph`). Buffers that grow, and the
+bucket index that is rebuilt now and then, are the business of ordinary passes between the steps.
 """
 
-import gc
 import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -28,9 +24,9 @@ from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.tap import TAP, LayerInputs, NotCopied, left_padding
-from msattn.trainer.serving.buffer import Buffer
 from msattn.trainer.serving.cache_layers import GrowingLayer
 from msattn.trainer.serving.fused import fused, replaced
+from msattn.trainer.serving.step_graph import Step, buffers_of, no_collection, on_capture_stream, side_stream, uncapturable
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -39,98 +35,11 @@ if TYPE_CHECKING:
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # tensors of a step that change from token to token
 OTHER_ARGUMENTS = ("attention_mask", "past_key_values", "use_cache", "cache_position", "return_dict")
-UNKNOWN = -1
-_capturing = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
 class NoGraph(Exception):
     """A token cannot be decoded with lengths on the device; the message says why."""
-
-
-class Step:
-    """The tensors of a step, at fixed addresses, and its graph once it is captured.
-
-    Attributes
-    ----------
-    key : what the graph depends on; another key needs another step.
-    routed : whether routed layers read buckets, else every key.
-    position : int64 ``[1]``, cache index of the new token.
-    kv_len, window : int32 ``[B]``, number of keys with the new one, and length of the dense window.
-    kv_start : int32 ``[B]`` or None, left padding.
-    tokens_left : number of tokens for which no buffer grows and no index is rebuilt.
-    """
-
-    def __init__(self, key: tuple, inputs: dict[str, Tensor], *, routed: bool, padded: bool) -> None:
-        first = next(iter(inputs.values()))
-        batch, device = len(first), first.device
-        self.key, self.routed, self.batch = key, routed, batch
-        with torch.inference_mode(False):
-            self.inputs = {name: torch.empty_like(x) for name, x in inputs.items()}
-            self.position = torch.zeros(1, dtype=torch.int64, device=device)
-            self.kv_len, self.window = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
-            self.kv_start = torch.zeros(batch, dtype=torch.int32, device=device) if padded else None
-        self.tokens_left = 0
-        self.padding: list[int] = []
-        self.has_run = self.refused = False
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.hidden: Tensor | None = None  # what the graph writes
-        self.buffers: list[Buffer] = []
-        self._length, self._window = UNKNOWN, UNKNOWN  # as on the device
-
-    def serves(self, cache: Any, inputs: dict[str, Tensor]) -> bool:
-        """Returns whether the next token follows the last one, so that nothing else has to be looked at."""
-        same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
-        if not same or self.tokens_left < 1 or self._length != cache.get_seq_length():
-            return False
-        return all(mine is now for mine, now in zip(self.buffers, _buffers(cache), strict=True))
-
-    def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
-        """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""
-        for name, x in inputs.items():
-            self.inputs[name].copy_(x)
-        if self._length != length:
-            self._length = length
-            self.position.fill_(length)
-            self.kv_len.fill_(length + 1)
-        if self._window != window:
-            self._window = window
-            self.window.fill_(window)
-        if self.kv_start is not None and self.padding != padding:
-            self.kv_start.copy_(torch.tensor(padding, dtype=torch.int32))
-        self.padding = padding
-
-    def advance(self) -> None:
-        """Sets the lengths of the following token, on the device."""
-        self.position += 1
-        self.kv_len += 1
-
-    def run(self, launch: Callable[[], Tensor]) -> Tensor:
-        """Replays the graph, or launches the step; returns the last hidden states."""
-        length, self._length = self._length, UNKNOWN  # an exception may come before or after the device has advanced
-        if self.graph is None:
-            hidden = launch()
-        else:
-            self.graph.replay()
-            hidden = self.hidden
-        assert hidden is not None
-        self._length, self.has_run = length + 1, True
-        return hidden
-
-    def capture(self, launch: Callable[[], Tensor]) -> None:
-        """Captures ``launch`` as the step's graph, without running it."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            self.hidden = launch()
-        except BaseException:
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                logger.debug("the capture was already broken")
-            raise
-        graph.capture_end()
-        self.graph = graph
 
 
 class _Current(threading.local):
@@ -241,7 +150,7 @@ class DecodingSteps(NotCopied):
         room = min(layer.key_buffer.capacity for layer in layers) - length
         until_routed = room if routed else routed_from - 1 - length
         until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
-        step.tokens_left, step.buffers = min(room, until_routed, *until_rebuild), _buffers(cache)
+        step.tokens_left, step.buffers = min(room, until_routed, *until_rebuild), buffers_of(cache)
         return step
 
     def _model_state(self) -> tuple:
@@ -262,7 +171,7 @@ class DecodingSteps(NotCopied):
         if step.has_run and step.graph is None and self.cuda_graphs and not step.refused:
             self._capture(step, arguments)
         first = not step.has_run and self.cuda_graphs  # launched where it will be captured, so that its workspaces exist
-        with _on_capture_stream(step.position.device) if first else nullcontext():
+        with on_capture_stream(step.position.device) if first else nullcontext():
             hidden = step.run(partial(self._launch, step, arguments))
         visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
         self.sparse.add_visible(visible, routed=step.routed)
@@ -283,7 +192,7 @@ class DecodingSteps(NotCopied):
         reason, began = uncapturable(self.decoder), time.monotonic()
         if reason is None:
             try:
-                with _on_capture_stream(step.position.device), _no_collection():
+                with on_capture_stream(step.position.device), no_collection():
                     step.capture(partial(self._launch, step, arguments))
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:200]
@@ -326,10 +235,6 @@ def _address(x: Tensor) -> int:
         return id(x)
 
 
-def _buffers(cache: Any) -> list[Buffer]:
-    return [each for layer in cache.layers for each in (layer.key_buffer, layer.value_buffer)]
-
-
 def _now(mask: Tensor | None) -> torch.cuda.Event | None:
     """Returns an event at the present end of the stream on which ``mask`` was computed; None on a CPU."""
     if mask is None or not mask.is_cuda:
@@ -346,57 +251,11 @@ def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int
     if computed is None:
         padding = left_padding(mask)
     else:
-        stream = _stream(mask.device, "masks")
+        stream = side_stream(mask.device, "masks")
         stream.wait_event(computed)
         with torch.cuda.stream(stream):
             padding = left_padding(mask)
     return padding if any(padding) else []
-
-
-@contextmanager
-def _on_capture_stream(device: torch.device) -> Iterator[None]:
-    """Runs the block on the stream of captures, between the work before and after it on the current one.
-
-    One thread at a time: what another one launched there would become part of a capture.
-    """
-    stream, current = _stream(device, "captures"), torch.cuda.current_stream(device)
-    with _capturing:
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            current.wait_stream(stream)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps the collector from freeing older graphs in the block: that would break a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@cache
-def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """Returns the stream for ``purpose``, one for all models: each further stream would get workspaces of its own."""
-    return torch.cuda.Stream(device)
-
-
-def uncapturable(decoder: nn.Module) -> str | None:
-    """Returns the reason for which a decoder's forward pass cannot be captured, or None."""
-    for name, module in decoder.named_modules():
-        if getattr(getattr(module, "_hf_hook", None), "offload", False):
-            return f"the module {name} is offloaded"
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            owner = getattr(hook, "__self__", hook)
-            if not isinstance(owner, NotCopied) and not getattr(hook, "__module__", "").startswith("transformers."):
-                return f"the module {name} has a forward hook, which a graph would not call"
-    return None
 
 
 class StepAttention(NotCopied):

@@ -18,11 +18,11 @@ import transformers
 from openai import OpenAI
 
 import msattn
-from msattn import cli
 from msattn.trainer.commands import serve
 from msattn.trainer.errors import Fault, UserError
 from msattn.trainer.models import Loaded
 from msattn.trainer.serving.http import cache, supervisor
+from tests.running import exit_code
 from tests.serving.http.running import KEY, SECONDS, Running, configuration, eventually, greedy, running, small_loaded
 
 WORDS: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "temperature": 0}
@@ -236,9 +236,8 @@ def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self, bound: None)  # a server that starts would not end
 
     def run(*arguments: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(["serve", "device=cpu", "--port", "0", *arguments])
-        return int(caught.value.code or 0), capsys.readouterr().err
+        code = exit_code("serve", "device=cpu", "--port", "0", *arguments)
+        return code, capsys.readouterr().err
 
     return run
 

@@ -11,9 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
-from msattn.kernels.paged_bucket_decode import paged_bucket_decode
-from msattn.kernels.paged_flash_decode import paged_flash_decode
+from msattn.kernels.paged import paged_block_sparse_attention, paged_bucket_decode, paged_flash_decode
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import served_layers

@@ -17,7 +17,7 @@ from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.seer.policies import Multiscale
 from msattn.trainer.serving.fused import replaced
-from msattn.trainer.serving.steps import uncapturable
+from msattn.trainer.serving.step_graph import uncapturable
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import paged_block_sparse_attention as module
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
-from msattn.kernels.paged_block_sparse_attention import paged_block_sparse_attention
+from msattn.kernels.paged import block_sparse_attention as module
+from msattn.kernels.paged import paged_block_sparse_attention
 from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
@@ -397,65 +397,3 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
     got = paged_block_sparse_attention(q.requires_grad_(), cache, cu_queries, None, **problem.options(case), backend=backend)
     with pytest.raises(NotImplementedError, match="no gradient"):
         got.out.sum().backward()
-
-
-INT = torch.int32
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"q": torch.zeros(1, 2, 5, 64)}, "q.shape=\\(1, 2, 5, 64\\): expected packed queries"),
-    ({"q": torch.zeros(0, 2, 64)}, "q.shape=\\(0, 2, 64\\)"),
-    ({"q": torch.zeros(5, 2, 64, dtype=INT)}, "q.dtype=torch.int32"),
-    ({"q": torch.zeros(5, 3, 64)}, "q has 3 heads"),
-    ({"q": torch.zeros(5, 2, 12)}, "head size 12"),
-    ({"k": torch.zeros(6, 16, 2, 80)}, "cache.k has shape \\(6, 16, 2, 80\\)"),
-    ({"k": torch.zeros(6, 16, 64, 2).mT}, "cache.k has shape"),
-    ({"k": torch.zeros(6, 16, 2, 64, dtype=torch.float16)}, "cache.k.dtype=torch.float16"),
-    ({"v": torch.zeros(6, 32, 2, 64)}, "cache.v.shape"),
-    ({"table": torch.zeros(2, 3)}, "cache.table is torch.float32"),
-    ({"kv_len": torch.zeros(3, dtype=INT)}, "cache.kv_len is torch.int32 \\(3,\\)"),
-    ({"cu_queries": torch.zeros(2, dtype=INT)}, "cu_queries is torch.int32 \\(2,\\): expected int32 \\(3,\\)"),
-    ({"cu_queries": torch.zeros(3, dtype=torch.int64)}, "cu_queries is torch.int64"),
-    ({"cu_queries": torch.zeros(3, dtype=INT, device="meta")}, "cu_queries.device=meta"),
-    ({"block_mask": torch.zeros(2, 1, 1, 3)}, "block_mask is torch.float32"),
-    ({"block_mask": torch.zeros(1, 1, 1, 3, dtype=torch.bool)}, "batch must be 2"),
-    ({"block_mask": torch.zeros(2, 3, 1, 3, dtype=torch.bool)}, "heads must be 2 or 2 or 1"),
-    ({"block_mask": torch.zeros(2, 1, 2, 3, dtype=torch.bool)}, "row blocks must be 1"),
-    ({"block_mask": torch.zeros(2, 1, 1, 2, dtype=torch.bool)}, "column blocks must be 3"),
-    ({"block_mask": torch.zeros(2, 1, 1, 3, dtype=torch.bool, device="meta")}, "block_mask.device=meta"),
-    ({"max_queries": 0}, "max_queries=0"),
-    ({"block_size": 48}, "block_size=48"),
-    ({"scale": -1.0}, "scale=-1.0"),
-    ({"softcap": 0.0}, "softcap=0.0"),
-    ({"backend": "cuda"}, "backend='cuda'"),
-    # values, which the torch backend reads
-    ({"kv_len": torch.tensor([49, 2], dtype=INT)}, "cache.kv_len=\\[49, 2\\]"),
-    ({"kv_len": torch.tensor([2, 9], dtype=INT)}, "a sequence has 2 keys, fewer than its 3 queries"),
-    ({"table": torch.tensor([[0, 6, -1], [1, -1, -1]], dtype=INT)}, "cache.table\\[0\\]=\\[0, 6\\]"),
-    ({"cu_queries": torch.tensor([0, 3, 2], dtype=INT)}, "cu_queries=\\[0, 3, 2\\]"),
-    ({"cu_queries": torch.tensor([1, 3, 5], dtype=INT)}, "cu_queries=\\[1, 3, 5\\]"),
-    ({"cu_queries": torch.tensor([0, 3, 6], dtype=INT)}, "cu_queries=\\[0, 3, 6\\]"),
-    ({"max_queries": 2}, "max_queries=2: a sequence has 3 queries"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refuses(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(5, 2, 64),
-        "k": torch.zeros(6, 16, 2, 64),
-        "v": torch.zeros(6, 16, 2, 64),
-        "table": torch.tensor([[0, 5, -1], [1, -1, -1]], dtype=INT),
-        "kv_len": torch.tensor([30, 9], dtype=INT),
-        "cu_queries": torch.tensor([0, 3, 5], dtype=INT),
-        "block_mask": torch.zeros(2, 1, 1, 3, dtype=torch.bool),
-        "max_queries": 3,
-        "block_size": 16,
-    }
-
-    def call(**arguments: Any) -> SparseAttention:
-        cache = PagedKeys(*(arguments.pop(name) for name in PagedKeys._fields))
-        q, cu_queries, block_mask = (arguments.pop(name) for name in ("q", "cu_queries", "block_mask"))
-        return paged_block_sparse_attention(q, cache, cu_queries, block_mask, **arguments)
-
-    assert call(**arguments).out.shape == (5, 2, 64)
-    with pytest.raises(ValueError, match=message):
-        call(**arguments | change)

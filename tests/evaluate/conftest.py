@@ -1,0 +1,45 @@
+"""A text, a small model and artifacts for it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from msattn.trainer import artifacts, models
+from msattn.trainer.config import GateConfig, ModelConfig
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.seer.gate import Gate
+from tests.evaluate.runs import BUCKETS, config
+from tests.factory import tiny_architecture, tiny_model
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a text of plain words, the haystack."""
+    folder = tmp_path_factory.mktemp("text")
+    words = ["the", "river", "ran", "past", "an", "old", "mill", "and", "nobody", "knew", "where", "it", "came", "from"]
+    (folder / "essay.txt").write_text(" ".join(words[i * i % len(words)] for i in range(4000)), encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    """A random Llama of two layers with the embedded model's tokenizer."""
+    cfg = ModelConfig(name="rand", path="embedded", init="random", architecture=tiny_architecture(vocab_size=4096))
+    return Loaded(tiny_model(vocab_size=4096), (found := models.load(cfg, device="cpu")).tokenizer, found.fingerprint)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output folder with an untrained gate and random centroids for the model of :func:`config`."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    model = models.load(config(outputs, "unused").model, device="cpu")
+    gate = Gate.build(model.model.config, GateConfig(block_size=16))
+    centroids = F.normalize(torch.randn(2, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+    shared = {"config": {}, "model": model.fingerprint, "data": "none", "seed": 0, "metrics": {}}
+    folder = {kind: artifacts.artifact_folder(outputs, "rand", "base", kind) for kind in ("gate", "kmeans")}
+    artifacts.write(folder["gate"], kind="gate", tensors=gate.state_dict(), details=gate.details(), **shared)
+    details = {"layers": [0, 1], "rope": False}
+    artifacts.write(folder["kmeans"], kind="kmeans", tensors={"centroids": centroids}, details=details, **shared)
+    return outputs

@@ -1,0 +1,51 @@
+"""Needles in a haystack: samples, and answers from a cache that routings share."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from msattn.trainer import models
+from msattn.trainer.evaluate import methods, needle
+from msattn.trainer.models.loading import Loaded
+from tests.evaluate.runs import BUCKETS, config
+
+
+@pytest.mark.parametrize("question", ["dense", "sparse"])
+def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Path, text: str, question: str) -> None:
+    cfg = config(trained, text)
+    cfg = replace(cfg, eval=replace(cfg.eval, needle=replace(cfg.eval.needle, question=question, needles=3)))
+    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
+    found = methods.find_methods(cfg, models.load(cfg.model, device="cpu"), torch.device("cpu"))
+    routing = replace(found.bucket_routings[0], dense_layers=())
+    routing.router.artifact = None  # skips the check of the model: this one has other weights
+    dense = needle.prefill_samples(loaded, samples, lambda: None)
+    plan = {"all": BUCKETS, "none": 0, "all again": BUCKETS}
+    routed = needle.decode_samples(loaded, samples, routing, plan, lambda: None)
+    assert torch.equal(routed["all"].predicted, dense.predicted)
+    assert torch.equal(routed["all again"].predicted, dense.predicted)  # the shared cache is unchanged
+    assert routed["all"].selectivity == pytest.approx(1)
+    assert (routed["none"].selectivity or 1) < 0.5
+
+
+def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    cfg = config(tmp_path, text)
+    haystack = needle.read_haystack(cfg, loaded.tokenizer)
+    samples = needle.make_samples(cfg, loaded.tokenizer, haystack, 192)
+    again = needle.make_samples(cfg, loaded.tokenizer, haystack, 192)
+    assert torch.equal(samples.ids, again.ids)
+    assert samples.ids.shape == (4, 192)
+    assert samples.depths == [0.0, 0.0, 0.5, 0.5]
+    for ids, answers in zip(samples.ids, samples.answers, strict=True):
+        answer = str(loaded.tokenizer.decode(ids[-answers:])).strip()
+        assert answer.isdigit()
+        assert len(answer) == 5
+        assert loaded.tokenizer.decode(ids[:-answers]).count(answer) == 1
+    asked = [str(loaded.tokenizer.decode(ids[-samples.decoded :])) for ids in samples.ids]
+    for text, question in zip(asked, ("hidden token", "agent", "chest named", "ledger"), strict=True):
+        assert question in text  # held-out wordings, in turn
+    right = samples.ids[:, -samples.longest :].clone()
+    assert samples.found(right) == [True] * 4
+    right[2, -1] += 1
+    assert samples.found(right) == [True, True, False, True]

@@ -1,0 +1,153 @@
+"""Recall of attention mass, as a task of its own and beside perplexity."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch.nn import functional as F
+
+from msattn.trainer import artifacts, data, models
+from msattn.trainer.config import ArtifactsConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import methods, needle, perplexity, recall
+from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
+from tests.evaluate.runs import BUCKETS, config
+
+
+def test_losses_in_pieces_equal_the_models_losses(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "LOGIT_ROWS", 7)
+    ids = torch.randint(1, 4096, (60,), generator=torch.Generator().manual_seed(0))
+    losses = torch.cat(list(perplexity.token_losses(loaded, perplexity.prefill(loaded, ids), ids)))
+    logits = loaded.model(ids[None]).logits[0]
+    torch.testing.assert_close(losses, F.cross_entropy(logits[:-1], ids[1:], reduction="none"))
+
+
+def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    cfg = config(tmp_path, text, baselines=["sink_local"])
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    (row,) = [row for row in perplexity.run(loaded, cfg, found, Progress(disable=True)) if row.setting == "sparsity 0.6"]
+    ((_, select),) = found.block_selections[0].settings([0.6])
+    shares = []
+    texts = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=3)
+    for number in range(len(texts)):
+        with found.block_selections[0].attach(loaded.model, select, measure_recall=True) as sparse:
+            perplexity.prefill(loaded, texts[number]["input_ids"])
+            shares.append(sparse.stats()["recall"])
+    assert len(set(shares)) == row.samples == 2
+    assert row.recall == pytest.approx(sum(shares) / 2)
+
+
+def test_recall_of_a_method_does_not_depend_on_other_methods(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    """Every method reads the inputs of the dense model."""
+    cfg = config(tmp_path, text)
+    found = methods.calibrate_baselines(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    rows = recall.run(loaded, cfg, found, Progress(disable=True))
+    alone = recall.run(loaded, cfg, replace(found, block_selections=found.block_selections[-1:]), Progress(disable=True))
+    by_name = {(row.method, row.setting): row for row in rows}
+    assert [row.score for row in alone] == [by_name[row.method, row.setting].score for row in alone]
+    heads = torch.tensor(alone[-1].extra["heads"])
+    assert heads.shape == (2, 4)
+    assert alone[-1].score == pytest.approx(heads.mean().item(), abs=1e-6)
+
+
+def test_probes_of_each_query_head(trained: Path, text: str) -> None:
+    """With independent probes the mass is that of dense attention in the window and the best bucket of each head."""
+    cfg = config(trained, text)
+    cfg = replace(cfg, dense_layers=[], eval=replace(cfg.eval, recall=replace(cfg.eval.recall, num_chunks=1, independent=True)))
+    loaded = models.load(cfg.model, device="cpu")
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    (routing,) = found.bucket_routings
+    rows = recall.run(loaded, cfg, replace(found, block_selections=[]), Progress(disable=True))
+    by_name = {(row.method, row.setting): row for row in rows}
+    every = by_name["k-means, independent", f"{BUCKETS} probes"]
+    assert every.score == pytest.approx(1, abs=1e-5)
+    assert every.selectivity == pytest.approx(1)
+    assert ("k-means, independent", "0 probes") not in by_name
+
+    expected: dict[int, torch.Tensor] = {}
+
+    def dense_attention_with_expected_mass(x: LayerInputs) -> torch.Tensor:
+        positions = torch.linspace(routing.recent + routing.sink, x.num_keys - 1, cfg.eval.recall.num_queries).round().long()
+        k = x.k.repeat_interleave(2, 1)[0]
+        seen = torch.arange(x.num_keys) <= positions[:, None]
+        weights = (x.q[0, :, positions] @ k.mT * x.scale).masked_fill(~seen, -torch.inf).softmax(-1)  # [Hq, n, M]
+        assert isinstance(routing.router, KMeans)
+        centroids = routing.router.centroids[x.layer].repeat_interleave(2, 0)
+        probe = (x.q_nope[0, :, positions] @ centroids.mT).argmax(-1)
+        buckets = routing.router.assign(x.layer, x.k_nope, x.k)[0].repeat_interleave(2, 0)
+        inside = (torch.arange(x.num_keys) < routing.sink) | (torch.arange(x.num_keys) > positions[:, None] - routing.recent)
+        read = inside | (buckets[:, None] == probe[..., None])
+        expected[x.layer] = (weights * read).sum(-1).mean(-1)
+        return dense_attention(x)
+
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
+    with torch.inference_mode(), tap(loaded.model, dense_attention_with_expected_mass):
+        perplexity.prefill(loaded, chunks[0]["input_ids"])
+    heads = torch.tensor(by_name["k-means, independent", "1 probe"].extra["heads"])
+    torch.testing.assert_close(heads, torch.stack([expected[0], expected[1]]), rtol=1e-4, atol=1e-5)
+    shared = torch.tensor(by_name["k-means", "1 probe"].extra["heads"])
+    assert not torch.allclose(heads, shared)
+    oracle = [by_name[f"oracle routing{kind}", "1 probe"].score for kind in (", independent", "")]
+    assert oracle[0] > oracle[1]
+
+
+def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained: Path, text: str, tmp_path: Path) -> None:
+    """Classifiers without thresholds are calibrated; the share that is read beside the window is about the requested one."""
+    partition, folder = KMeans.load(trained / "rand" / "base" / "kmeans"), tmp_path / "qmodel"
+    details = {"layers": [0, 1], "rope": False}
+    facts: dict[str, Any] = {"config": {}, "model": loaded.fingerprint, "data": "none", "seed": 0, "metrics": {}}
+    tensors = dict(QModel(partition, 2, 8).state_dict())
+    artifacts.write(folder, kind="qmodel", tensors=tensors, details=details, **facts)
+    cfg = config(trained, text, tasks=["recall", "needle"], baselines=[])
+    tasks = replace(
+        cfg.eval,
+        recall=replace(cfg.eval.recall, probes=[0], keys=[0.1, 0.5], sparsities=[], independent=True),
+        needle=replace(cfg.eval.needle, probes=[0], keys=[0.5], sparsities=[], independent=True),
+    )
+    cfg = replace(cfg, eval=tasks, artifacts=ArtifactsConfig(qmodel=str(folder)), keys=0.2)
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    methods.calibrate_routers(found, cfg, loaded)
+    classifier, kmeans = found.bucket_routings
+    assert classifier.own_settings() == [("20 % of far keys", 0.2)]
+    assert kmeans.own_settings() == [("4 probes", 4)]
+    assert kmeans.settings([1], [0.5]) == [("1 probe", 1)]
+    assert "classifier: its artifact holds no thresholds" in found.notes[-1]
+
+    rows = {(row.method, row.setting): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
+    name = "classifier, calibrated"
+    assert set(rows) == {(name, "10 % of far keys"), (name, "50 % of far keys"), (WINDOW, "0 probes")}
+    window = rows[WINDOW, "0 probes"].selectivity
+    few, many = (rows[name, f"{share} % of far keys"] for share in (10, 50))
+    assert window is not None
+    assert few.selectivity is not None
+    assert many.selectivity is not None
+    assert window < few.selectivity < many.selectivity < 1
+    assert rows[WINDOW, "0 probes"].score < few.score < many.score
+    assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
+    asked = [(row.method, row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True))]
+    share = "50 % of far keys"
+    assert asked == [("dense", ""), (WINDOW, "0 probes"), (name, share), (f"{name}, independent", share)]
+
+
+def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) -> None:
+    cfg = config(trained, text)
+    loaded = models.load(cfg.model, device="cpu")
+    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
+    rows = recall.run(loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found, Progress(disable=True))
+    assert [(row.method, row.setting) for row in rows] == [(WINDOW, "0 probes")]
+
+
+def test_recall_needs_more_keys_than_the_window(trained: Path, text: str) -> None:
+    cfg = config(trained, text)
+    short = replace(cfg, recent=cfg.eval.recall.length)
+    with pytest.raises(UserError, match=r"eval\.recall\.length"):
+        evaluate(replace(short, eval=replace(short.eval, tasks=["recall"])))

@@ -1,0 +1,161 @@
+"""The tensors of a decoding step, at fixed addresses, and its capture as a CUDA graph.
+
+The host launches a step once, into a graph, and then replays this graph for each token: 1 launch for some 600. What changes
+from token to token is written to the tensors of the step before the replay.
+
+The first step of a graph runs without capture: kernels are compiled and workspaces allocated. The second is captured.
+"""
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from msattn.trainer.models.tap import NotCopied
+from msattn.trainer.serving.buffer import Buffer
+
+UNKNOWN = -1
+_capturing = threading.Lock()
+logger = logging.getLogger(__name__)
+
+
+class Step:
+    """The tensors of a step, at fixed addresses, and its graph once it is captured.
+
+    Attributes
+    ----------
+    key : what the graph depends on; another key needs another step.
+    routed : whether routed layers read buckets, else every key.
+    position : int64 ``[1]``, cache index of the new token.
+    kv_len, window : int32 ``[B]``, number of keys with the new one, and length of the dense window.
+    kv_start : int32 ``[B]`` or None, left padding.
+    tokens_left : number of tokens for which no buffer grows and no index is rebuilt.
+    """
+
+    def __init__(self, key: tuple, inputs: dict[str, Tensor], *, routed: bool, padded: bool) -> None:
+        first = next(iter(inputs.values()))
+        batch, device = len(first), first.device
+        self.key, self.routed, self.batch = key, routed, batch
+        with torch.inference_mode(False):
+            self.inputs = {name: torch.empty_like(x) for name, x in inputs.items()}
+            self.position = torch.zeros(1, dtype=torch.int64, device=device)
+            self.kv_len, self.window = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
+            self.kv_start = torch.zeros(batch, dtype=torch.int32, device=device) if padded else None
+        self.tokens_left = 0
+        self.padding: list[int] = []
+        self.has_run = self.refused = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.hidden: Tensor | None = None  # what the graph writes
+        self.buffers: list[Buffer] = []
+        self._length, self._window = UNKNOWN, UNKNOWN  # as on the device
+
+    def serves(self, cache: Any, inputs: dict[str, Tensor]) -> bool:
+        """Returns whether the next token follows the last one, so that nothing else has to be looked at."""
+        same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
+        if not same or self.tokens_left < 1 or self._length != cache.get_seq_length():
+            return False
+        return all(mine is now for mine, now in zip(self.buffers, buffers_of(cache), strict=True))
+
+    def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
+        """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""
+        for name, x in inputs.items():
+            self.inputs[name].copy_(x)
+        if self._length != length:
+            self._length = length
+            self.position.fill_(length)
+            self.kv_len.fill_(length + 1)
+        if self._window != window:
+            self._window = window
+            self.window.fill_(window)
+        if self.kv_start is not None and self.padding != padding:
+            self.kv_start.copy_(torch.tensor(padding, dtype=torch.int32))
+        self.padding = padding
+
+    def advance(self) -> None:
+        """Sets the lengths of the following token, on the device."""
+        self.position += 1
+        self.kv_len += 1
+
+    def run(self, launch: Callable[[], Tensor]) -> Tensor:
+        """Replays the graph, or launches the step; returns the last hidden states."""
+        length, self._length = self._length, UNKNOWN  # an exception may come before or after the device has advanced
+        if self.graph is None:
+            hidden = launch()
+        else:
+            self.graph.replay()
+            hidden = self.hidden
+        assert hidden is not None
+        self._length, self.has_run = length + 1, True
+        return hidden
+
+    def capture(self, launch: Callable[[], Tensor]) -> None:
+        """Captures ``launch`` as the step's graph, without running it."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            self.hidden = launch()
+        except BaseException:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                logger.debug("the capture was already broken")
+            raise
+        graph.capture_end()
+        self.graph = graph
+
+
+def buffers_of(cache: Any) -> list[Buffer]:
+    """Returns the buffers of keys and values of all layers."""
+    return [each for layer in cache.layers for each in (layer.key_buffer, layer.value_buffer)]
+
+
+@contextmanager
+def on_capture_stream(device: torch.device) -> Iterator[None]:
+    """Runs the block on the stream of captures, between the work before and after it on the current one.
+
+    One thread at a time: what another one launched there would become part of a capture.
+    """
+    stream, current = side_stream(device, "captures"), torch.cuda.current_stream(device)
+    with _capturing:
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the collector from freeing older graphs in the block: that would break a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@cache
+def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """Returns the stream for ``purpose``, one for all models: each further stream would get workspaces of its own."""
+    return torch.cuda.Stream(device)
+
+
+def uncapturable(decoder: nn.Module) -> str | None:
+    """Returns the reason for which a decoder's forward pass cannot be captured, or None."""
+    for name, module in decoder.named_modules():
+        if getattr(getattr(module, "_hf_hook", None), "offload", False):
+            return f"the module {name} is offloaded"
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            owner = getattr(hook, "__self__", hook)
+            if not isinstance(owner, NotCopied) and not getattr(hook, "__module__", "").startswith("transformers."):
+                return f"the module {name} has a forward hook, which a graph would not call"
+    return None
