@@ -16,10 +16,11 @@ from msattn.trainer.attach import Sparse, attach, load
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import MeanPool, Selection, TopK
+from msattn.trainer.seer.select import GateScores, MeanPool, Selection, TopK
 from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
@@ -34,6 +35,17 @@ def model() -> Any:
 
 def gate_for(model: Any) -> Gate:
     return Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
+
+
+class PooledScores(GateScores):
+    """The scores of pooled queries alone, which do not depend on where a pass ends."""
+
+    def __call__(self, x: LayerInputs) -> Tensor:
+        return self.gate.scores(x)
+
+
+def half_by_pooled_scores(model: Any) -> Selection:
+    return Selection(TopK(0.5), PooledScores(gate_for(model)))
 
 
 def random_partition(seed: int = 0) -> KMeans:

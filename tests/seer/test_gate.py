@@ -1,6 +1,7 @@
 """AttnGate: scores against plain loops, padding, loss, training, calibrated thresholds, artifact."""
 
 import itertools
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -124,6 +125,45 @@ def test_queries_are_the_last_positions_of_longer_keys():
     padded = layer(q[:, :, 53:], k, inv_freq=gate.inv_freq, kv_start=start)
     alone = layer(q[1:, :, 53:], k[1:, :, 5:], inv_freq=gate.inv_freq)
     torch.testing.assert_close(padded[1:], alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"), [({}, 71), ({}, 5), ({"heads": "kv"}, 64), ({"rope": False, "q_pool": ["avg"]}, 71)]
+)
+@torch.no_grad()
+def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
+    gate = noisy_gate(config(**changes), std=0.2)
+    for x in inputs_of_layers(tiny_model(), random_tokens(1, length)):
+        scores, pooled = GateScores(gate)(x), gate.scores(x)
+        assert torch.equal(scores[:, :, :-1], pooled[:, :, :-1])
+        single, row = gate.scores_of_last_queries(x)
+        assert row.tolist() == [pooled.shape[2] - 1]
+        torch.testing.assert_close(scores[:, :, -1], torch.maximum(pooled[:, :, -1], single.amax(2)))
+        for i in range(1, min(BLOCK, length) + 1):  # a block of this query alone, repeated; its blocks as far as it sees
+            seen, position = (length - i) // BLOCK + 1, length - i
+            q_nope = x.q_nope.clone()
+            q_nope[:, :, row * BLOCK :] = x.q_nope[:, :, [position]]
+            alone = gate.scores(replace(x, q_nope=q_nope))[:, :, -1, :seen]
+            torch.testing.assert_close(single[:, :, -i, :seen], alone / alone.sum(-1, keepdim=True), rtol=1e-3, atol=1e-5)
+            assert (single[:, :, -i, seen:] == 0).all()
+
+
+@pytest.mark.parametrize("heads", ["query", "kv"])
+@torch.no_grad()
+def test_padding_does_not_change_the_last_row(heads):
+    gate = noisy_gate(config(heads=heads), std=0.2)
+    rows = [random_tokens(1, n, seed=n)[0] for n in (71, 70, 33, 9, 1)]
+    padding = [71 - len(row) for row in rows]
+    ids = torch.stack([torch.cat([row.new_zeros(pad), row]) for pad, row in zip(padding, rows, strict=True)])
+    mask = (torch.arange(71) >= torch.tensor(padding)[:, None]).long()
+    model = tiny_model()
+    padded = inputs_of_layers(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    for b, row in enumerate(rows):
+        for x, alone in zip(padded, inputs_of_layers(model, row[None]), strict=True):
+            scores, expected = GateScores(gate)(x), GateScores(gate)(alone)
+            blocks = expected.shape[-1]
+            torch.testing.assert_close(scores[b : b + 1, :, :blocks, :blocks], expected, rtol=1e-4, atol=1e-5)
+            assert (scores[b, :, blocks:] == 0).all()
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
@@ -277,7 +317,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
         mask = selection.blocks(x)
         # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
         assert realised(mask, Candidates(visible, diagonal)).item() == pytest.approx(sparsity, abs=0.02)
-        assert (TopK(1 - (1 - sparsity) * floor)(gate.scores(x), Candidates(visible, diagonal)) <= mask).all()
+        assert (TopK(1 - (1 - sparsity) * floor)(GateScores(gate)(x), Candidates(visible, diagonal)) <= mask).all()
         counts = mask.sum((0, 2, 3))
         assert sparsity == 0 or counts.min() < counts.max()  # budgets differ between heads
 

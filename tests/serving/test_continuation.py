@@ -13,7 +13,7 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.serving.cache_layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
-from tests.test_attach import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, random_partition
+from tests.test_attach import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores, random_partition
 
 HALF = SelectConfig(sparsity=0.5, dense_below=0)
 
@@ -40,16 +40,25 @@ def positions_of(mask: Tensor) -> Tensor:
 def test_chunked_prefill_reads_the_blocks_of_one_pass(family: str, rope: str) -> None:
     model = tiny_model(family, rope)
     ids = random_tokens(2, 10 * BLOCK)
-    with attach(model, gate=gate_for(model), select=HALF) as sparse:
+    with attach(model, select=half_by_pooled_scores(model)) as sparse:
         expected = model(ids).logits
         once = sparse.stats()["sparsity"]
     assert not torch.allclose(expected, model(ids).logits, atol=1e-3)
     lengths = [4 * BLOCK, BLOCK, 5 * BLOCK]
-    with attach(model, gate=gate_for(model), select=HALF) as sparse:
+    with attach(model, select=half_by_pooled_scores(model)) as sparse:
         torch.testing.assert_close(run_in_passes(model, ids, lengths), expected, rtol=1e-4, atol=1e-4)
         stats = sparse.stats()
     assert stats["dense_fallbacks"] == 0
     assert stats["sparsity"] > 0.8 * once
+
+
+@torch.no_grad()
+def test_only_the_last_block_of_a_chunk_reads_otherwise() -> None:
+    model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 10 * BLOCK)
+    with attach(model, gate=gate_for(model), select=HALF):
+        once, chunked = model(ids).logits, run_in_passes(model, ids, [6 * BLOCK, 4 * BLOCK])
+    same = torch.isclose(chunked, once, rtol=1e-4, atol=1e-4).all(-1)[0].view(-1, BLOCK).all(-1)
+    assert same.tolist() == [True] * 5 + [False] + [True] * 4
 
 
 @pytest.mark.parametrize("scores", ["quest", "mean_pool", "sink_local", "oracle"])

@@ -52,6 +52,11 @@ def visible_and_diagonal(
     return visible, visible & (starts + block_size > rows.first[..., None])[:, None]
 
 
+def last_row(rows: RowSpan) -> Tensor:
+    """Returns the index of the row block that holds the last query, int64 ``[B | 1]``; row blocks after it are empty."""
+    return rows.last.argmax(1)
+
+
 class Candidates:
     """Blocks of a layer that a policy selects from.
 

@@ -22,7 +22,7 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
-from msattn.trainer.seer.blocks import row_span, visible_blocks
+from msattn.trainer.seer.blocks import last_row, row_span, visible_blocks
 from msattn.trainer.seer.calibrate import Thresholds
 from msattn.trainer.seer.gate_artifact import GateArtifact
 from msattn.trainer.storage.documents import checked
@@ -101,6 +101,11 @@ class AttnGate(nn.Module):
         """Returns the pooled queries of :meth:`pooled_inputs`; ``q_nope`` are the last of ``num_keys`` positions."""
         first = first_query(q_nope.shape[2], num_keys, kv_start, q_nope.device)
         pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=self.cfg.block_size, start=first)
+        return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
+
+    def single_queries(self, q_nope: Tensor) -> Tensor:
+        """Returns queries ``[B, Hq, n, D]`` as :meth:`pooled_queries` does blocks: every pooling of one query is the query."""
+        pooled_q = q_nope.float().repeat(1, 1, 1, len(self.cfg.q_pool))
         return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
 
     def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor | None, kv_start: Tensor | None = None) -> Tensor:
@@ -311,6 +316,38 @@ class Gate(GateArtifact):
             block_size=cfg.block_size,
             kv_start=x.kv_start,
         )
+
+    @torch.no_grad()
+    def scores_of_last_queries(self, x: "LayerInputs") -> tuple[Tensor, Tensor]:
+        """Computes the block probabilities of each of the last ``block_size`` queries by itself.
+
+        They are rotated to the first position of the last row block, as its pooled queries are.
+
+        Returns
+        -------
+        scores : fp32 ``[B, Hg, n, Tc]``; 0 for queries of padding.
+        row : int64 ``[B | 1]``, the last row block.
+        """
+        layer, size = cast(AttnGate, self.layers[x.layer]), self.cfg.block_size
+        keys = x.pooled_keys
+        if keys is None:
+            _check_keys(x)
+            keys = pool_blocks(x.k_nope, self.cfg.k_pool, block_size=size, start=x.kv_start)
+        rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+        row = last_row(rows)
+        queries = layer.single_queries(x.q_nope[:, :, -size:])
+        with torch.autocast(x.q.device.type, enabled=False):
+            first = rows.first.gather(1, row[:, None])
+            projected = layer.project_queries(queries, first.expand(-1, queries.shape[2]), self._inv_freq(x))
+            logits = projected @ layer.project_keys(keys, self._inv_freq(x)).transpose(-1, -2)
+        return block_softmax(logits, self._seen(x, queries.shape[2])), row
+
+    def _seen(self, x: "LayerInputs", queries: int) -> Tensor:
+        """Returns the blocks with a key that each of the last ``queries`` sees, bool ``[B | 1, 1, queries, Tc]``."""
+        start = x.q.new_zeros(1, dtype=torch.long) if x.kv_start is None else x.kv_start.long()
+        positions = torch.arange(x.num_keys - queries, x.num_keys, device=x.q.device) - start[:, None]
+        blocks = torch.arange(0, x.num_keys, self.cfg.block_size, device=x.q.device)
+        return (blocks <= positions[..., None])[:, None]
 
     def _inv_freq(self, x: "LayerInputs") -> Tensor | None:
         """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the model that do not rotate."""

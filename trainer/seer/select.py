@@ -75,7 +75,11 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class GateScores:
-    """Scores blocks by the probabilities of a trained gate."""
+    """Scores blocks by the probabilities of a trained gate.
+
+    The last row block often holds a question, of which only some tokens look far back. Their mean hides that, so its blocks get
+    the largest probability of the pooled queries and of each of the last ``block_size`` queries.
+    """
 
     gate: "Gate"
 
@@ -84,7 +88,10 @@ class GateScores:
         return self.gate.cfg.block_size
 
     def __call__(self, x: "LayerInputs") -> Tensor:
-        return self.gate.scores(x)
+        scores = self.gate.scores(x)
+        single, row = self.gate.scores_of_last_queries(x)
+        row = row[:, None, None, None].expand(*scores.shape[:2], 1, scores.shape[3])
+        return scores.scatter_reduce(2, row, single.amax(2, keepdim=True), "amax")
 
 
 @dataclass(frozen=True)

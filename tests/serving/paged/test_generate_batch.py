@@ -15,7 +15,16 @@ from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.serving.paged import attention
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import PAGE, alone, together
-from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
+from tests.test_attach import (
+    BLOCK,
+    BUCKETS,
+    EVERY_BLOCK,
+    LAYERS,
+    attach_reading_all,
+    gate_for,
+    half_by_pooled_scores,
+    random_partition,
+)
 
 HALF = SelectConfig(sparsity=0.5, dense_below=0)
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 64, "sink": 1, "dense_layers": (0,)}
@@ -79,7 +88,7 @@ def test_families(family: str) -> None:
 def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
     """Policies look at one row of blocks, so chunks make no difference; nor do other requests in the same passes."""
     model, prompts = tiny_model(), prompts_of(150, 190, 97)
-    attached: dict[str, Any] = {"gate": gate_for(model), "select": HALF}
+    attached: dict[str, Any] = {"select": half_by_pooled_scores(model)}
     if select != "gate":
         attached = {"select": SelectConfig(sparsity=0.5, scores=select, block_size=BLOCK, dense_below=0)}
     dense = [alone(model, prompt) for prompt in prompts]
