@@ -88,14 +88,18 @@ def test_models_that_cannot_be_served_are_refused(tmp_path: Path, family: str, r
         pass
 
 
-def test_other_versions_register_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("version", [(0, 23, 0), (0, 33, 1)])
+def test_other_versions_register_nothing(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     import vllm.version
 
-    monkeypatch.setattr(vllm.version, "__version__", "0.24.0")
-    monkeypatch.setattr(vllm.version, "__version_tuple__", (0, 24, 0))
+    name = ".".join(map(str, version))
+    monkeypatch.setattr(vllm.version, "__version__", name)
+    monkeypatch.setattr(vllm.version, "__version_tuple__", version)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert "msattn: needs vLLM 0.32, 0.24.0 is installed; there is no backend MSATTN" in caplog.text
+    assert f"msattn: needs vLLM 0.24 to 0.32, {name} is installed; there is no backend MSATTN" in caplog.text
 
 
 def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:

@@ -49,6 +49,13 @@ class Backend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return list(PAGE_SIZES)
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Returns the shape that is the only one since vLLM 0.29, which does not ask for it."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
 
 @dataclass
 class Metadata:
