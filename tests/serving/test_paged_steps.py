@@ -46,13 +46,12 @@ class Step:
         return self.sparse.paged.begin_tables(self.state, *self.places, self.table, cu_queries, self.kv_len)
 
     def attend(self, now: PagedPass) -> Tensor:
-        """Returns the attention of the last layer, after that of the others: ``[1, Hq, T, D]``."""
+        """Returns the attention of the layers, ``[layers, 1, Hq, T, D]``."""
         shapes = ((1, heads, REQUESTS, SIZE) for heads in (2 * HEADS, HEADS, HEADS))
         q, k, v = (x[:, :, : len(self.slots)] for x in random(*shapes, device=self.slots.device))
         cos = torch.ones(1, len(self.slots), SIZE, device=q.device)
-        for layer in self.state.layers:
-            out = self.sparse.paged.attend(LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now))
-        return out
+        inputs = (LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now) for layer in self.state.layers)
+        return torch.stack([self.sparse.paged.attend(x) for x in inputs])
 
     def lengthen(self, lengths: list[int]) -> None:
         """Replaces the lengths in place, those of padding by 0."""
@@ -99,7 +98,7 @@ def test_padded_passes_of_new_tokens_compute_what_general_ones_do() -> None:
         now = padded.of_new_tokens()
         got = padded.attend(now)
         assert padded.sparse.stats()["selectivity"] == share < 1
-    torch.testing.assert_close(got[:, :, : len(LENGTHS)], expected)
+    torch.testing.assert_close(got[..., : len(LENGTHS), :], expected)
     unpooled = {tuple(place) for place in (~padded.state.is_pooled).nonzero().tolist()}
     assert unpooled == set(zip(now.pages.tolist(), (now.offsets // padded.state.block_size).tolist(), strict=True))
     for layer in padded.state.layers:
@@ -128,5 +127,5 @@ def test_cuda_graph() -> None:
             before = made.sparse.stats()["selectivity"]
             graph.replay()
             assert made.sparse.stats()["selectivity"] != before
-            replayed = got[:, :, : len(lengths)].clone()
-            torch.testing.assert_close(replayed, made.attend(made.of_new_tokens())[:, :, : len(lengths)], rtol=0, atol=0)
+            replayed = got[..., : len(lengths), :].clone()
+            torch.testing.assert_close(replayed, made.attend(made.of_new_tokens())[..., : len(lengths), :], rtol=0, atol=0)

@@ -37,7 +37,7 @@ def test_padded_passes_are_computed_as_others(group: Any) -> None:
         num_reqs=len(LENGTHS), num_actual_tokens=len(LENGTHS), max_query_len=2,
         block_table_tensor=given.block_table_tensor[: len(LENGTHS)], slot_mapping=given.slot_mapping[: len(LENGTHS)],
     )  # fmt: skip
-    torch.testing.assert_close(got[: len(LENGTHS)], attend(group, unpadded))
+    torch.testing.assert_close(got[:, : len(LENGTHS)], attend(group, unpadded))
 
 
 def test_passes_that_are_captured_wait_for_no_device(group: Any) -> None:
@@ -71,14 +71,15 @@ def padded() -> CommonAttentionMetadata:
 
 
 def attend(group: Any, given: CommonAttentionMetadata) -> Tensor:
-    """Returns the attention of the last layer after that of all, for random queries and keys."""
+    """Returns the attention of the layers for random queries and keys, ``[layers, tokens, Hq, D]``."""
     builder = group.get_metadata_builder()
     metadata = builder.build(0, given)
     layers = builder.vllm_config.compilation_config.static_forward_context
+    out = []
     for layer in (layers[name] for name in group.layer_names):
         q, k, v = heads(layer.impl, given.num_actual_tokens)
-        out = layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, torch.empty_like(q))
-    return out
+        out.append(layer.impl.forward(layer, q, k, v, layer.kv_cache, metadata, torch.empty_like(q)))
+    return torch.stack(out)
 
 
 def heads(impl: Impl, tokens: int) -> tuple[Tensor, ...]:
