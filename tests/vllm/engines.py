@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
 
@@ -22,7 +23,11 @@ def engine(msattn: Any = None, *, model: Any = MODEL, **options: Any) -> Iterato
     """Yields an engine whose prompts are chunked: vLLM's own, or with ``msattn`` as ``additional_config``."""
     if msattn is not None:
         options |= {"attention_backend": "MSATTN", "additional_config": {"msattn": msattn}}
-    llm = LLM(model=str(model), **{**OPTIONS, **options})
+    dtype = torch.get_default_dtype()
+    try:
+        llm = LLM(model=str(model), **{**OPTIONS, **options})
+    finally:
+        torch.set_default_dtype(dtype)  # vLLM 0.24 leaves the model's if a layer is refused
     try:
         yield llm
     finally:

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.serving.vllm import plugin
+from msattn.trainer.serving.vllm.backend import Backend
 from msattn.trainer.serving.vllm.engine import check_engine, options_of
 from tests.factory import prompts_of, save_tokenizer, tiny_model
 from tests.test_attach import gate_for, random_partition, save
@@ -88,14 +92,18 @@ def test_models_that_cannot_be_served_are_refused(tmp_path: Path, family: str, r
         pass
 
 
-def test_other_versions_register_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("version", [(0, 23, 0), (0, 33, 1)])
+def test_other_versions_register_nothing(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     import vllm.version
 
-    monkeypatch.setattr(vllm.version, "__version__", "0.24.0")
-    monkeypatch.setattr(vllm.version, "__version_tuple__", (0, 24, 0))
+    name = ".".join(map(str, version))
+    monkeypatch.setattr(vllm.version, "__version__", name)
+    monkeypatch.setattr(vllm.version, "__version_tuple__", version)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert "msattn: needs vLLM 0.32, 0.24.0 is installed; there is no backend MSATTN" in caplog.text
+    assert f"msattn: needs vLLM 0.24 to 0.32, {name} is installed; there is no backend MSATTN" in caplog.text
 
 
 def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:
@@ -106,6 +114,11 @@ def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:
     again = pickle.loads(pickle.dumps(names["MSATTN"]))
     assert again is names["MSATTN"]
     assert again.get_class().get_name() == "MSATTN"
+
+
+def test_the_platform_of_gpus_accepts_the_backend() -> None:
+    asked = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64)
+    assert Backend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict()) == []
 
 
 def test_engines_without_the_backend_are_untouched() -> None:

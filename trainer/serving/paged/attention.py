@@ -97,6 +97,23 @@ class PagedAttention:
         self._start(now)
         return now
 
+    def begin_new_tokens(
+        self, state: PagedState, pages: Tensor, offsets: Tensor, table: Tensor, kv_len: Tensor, longest: int
+    ) -> PagedPass:
+        """Returns a pass over one token of each sequence, for which nothing waits for the device, as in a CUDA graph.
+
+        The arguments are the fields of :class:`PagedPass` and :class:`Sequences`. A sequence without a key is padding, and
+        its page one that no sequence owns. ``longest`` may be an upper bound; in a graph it is one of all passes.
+        """
+        now = PagedPass(state, pages, offsets, Sequences(slice(None), table, kv_len, longest), [])
+        self._start(now)
+        return now
+
+    def create_counters(self, state: PagedState) -> None:
+        """Creates the counters of a state: before a CUDA graph is captured, which holds their addresses."""
+        if state.buckets:
+            self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
+
     def _start(self, now: PagedPass) -> None:
         """Takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
         if now.state.pooled:  # not before the pass has computed them
@@ -244,8 +261,7 @@ class PagedAttention:
         if not owners:
             raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
         state = AllocatedState(cache, **self.kept(config, owners[0].continuous_batching_config.max_requests_per_batch))
-        if state.buckets:  # counters exist before a graph is captured, which holds their addresses
-            self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
+        self.create_counters(state)
         return state
 
     def kept(self, config: Any, requests: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ vLLM hands over queries and keys after RoPE, which the positions invert. The sta
 prefixes and preempted requests need nothing here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -49,35 +50,53 @@ class Backend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return list(PAGE_SIZES)
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Returns the shape that is the only one since vLLM 0.29, which does not ask for it."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
 
 @dataclass
 class Metadata:
     """A forward pass, which all layers share.
 
+    Its first layer describes it, from vLLM's tensors: they have fixed addresses, so a CUDA graph of a pass, which is replayed
+    for later ones, describes each of them.
+
     Attributes
     ----------
     attention : computes the layers.
-    now : the pages of the pass.
+    state : of the pages.
+    given : vLLM's description, maybe with requests and tokens of padding.
     rotation, rotates : RoPE of the model, and of each layer whether it has it.
+    dtype : of the model.
+    now : the pages of the pass.
     positions : int64 ``[1, T]``.
     cos, sin : ``[1, T, r]``.
     """
 
     attention: PagedAttention
-    now: PagedPass
+    state: PagedState
+    given: CommonAttentionMetadata
     rotation: Rotation
     rotates: list[bool]
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
+    dtype: torch.dtype
+    now: PagedPass = field(init=False)
+    positions: Tensor = field(init=False)
+    cos: Tensor = field(init=False)
+    sin: Tensor = field(init=False)
 
     @property
     def tokens(self) -> int:
         """The number of tokens; vLLM's tensors may be padded to more."""
-        return self.positions.shape[1]
+        return self.given.num_actual_tokens
 
     def inputs(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> LayerInputs:
         """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after RoPE."""
+        if layer == min(self.state.layers):
+            self._begin()
         q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
         cos, sin, q_nope, k_nope = self.cos, self.sin, q, k
         if self.rotates[layer]:
@@ -88,6 +107,20 @@ class Metadata:
             layer, q, k, v, q_nope, k_nope, cos, sin, scale, None, self.now, positions=self.positions, softcap=softcap
         )
 
+    def _begin(self) -> None:
+        given, state, kv_len = self.given, self.state, self.given.seq_lens
+        slots = given.slot_mapping[: self.tokens].long().clamp(min=0)  # padding is -1; page 0 belongs to no request
+        places = slots // state.page_size, slots % state.page_size
+        table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
+        if given.max_query_len == 1 and self.tokens == len(kv_len):
+            self.now = self.attention.begin_new_tokens(state, *places, table, kv_len, given.max_seq_len)
+            positions = (kv_len.long() - 1).clamp(min=0)
+        else:
+            self.now = self.attention.begin_tables(state, *places, table, given.query_start_loc, kv_len)
+            positions = _positions(given.query_start_loc, kv_len, self.tokens)
+        self.positions = positions[None]
+        self.cos, self.sin = self.rotation.angles(self.positions, self.dtype)
+
 
 class Builder(AttentionMetadataBuilder[Metadata]):
     """Describes passes, and holds the artifacts and the state of the pages.
@@ -96,6 +129,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ------
     UserError : as :func:`msattn.trainer.serving.vllm.engine.sparse_of`.
     """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -107,17 +142,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
-        """Returns the description of a pass."""
-        given, state = common_attn_metadata, self.state()
-        slots = given.slot_mapping[: given.num_actual_tokens].long()
-        table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
-        cu_queries, kv_len = given.query_start_loc, given.seq_lens
-        places = slots // state.page_size, slots % state.page_size
-        now = self.sparse.paged.begin_tables(state, *places, table, cu_queries, kv_len)
-        positions = _positions(cu_queries, kv_len, len(slots))[None]
+        """Returns a pass, which its first layer describes."""
         assert self.sparse.rotation is not None
-        angles = self.sparse.rotation.angles(positions, self.vllm_config.model_config.dtype)
-        return Metadata(self.sparse.paged, now, self.sparse.rotation, self.rotates, positions, *angles)
+        return Metadata(
+            self.sparse.paged, self.state(), common_attn_metadata, self.sparse.rotation, self.rotates,
+            self.vllm_config.model_config.dtype,
+        )  # fmt: skip
 
     def state(self) -> PagedState:
         """Returns the state of the pages, which vLLM allocates after it has created its builders."""
@@ -126,6 +156,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             caches = {extract_layer_index(name): _views(layers[name].kv_cache) for name in self.layer_names}
             requests = self.vllm_config.scheduler_config.max_num_seqs
             self._state = PagedState(caches, **self.sparse.paged.kept(self.config, requests))
+            self.sparse.paged.create_counters(self._state)
         return self._state
 
 

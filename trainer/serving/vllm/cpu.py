@@ -14,9 +14,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from msattn.trainer.serving.vllm.backend import Backend
 
     config = get_current_vllm_config_or_none()
-    asked = () if config is None else (config.attention_config.backend, *config.attention_config.backend_per_kind.values())
-    return Backend if any(each is not None and each.name == NAME for each in asked) else CPUAttentionBackend
+    if config is None:
+        return CPUAttentionBackend
+    asked = config.attention_config
+    by_kind = getattr(asked, "backend_per_kind", {})  # since vLLM 0.26
+    return Backend if AttentionBackendEnum[NAME] in (asked.backend, *by_kind.values()) else CPUAttentionBackend

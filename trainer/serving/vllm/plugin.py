@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 NAME = "MSATTN"
-SUPPORTED = (0, 32)  # version of vLLM; its interfaces differ between minor versions
+OLDEST, NEWEST = (0, 24), (0, 32)  # versions of vLLM; its interfaces differ between minor versions
 
 _log = logging.getLogger(__name__)
 
@@ -13,8 +13,8 @@ def register() -> None:
     """Registers the attention backend ``MSATTN``; in another version of vLLM, it logs one line and registers nothing."""
     from vllm.version import __version__, __version_tuple__
 
-    if tuple(__version_tuple__[:2]) != SUPPORTED:
-        needed = ".".join(map(str, SUPPORTED))
+    if not OLDEST <= tuple(__version_tuple__[:2]) <= NEWEST:
+        needed = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
         _log.warning("msattn: needs vLLM %s, %s is installed; there is no backend %s", needed, __version__, NAME)
         return
     from vllm.platforms import current_platform
@@ -22,9 +22,20 @@ def register() -> None:
 
     package = __name__.rpartition(".")[0]
     if NAME not in AttentionBackendEnum.__members__:  # vLLM may load plugins several times
-        AttentionBackendEnum.register(NAME, _Path(f"{package}.backend.Backend"))
+        _add(AttentionBackendEnum, f"{package}.backend.Backend")
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{package}.cpu.Backend")
+
+
+def _add(backends: Any, path: str) -> None:
+    """Adds the backend to vLLM's enumeration: before vLLM 0.32, as another name of the member for backends from outside."""
+    if hasattr(backends, "register"):
+        backends.register(NAME, _Path(path))
+        return
+    from vllm.v1.attention.backends.registry import register_backend
+
+    register_backend(backends.CUSTOM, path)
+    backends._member_map_[NAME] = backends.CUSTOM
 
 
 class _Path(str):

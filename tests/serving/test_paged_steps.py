@@ -1,0 +1,131 @@
+"""Passes of one new token for each sequence over a paged cache, whose description reads nothing back from the device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from msattn.trainer.attach import Sparse, attach
+from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.serving.paged.passes import PagedPass
+from msattn.trainer.serving.paged.state import PagedState
+from tests.factory import tiny_model
+from tests.test_attach import EVERY_BLOCK, gate_for, random_partition
+
+PAGE, HEADS, SIZE, REQUESTS = 32, 2, 16, 7
+LENGTHS = [1, 33, 192, 100]
+LONGEST = max(LENGTHS)
+PAGES = 1 + len(LENGTHS) * LONGEST // PAGE
+
+
+@dataclass
+class Step:
+    """The tables of a pass, which may be padded, over a state with random keys."""
+
+    sparse: Sparse
+    state: PagedState
+    slots: Tensor
+    table: Tensor
+    kv_len: Tensor
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        slots = self.slots.clamp(min=0)
+        return slots // PAGE, slots % PAGE
+
+    def of_new_tokens(self) -> PagedPass:
+        return self.sparse.paged.begin_new_tokens(self.state, *self.places, self.table, self.kv_len, LONGEST)
+
+    def of_tables(self) -> PagedPass:
+        cu_queries = torch.arange(len(self.kv_len) + 1, dtype=torch.int32)
+        return self.sparse.paged.begin_tables(self.state, *self.places, self.table, cu_queries, self.kv_len)
+
+    def attend(self, now: PagedPass) -> Tensor:
+        """Returns the attention of the layers, ``[layers, 1, Hq, T, D]``."""
+        shapes = ((1, heads, REQUESTS, SIZE) for heads in (2 * HEADS, HEADS, HEADS))
+        q, k, v = (x[:, :, : len(self.slots)] for x in random(*shapes, device=self.slots.device))
+        cos = torch.ones(1, len(self.slots), SIZE, device=q.device)
+        inputs = (LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now) for layer in self.state.layers)
+        return torch.stack([self.sparse.paged.attend(x) for x in inputs])
+
+    def lengthen(self, lengths: list[int]) -> None:
+        """Replaces the lengths in place, those of padding by 0."""
+        self.kv_len.zero_()
+        self.kv_len[: len(lengths)] = torch.tensor(lengths)
+        position = (self.kv_len.long() - 1).clamp(min=0)
+        page = self.table.gather(1, (position // PAGE)[:, None]).squeeze(1).long()
+        self.slots.copy_(torch.where(self.kv_len > 0, page * PAGE + position % PAGE, -1))
+
+
+@contextmanager
+def step(*, requests: int, device: str = "cpu") -> Iterator[Step]:
+    """Yields a pass of ``LENGTHS``, padded to a number of requests; page 0 belongs to none."""
+    torch.manual_seed(0)
+    model = tiny_model().to(device)
+    options: dict[str, Any] = {"probes": 1, "recent": 8, "sink": 1, "dense_layers": ()}
+    with attach(model, gate=gate_for(model), select=EVERY_BLOCK, qmodel=random_partition(), **options) as sparse:
+        pages = (PAGES, PAGE, HEADS, SIZE)
+        caches = {layer: tuple(random(pages, pages, device=device)) for layer in range(2)}
+        state = PagedState(caches, **sparse.paged.kept(model.config, requests))
+        for buckets in state.buckets.values():
+            buckets.random_(random_partition().num_buckets)
+        table = torch.zeros(requests, LONGEST // PAGE, dtype=torch.int32, device=device)
+        table[: len(LENGTHS)] = torch.arange(1, PAGES).view(len(LENGTHS), -1)
+        made = Step(sparse, state, table.new_zeros(requests).long(), table, table.new_zeros(requests))
+        made.lengthen(LENGTHS)
+        sparse.paged.create_counters(state)
+        yield made
+
+
+def random(*shapes: tuple[int, ...], device: Any) -> Iterator[Tensor]:
+    """Yields tensors of these shapes; equal arguments give equal ones."""
+    generator = torch.Generator().manual_seed(1)
+    for shape in shapes:
+        yield torch.randn(shape, generator=generator).to(device)
+
+
+def test_padded_passes_of_new_tokens_compute_what_general_ones_do() -> None:
+    with step(requests=len(LENGTHS)) as general:
+        expected = general.attend(general.of_tables())
+        share = general.sparse.stats()["selectivity"]
+    with step(requests=REQUESTS) as padded:
+        padded.state.is_pooled.fill_(True)
+        now = padded.of_new_tokens()
+        got = padded.attend(now)
+        assert padded.sparse.stats()["selectivity"] == share < 1
+    torch.testing.assert_close(got[..., : len(LENGTHS), :], expected)
+    unpooled = {tuple(place) for place in (~padded.state.is_pooled).nonzero().tolist()}
+    assert unpooled == set(zip(now.pages.tolist(), (now.offsets // padded.state.block_size).tolist(), strict=True))
+    for layer in padded.state.layers:
+        of_slots = ((*step.state.pages(layer), step.state.buckets[layer]) for step in (padded, general))
+        assert all(torch.equal(own[1:], other[1:]) for own, other in zip(*of_slots, strict=True))
+
+
+def test_passes_of_new_tokens_wait_for_no_device() -> None:
+    """Fake tensors have no values that could be read; general passes read lengths."""
+    with step(requests=REQUESTS) as made, FakeTensorMode(allow_non_fake_inputs=True):
+        assert made.of_new_tokens().decoded is not None
+        with pytest.raises(DataDependentOutputException):
+            made.of_tables()
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured pass follows in-place changes of the lengths, and counts the keys of each replay."""
+    with step(requests=REQUESTS, device="cuda") as made:
+        made.attend(made.of_new_tokens())  # compiles the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = made.attend(made.of_new_tokens())
+        for lengths in ([64, 2, 17], LENGTHS, [LONGEST] * 4):
+            made.lengthen(lengths)
+            before = made.sparse.stats()["selectivity"]
+            graph.replay()
+            assert made.sparse.stats()["selectivity"] != before
+            replayed = got[..., : len(lengths), :].clone()
+            torch.testing.assert_close(replayed, made.attend(made.of_new_tokens())[..., : len(lengths), :], rtol=0, atol=0)
