@@ -183,6 +183,7 @@ def test_what_would_turn_sparse_attention_off_is_refused(model: Any) -> None:
             model(ids)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_autocast_and_compile(embedded: Any) -> None:
     ids = random_tokens(1, 200)

@@ -56,6 +56,7 @@ def same(found: dict[str, Tensor], trained: Path) -> bool:
     return all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_training_over_damaged_parts(tries: Tries, trained: Path, text: Path, tmp_path: Path) -> None:
     damages = [*product(PARTS[1:], ["one bit flipped", "truncated", "all zeros", "empty"]), *product(SWAPS, ["swapped"])]
     damages += [("settings", "one bit flipped"), ("settings", "empty"), ("settings", "all zeros")]

@@ -128,6 +128,7 @@ def sizes(seed: int) -> list[int]:
     return [int(8192 * (LARGEST / 8192) ** draw.random()) for _ in range(5)]
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], Result]) -> None:
     for number, (command, size) in enumerate(tries.chosen(product(WRITING, sizes(1)))):
         folder = tmp_path / str(number)
@@ -137,6 +138,7 @@ def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path, whole
         tries.record(f"{command}, files of {size:,} bytes", fault)
 
 
+@pytest.mark.slow
 def test_disks_that_fill_up(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], Result]) -> None:
     for number, (command, size) in enumerate(tries.chosen(product(WRITING, sizes(2)))):
         folder = tmp_path / str(number)

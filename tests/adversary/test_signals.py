@@ -102,6 +102,7 @@ def resumed_fault(job: Path, whole: dict[str, torch.Tensor]) -> str | None:
     return None if same else "the resumed run has other weights"
 
 
+@pytest.mark.slow
 def test_signals_in_training(tries: Tries, job: Path, whole: dict[str, torch.Tensor]) -> None:
     """Up to three signals, from the start of the command on."""
     begin = time.monotonic()
@@ -141,6 +142,7 @@ def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: dict[str, torch
         tries.record(f"{number.name} to a data worker", fault or resumed_fault(job, whole))
 
 
+@pytest.mark.slow
 def test_signals_to_each_command(tries: Tries, work: Path) -> None:
     draw = random.Random(5)
     for command, number, times in tries.chosen(product([*COMMANDS, *HELP], STOPS, (1, 2))):
@@ -153,6 +155,7 @@ def test_signals_to_each_command(tries: Tries, work: Path) -> None:
         tries.record(case, output_fault(child.wait(), {0, STOPS[number]}, (work / "output").read_text()))
 
 
+@pytest.mark.slow
 def test_signals_while_the_hub_does_not_answer(tries: Tries, work: Path, hub: Hub) -> None:
     draw = random.Random(7)
     for request, number in tries.chosen(

@@ -75,6 +75,7 @@ def test_two_runs_of_a_command(tries: Tries, tmp_path: Path) -> None:
         tries.record(f"{command} {delay} one wrote", None if 0 in codes else f"exit codes {codes}: {refused}")
 
 
+@pytest.mark.slow
 @pytest.mark.area("two writers in one folder")
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_readers_beside_two_writers(tries: Tries, tmp_path: Path, exchanges: bool) -> None:

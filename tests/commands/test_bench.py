@@ -62,6 +62,7 @@ def test_bench_has_cases_for_every_operation() -> None:
     } == set(tiles.CANDIDATES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "softcap"), [*((name, None) for name in OPERATIONS), *((name, 2.0) for name in SOFT_CAPPED)])
 def test_eager_form_equals_reference(name: str, softcap: float | None) -> None:
     """The eager form sets the tolerance of a kernel: if it computed something else, a wrong kernel would pass."""

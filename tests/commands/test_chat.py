@@ -122,6 +122,7 @@ def test_a_turn_that_does_not_fit_is_refused(chat: Callable[..., tuple]) -> None
     assert int(statistics[1].split()[0]) < 20, "the refused message is not part of the conversation"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "arguments", "says"),
     [
@@ -141,6 +142,7 @@ def test_bad_input(chat: Callable[..., tuple], lines: str | bytes, arguments: li
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [DENSE, ROUTED])
 def test_a_template_that_rewrites_earlier_turns(overrides: list[str]) -> None:
     """The cache keeps the common prefix, and answers are those of a run without it."""

@@ -139,6 +139,7 @@ def test_a_sweep_names_its_jobs_by_number(msattn, here: Path, job: list) -> None
     assert sorted(p.name for p in (here / "outputs/tiny").iterdir()) == ["0", "1", "multirun.yaml"]
 
 
+@pytest.mark.slow
 def test_a_named_sweep_keeps_its_name(msattn, here: Path, job: list) -> None:
     assert msattn("train-gate", "--multirun", "name=a,b")[0] == 0
     assert [cfg.name for cfg, _ in job] == ["a", "b"]
@@ -161,6 +162,7 @@ def test_prompts_are_not_parsed_by_hydra(msattn, here: Path, job: list) -> None:
     assert [arguments for _, arguments in job] == [{"prompt": prompt, "chat": False}] * 2
 
 
+@pytest.mark.slow
 def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn, here: Path) -> None:
     prompt, stats = "def add(first, second):\n    return first + second\n" * 40, {}
     for independent in (False, True):
@@ -227,6 +229,7 @@ def test_other_ranks_write_no_run_folder(msattn, here: Path, job: list, monkeypa
     assert not list((here / "outputs/tiny/base/runs").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "number", "expected"),
     [

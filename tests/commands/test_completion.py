@@ -9,6 +9,7 @@ from msattn.trainer.config import BASELINES, POLICIES, SCORES, TASKS
 from msattn.trainer.config.values import DTYPES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "incomplete", "expected"),
     [
@@ -33,6 +34,7 @@ def test_values_and_names(command: str, incomplete: str, expected: list[str]) ->
     assert complete(command, [], incomplete) == expected
 
 
+@pytest.mark.slow
 def test_words_before_decide_which_keys_there_are() -> None:
     assert complete("eval", ["select=nucleus"], "select.ma") == ["select.mass="]
     assert complete("eval", [], "select.ma") == []

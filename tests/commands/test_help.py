@@ -77,6 +77,7 @@ def test_a_group_with_keys_of_one_command(page) -> None:
     assert out.count("train.lr=") == 1
 
 
+@pytest.mark.slow
 def test_a_group_without_keys_of_its_own(page) -> None:
     code, out = page("help", "experiment")
     assert code == 0

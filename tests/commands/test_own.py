@@ -90,6 +90,7 @@ def test_damaged_configurations_are_refused(tmp_path: Path) -> None:
             own_overrides(str(path), None)
 
 
+@pytest.mark.slow
 def test_a_gate_of_ones_own_model_and_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

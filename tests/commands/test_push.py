@@ -203,6 +203,7 @@ def test_a_card_that_links_elsewhere_is_not_published(hub: Hub, push, run_folder
     assert not hub.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
@@ -261,6 +262,7 @@ def test_modules_that_are_no_artifact_are_not_pushed(hub: Hub) -> None:
     assert not hub.calls
 
 
+@pytest.mark.slow
 def test_the_token_of_the_environment_is_in_no_output_process_or_file(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, with the most talkative settings of huggingface_hub, for a push and for a failed one."""
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}

@@ -119,6 +119,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         evaluate(replace(cfg, outputs=str(tmp_path / "file")))
 
 
+@pytest.mark.slow
 def test_evaluation_reads_only_held_out_documents(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * 300)

@@ -150,6 +150,7 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     assert (graph.ratio_to_dense, graph.extra["device_tokens_per_s"]) == (None, 20)
 
 
+@pytest.mark.slow
 def test_failing_methods_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     measure = latency.measure
 

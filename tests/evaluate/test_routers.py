@@ -61,6 +61,7 @@ def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Any) -> Non
         perplexity.prefill(loaded, chunks[0]["input_ids"])
 
 
+@pytest.mark.slow
 def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
     sizes = config(tmp_path, text).eval
     probes = [0, 1, PRESET_BUCKETS]

@@ -24,6 +24,7 @@ def throughput_config(outputs: Path, settings: ThroughputConfig = SETTINGS) -> E
     return config(outputs, select=select, eval=EvalConfig(tasks=["throughput"], baselines=[], throughput=settings))
 
 
+@pytest.mark.slow
 def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = evaluate(throughput_config(tmp_path))
     rows = json.loads((folder / "results.json").read_text())["rows"]

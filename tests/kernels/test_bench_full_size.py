@@ -22,6 +22,7 @@ CHECKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backward"),
     [(name, backward) for name in CHECKED for backward in (False, True) if name in DIFFERENTIABLE or not backward],

@@ -244,6 +244,7 @@ def test_padding_equals_unpadded(backend: Backend, device: str) -> None:
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_probes", [4, 70])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_of_one_sequence_as_a_batch(backend: Backend, num_probes: int, device: str) -> None:

@@ -156,6 +156,7 @@ LSE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "size"), LSE_CASES, ids=str)
 def test_lse_and_its_gradients(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:

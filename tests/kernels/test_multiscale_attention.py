@@ -178,6 +178,7 @@ def test_tiles_of_means_across_zooms(last: int, device: str) -> None:
         check(case, zoom, "triton", device, with_gradients=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
 def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:

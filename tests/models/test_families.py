@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, StaticCache
 
 from msattn.trainer.attach import attach
-from msattn.trainer.config import GateConfig, ModelConfig, SelectConfig
+from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import (
     FAMILIES,
@@ -26,9 +26,10 @@ from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.seer.gate import AttnGate, Gate
+from msattn.trainer.seer.select import Selection, TopK
 from msattn.trainer.serving.cache import can_crop
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
-from tests.test_attach import gate_for
+from tests.test_attach import PooledScores, gate_for
 
 BLOCK, BUCKETS = 16, 6
 MIXED = [family for family, keys in OTHER_FAMILIES.items() if "layer_types" in keys]
@@ -41,9 +42,10 @@ def partition_for(model: Any) -> KMeans:
 
 
 def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
-    select = SelectConfig(sparsity=sparsity, dense_below=0)
+    """Attaches a gate and a router. Blocks are chosen by pooled queries alone, which chunks of a prompt do not change."""
+    select = Selection(TopK(sparsity), PooledScores(gate_for(model)))
     window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
-    return attach(model, gate=gate_for(model), select=select, qmodel=partition_for(model), probes=probes, **window)
+    return attach(model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window)
 
 
 def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor) -> Tensor:

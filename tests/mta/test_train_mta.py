@@ -70,6 +70,7 @@ def test_a_result_is_replaced_only_on_request(train: Callable[..., int], capsys:
     assert (solver() / "model.safetensors").read_bytes() != before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["plain", "multi_token"])
 def test_a_stopped_run_resumes_to_the_same_weights(
     train: Callable[..., int], attention: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

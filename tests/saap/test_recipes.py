@@ -54,6 +54,7 @@ def test_a_recipe_has_the_settings_of_the_paper(recipe: str, length: int) -> Non
     assert (presets.probes, presets.recent) == (32, 2047)
 
 
+@pytest.mark.slow
 def test_windows_are_those_of_the_paper_and_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.chdir(tmp_path)

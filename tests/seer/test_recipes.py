@@ -119,6 +119,7 @@ def swept(experiment: str) -> dict[str, str]:
     return document["hydra"]["sweeper"]["params"]
 
 
+@pytest.mark.slow
 def test_pooling_has_49_combinations_each_with_an_evaluation(seen: list[Any]) -> None:
     queries, keys = ([*yaml.safe_load(f"[{pools}]")] for pools in swept("seer_pooling").values())
     expected = [f"pool-{'-'.join(q)}_{'-'.join(k)}" for q in queries for k in keys]
@@ -147,6 +148,7 @@ def test_pooling_runs_on_a_toy_model(folder: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_multiscale_trains_means_topk_and_dense_attention_at_equal_cost(seen: list[Any]) -> None:
     succeed("finetune", "-m", "experiment=multiscale")
     succeed("eval", "-m", "experiment=multiscale_eval")

@@ -121,6 +121,7 @@ def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
     assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
 
 
+@pytest.mark.slow
 def test_a_decode_gate_lies_beside_a_prefill_gate(root):
     """Both are trained under one name, and a second run gives the same bits, as its queries depend on the chunks alone."""
     cfg = run_config(root, "both")

@@ -109,6 +109,7 @@ def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
         assert sparse.stats()["selectivity"] == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_10_000_tokens_read_each_key_once(where: str) -> None:
     tokens = 10_000 if where == "cuda" else 700

@@ -62,6 +62,7 @@ def test_a_full_queue_refuses_requests(small: Loaded) -> None:
         assert served.metric('requests_total{outcome="refused"}') == 1
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_memory_take_turns(small: Loaded) -> None:
     """Nine pages for six requests of up to four pages: some are set back, and all are answered as alone."""
     cfg = configuration("server.page_size=16", "server.pages=9", "server.max_length=64", "server.batch_tokens=32")
@@ -242,6 +243,7 @@ def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
     return run
 
 
+@pytest.mark.slow
 def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

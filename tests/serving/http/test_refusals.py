@@ -111,6 +111,7 @@ def test_a_model_without_a_template_has_no_chat(
         client.chat.completions.create(**CHAT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "says"),
     [
