@@ -18,7 +18,7 @@ def test_where_training_wins_and_where_not() -> None:
     assert conclusion(PERPLEXITY + DECODING + NEEDLES, chunks=80) == (
         "Training wins in perplexity (new gate: +1.8%, Quest: +14.9%) and in needles in decoding (new classifier: 100%, "
         "k-means alone: 30%, window of first and last keys: 0%), but it does not win in needles in prefill (new gate: 30%, "
-        "shipped gate: 80%, Quest: 100%), probably because Quest scores every query, gates blocks of queries, and the "
+        "shipped gate: 80%, Quest: 100%), probably because Quest scores every query, gates most queries in blocks, and the "
         "new gate saw only 80 chunks."
     )
 
@@ -35,5 +35,8 @@ def test_needles_that_dense_attention_misses_judge_nothing() -> None:
 
 def test_a_tie_is_no_win_and_has_no_reason() -> None:
     tie = [row("needle", "classifier", 1.0), row("needle", "k-means", 1.0)]
-    assert conclusion(tie, 80) == "Training does not win in needles in decoding (new classifier: 100%, k-means alone: 100%)."
+    equal = "equals the best method without training in needles in decoding (new classifier: 100%, k-means alone: 100%)"
+    assert conclusion(tie, 80) == f"Training only {equal}."
+    assert conclusion(PERPLEXITY + tie, 80).endswith(f", but it only {equal}.")
+    assert f"{equal}, but it does not win in needles in prefill (" in conclusion(tie + NEEDLES, 80)
     assert conclusion([], 80) == "Nothing was compared."

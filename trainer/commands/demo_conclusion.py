@@ -22,7 +22,9 @@ class Comparison(NamedTuple):
     untrained: tuple[str, ...]
 
 
-WHY_QUEST = ", probably because Quest scores every query, gates blocks of queries, and the new gate saw only {chunks} chunks"
+WHY_QUEST = (
+    ", probably because Quest scores every query, gates most queries in blocks, and the new gate saw only {chunks} chunks"
+)
 GATES, BASELINES = ("gate", "gate (embedded)"), ("quest", "random")
 COMPARISONS = (
     Comparison("perplexity", "perplexity", GATES, BASELINES),
@@ -39,7 +41,7 @@ def conclusion(rows: list[dict[str, Any]], chunks: int) -> str:
     rows : rows of an evaluation at one sparsity and one number of probes.
     chunks : number of chunks that the new gate was trained on.
     """
-    wins, losses = [], []
+    wins, ties, losses = [], [], []
     for comparison in COMPARISONS:
         scores = _scores(rows, comparison)
         trained, untrained = ([scores[name] for name in group if name in scores] for group in comparison[2:])
@@ -47,12 +49,16 @@ def conclusion(rows: list[dict[str, Any]], chunks: int) -> str:
             said = f"{comparison.name} ({_listed(scores, comparison)})"
             if max(trained) > max(untrained):
                 wins.append(said)
+            elif max(trained) == max(untrained):
+                ties.append(said)
             else:
                 quest_wins = comparison.trained == GATES and scores.get("quest") == max(untrained)
                 losses.append(said + (WHY_QUEST.format(chunks=chunks) if quest_wins else ""))
     parts = [f"training wins in {' and in '.join(wins)}"] if wins else []
+    if ties:
+        parts.append(f"{'it' if parts else 'training'} only equals the best method without training in {' and in '.join(ties)}")
     if losses:
-        parts.append(f"{'it' if wins else 'training'} does not win in {' and in '.join(losses)}")
+        parts.append(f"{'it' if parts else 'training'} does not win in {' and in '.join(losses)}")
     said = ", but ".join(parts) or "nothing was compared"
     return f"{said[:1].upper()}{said[1:]}."
 
