@@ -150,6 +150,7 @@ def test_disks_that_fill_up(tries: Tries, work: Path, tmp_path: Path, whole: Cal
         tries.record(f"{command}, {size:,} bytes free", fault)
 
 
+@pytest.mark.slow
 def test_disks_that_are_read_only(tries: Tries, work: Path, tmp_path: Path, whole: Callable[[str], Result]) -> None:
     for number, command in enumerate(tries.chosen(WRITING)):
         folder = tmp_path / str(number)

@@ -184,6 +184,7 @@ def close() -> None:
     sys.stdout = None
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads(tries: Tries, work: Path) -> None:
     """Results are complete and nothing is printed on stderr; the exit code is 0, or 1 where a line could not be written."""
     for command, change in tries.chosen(product(COMMANDS | HELP, (close_reader, close))):

@@ -104,6 +104,7 @@ def test_readers_beside_two_writers(tries: Tries, tmp_path: Path, exchanges: boo
     assert not any(writer.err.read_text() for writer in writers), [writer.err.read_text() for writer in writers]
 
 
+@pytest.mark.slow
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     folder = tmp_path / "gate"
     (tmp_path / "job").mkdir()

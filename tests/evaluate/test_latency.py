@@ -62,6 +62,7 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
     return replace(cfg, **changes)
 
 
+@pytest.mark.slow
 def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = evaluate(config(tmp_path))
     written = {path.name for path in folder.iterdir()}
