@@ -354,7 +354,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_resuming_succeeds_with_more_space(small_disk: Path, tmp_path: Path) -> None:
     train = replace(TRAIN, save_every=3)
     with pytest.raises(
