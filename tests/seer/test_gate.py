@@ -20,7 +20,7 @@ from msattn.trainer.seer.blocks import sparsity as realised
 from msattn.trainer.seer.calibrate import calibrate
 from msattn.trainer.seer.distillation import GateDistiller, gate_loss, gate_recall
 from msattn.trainer.seer.gate import INITIAL_SCALE, AttnGate, Gate, frequency_matched_projection
-from msattn.trainer.seer.select import GateScores, Selection, TopK
+from msattn.trainer.seer.select import GateScores, Nucleus, Selection, TopK
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 
 CPU = torch.device("cpu")
@@ -146,6 +146,16 @@ def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
             alone = gate.scores(replace(x, q_nope=q_nope))[:, :, -1, :seen]
             torch.testing.assert_close(single[:, :, -i, :seen], alone / alone.sum(-1, keepdim=True), rtol=1e-3, atol=1e-5)
             assert (single[:, :, -i, seen:] == 0).all()
+
+
+@torch.no_grad()
+def test_a_share_of_the_last_row_is_one_of_its_sum():
+    """Its scores sum to more than 1, so that a fixed sum would be reached too early."""
+    gate = noisy_gate(config(), std=0.2)
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 256))[1]
+    scores, mask = GateScores(gate)(x)[:, :, -1], Selection(Nucleus(0.9), GateScores(gate)).blocks(x)[:, :, -1]
+    assert (scores.sum(-1) > 1.5).all()
+    assert ((scores * mask).sum(-1) >= 0.9 * scores.sum(-1)).all()
 
 
 @pytest.mark.parametrize("heads", ["query", "kv"])

@@ -1,6 +1,7 @@
 """Policies that select blocks by their scores: ``policy(scores, candidates)`` returns a block mask or a zoom map.
 
-``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a probability distribution over the visible blocks. ``candidates`` holds the
+``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a probability distribution over the visible blocks, or larger in a last row
+(:class:`msattn.trainer.seer.select.GateScores`). ``candidates`` holds the
 blocks that may be read, and those that must be read. In a zoom map, a block at zoom z is read at 1 / z of its tokens.
 """
 
@@ -73,7 +74,7 @@ class Calibrated:
 
 @dataclass(frozen=True)
 class Nucleus:
-    """Selects the fewest blocks of each row whose scores sum to ``mass``, including those that are always read."""
+    """Selects the fewest blocks of each row with a share ``mass`` of its scores, including those that are always read."""
 
     mass: float
 
@@ -81,7 +82,7 @@ class Nucleus:
         order = scores.masked_fill(candidates.always, torch.inf).argsort(dim=-1, descending=True)
         ranked = scores.gather(-1, order)
         before = ranked.cumsum(-1) - ranked
-        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, before < self.mass)
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, before < self.mass * ranked.sum(-1, keepdim=True))
         return mask & candidates.visible | candidates.always
 
 

@@ -1,8 +1,8 @@
 """Selection of the key blocks that a layer reads: a scorer, a policy, and the blocks that are always read.
 
-A scorer gives each row block of a layer non-negative scores that sum to 1 over the causally visible blocks. A policy turns them
-into a block mask for ``block_sparse_attention``, or a zoom map for ``multiscale_attention``. Trained gates and the baselines
-they are compared with share this interface. Nothing here synchronizes with the device.
+A scorer gives each row block of a layer scores from 0 to 1, which are 0 outside of the causally visible blocks. A policy turns
+them into a block mask for ``block_sparse_attention``, or a zoom map for ``multiscale_attention``. Trained gates and baselines
+share this interface. Nothing here synchronizes with the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ QUEST_CHUNK_BYTES = 2**28
 class Scorer(Protocol):
     """Interface of a scorer, which returns the block scores of a layer: fp32 ``[B, Hq | Hkv, Tr, Tc]``.
 
-    Rows sum to 1 over the visible blocks and are 0 elsewhere.
+    Rows sum to 1 over the visible blocks and are 0 elsewhere; the last row of :class:`GateScores` may sum to more.
     """
 
     @property
