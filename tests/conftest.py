@@ -77,6 +77,14 @@ def _sparse_at_every_length(request: pytest.FixtureRequest, monkeypatch: pytest.
 
 
 @pytest.fixture(autouse=True)
+def _no_lines_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a slow machine runs for more than 10 seconds print what they print on a fast one."""
+    from msattn.trainer import progress
+
+    monkeypatch.setattr(progress, "INTERVAL", 3600.0)
+
+
+@pytest.fixture(autouse=True)
 def _free_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Returns cached GPU memory after each GPU test, for tests that run at the same time."""
     yield

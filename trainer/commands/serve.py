@@ -80,6 +80,7 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     around_prompt(loaded.tokenizer, None)  # the chat template renders a message, within limits of time and memory
     attached = nullcontext() if served is None else attach(loaded.model, **served.options)
     with (
+        report(lambda: ""),  # from here to the end, no lines about the time that the command has taken
         tracked(cfg, "serve", served) as tracker,
         attached as sparse,
         server(loaded, cfg, sparse, api_key, tracker) as (engine, supervisor),
@@ -88,7 +89,7 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
         pages = f"{engine.pages().total} pages of {cfg.server.page_size} tokens"
         how = f"{cfg.model.name}: dense" if served is None else describe(cfg, served)
         print_once(f"serving at {where}/v1, {pages}, requests of up to {engine.longest} tokens. {how}")
-        with _log_to_stderr(), report(lambda: ""):  # no lines about the time that the command has taken
+        with _log_to_stderr():
             supervisor.run(bound)
 
 
