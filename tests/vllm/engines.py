@@ -9,6 +9,7 @@ import torch
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
 
+from msattn.trainer.serving.vllm.plugin import backend_name
 from tests.house.modules import ROOT
 
 MODEL = ROOT / "trainer/embedded/model"
@@ -22,7 +23,7 @@ EVERY_KEY = {"gate": "embedded", "qmodel": "embedded", "select": "topk", "sparsi
 def engine(msattn: Any = None, *, model: Any = MODEL, **options: Any) -> Iterator[LLM]:
     """Yields an engine whose prompts are chunked: vLLM's own, or with ``msattn`` as ``additional_config``."""
     if msattn is not None:
-        options |= {"attention_backend": "MSATTN", "additional_config": {"msattn": msattn}}
+        options |= {"attention_backend": backend_name(), "additional_config": {"msattn": msattn}}
     dtype = torch.get_default_dtype()
     try:
         llm = LLM(model=str(model), **{**OPTIONS, **options})

@@ -11,7 +11,7 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.vllm.backend import stats
 from tests.factory import prompts_of
-from tests.vllm.engines import EVERY_KEY, NEW, answers, cached_tokens, engine
+from tests.vllm.engines import EVERY_KEY, NEW, OPTIONS, answers, cached_tokens, engine
 
 RAGGED = [*prompts_of(1, 64, 65, 900), *prompts_of(310, 600, prefix=300)]
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "recent": 256, "dense_below": 0}
@@ -44,7 +44,7 @@ def test_preempted_requests_with_several_answers_give_the_tokens_of_dense_vllm()
 
 @pytest.mark.parametrize("page", [64, 128])
 def test_sparse_tokens_are_those_of_an_attached_model(page: int) -> None:
-    """Chunks of whole blocks select as one pass."""
+    """Both read prompts in the same chunks, whose last blocks count each query."""
     prompts = prompts_of(900, 1100)
     model: Any = models.load(ModelConfig(name="tiny", path="embedded")).model
     with attach(model, **SPARSE) as sparse:
@@ -91,5 +91,12 @@ def test_short_prompts_and_a_gate_or_a_router_alone() -> None:
 
 def _alone(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    generated: Any = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        prefill_chunk_size=OPTIONS["max_num_batched_tokens"],
+    )
+    return generated[0, len(prompt) :].tolist()

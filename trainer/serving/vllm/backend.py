@@ -26,17 +26,17 @@ from msattn.trainer.serving.paged.attention import PagedAttention
 from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.paged.state import PagedState
 from msattn.trainer.serving.vllm.engine import PAGE_SIZES, check_layer, sparse_of
-from msattn.trainer.serving.vllm.plugin import NAME
+from msattn.trainer.serving.vllm.plugin import backend_name
 
 
 class Backend(AttentionBackend):
-    """The attention backend ``MSATTN``."""
+    """The attention backend ``MSATTN`` (before vLLM 0.32: ``CUSTOM``)."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
 
     @staticmethod
     def get_name() -> str:
-        return NAME
+        return backend_name()
 
     @staticmethod
     def get_impl_cls() -> "type[Impl]":
@@ -210,7 +210,7 @@ class Impl(AttentionImpl[Metadata]):
         In vLLM's profiling passes there is no metadata, and the output is 0.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("the backend MSATTN does not quantize its output")
+            raise NotImplementedError("msattn does not quantize its output")
         if attn_metadata is None:
             return output.zero_()
         number = extract_layer_index(layer.layer_name)

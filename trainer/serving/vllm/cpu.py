@@ -6,7 +6,7 @@ asked for.
 
 from typing import Any
 
-from msattn.trainer.serving.vllm.plugin import NAME
+from msattn.trainer.serving.vllm.plugin import backend_name
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +23,4 @@ def __getattr__(name: str) -> Any:
         return CPUAttentionBackend
     asked = config.attention_config
     by_kind = getattr(asked, "backend_per_kind", {})  # since vLLM 0.26
-    return Backend if AttentionBackendEnum[NAME] in (asked.backend, *by_kind.values()) else CPUAttentionBackend
+    return Backend if AttentionBackendEnum[backend_name()] in (asked.backend, *by_kind.values()) else CPUAttentionBackend

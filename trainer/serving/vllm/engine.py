@@ -79,14 +79,14 @@ def check_engine(config: Any) -> None:
     }
     for name, is_used in refused.items():
         if is_used:
-            raise UserError(f"vLLM: {name} is not supported by the backend MSATTN; turn it off, or use another backend")
+            raise UserError(f"vLLM: {name} is not supported by msattn; turn it off, or use another backend")
 
 
 def check_layer(**given: Any) -> None:
     """Raises UserError for what is ``given``: parts of a layer's attention that the kernels do not compute."""
     for name, value in given.items():
         if value is not None:
-            raise UserError(f"vLLM: {name}={value!s:.40} is not supported by the backend MSATTN; use another backend")
+            raise UserError(f"vLLM: {name}={value!s:.40} is not supported by msattn; use another backend")
 
 
 def _shard(config: Any) -> HeadShard:

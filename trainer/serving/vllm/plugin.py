@@ -1,16 +1,17 @@
 """The function that vLLM calls in each of its processes (entry point ``vllm.general_plugins``), which registers the backend."""
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 NAME = "MSATTN"
+OUTSIDE = "CUSTOM"  # what vLLM before 0.32 calls the one backend from outside that it can have
 OLDEST, NEWEST = (0, 24), (0, 32)  # versions of vLLM; its interfaces differ between minor versions
 
 _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the attention backend ``MSATTN``; in another version of vLLM, it logs one line and registers nothing."""
+    """Registers the attention backend; in another version of vLLM, it logs one line and registers nothing."""
     from vllm.version import __version__, __version_tuple__
 
     if not OLDEST <= tuple(__version_tuple__[:2]) <= NEWEST:
@@ -21,21 +22,20 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     package = __name__.rpartition(".")[0]
-    if NAME not in AttentionBackendEnum.__members__:  # vLLM may load plugins several times
-        _add(AttentionBackendEnum, f"{package}.backend.Backend")
+    path, name = f"{package}.backend.Backend", backend_name()
+    if name == OUTSIDE:
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+    elif name not in AttentionBackendEnum.__members__:  # vLLM may load plugins several times
+        cast(Any, AttentionBackendEnum).register(name, _Path(path))
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{package}.cpu.Backend")
 
 
-def _add(backends: Any, path: str) -> None:
-    """Adds the backend to vLLM's enumeration: before vLLM 0.32, as another name of the member for backends from outside."""
-    if hasattr(backends, "register"):
-        backends.register(NAME, _Path(path))
-        return
-    from vllm.v1.attention.backends.registry import register_backend
+def backend_name() -> str:
+    """Returns the name by which the installed vLLM knows the backend: ``MSATTN``, before 0.32 ``CUSTOM``."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    register_backend(backends.CUSTOM, path)
-    backends._member_map_[NAME] = backends.CUSTOM
+    return NAME if hasattr(AttentionBackendEnum, "register") else OUTSIDE
 
 
 class _Path(str):
