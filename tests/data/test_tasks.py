@@ -63,6 +63,7 @@ def test_held_out_wordings_are_not_trained() -> None:
 @pytest.mark.parametrize(("words", "text"), [(["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")])
 def test_enumerations(words: list[str], text: str) -> None:
     assert enumerated(words) == text
+    assert enumerated(words, ", and ") == text.replace(" and", ", and")
 
 
 @given(SEEDS, ROOMS, st.sampled_from(["needles", "several_values", "several_keys"]))

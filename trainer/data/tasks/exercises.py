@@ -20,6 +20,7 @@ Rng = np.random.Generator
 T = TypeVar("T")
 ANSWER_DIGITS = 5
 KEY_SEPARATORS = (" ", " ", " ", " ", "-", "-", "-", "_", ".", "/")
+BEFORE_LAST = (" and ", ", and ", ", ", "; ")  # between the last two keys of a question
 LIST_SEPARATORS = (", ", ", ", " ", " ", "; ", "\n", " - ")
 IDENTIFIERS = 0.06  # share of the exercises whose keys are identifiers, and of those whose values are
 _COLOUR_WORDS = (
@@ -104,7 +105,8 @@ def several_keys(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     keys, values = _keys(rng, count, words), _values(rng, count)
     facts = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
     asked = rng.permutation(count)[: rng.integers(2, min(4, count) + 1)].tolist()
-    turn = wording.ask([keys[i] for i in asked], len(asked)), enumerated([values[i] for i in asked])
+    question = wording.ask([keys[i] for i in asked], len(asked), _one(rng, BEFORE_LAST))
+    turn = question, enumerated([values[i] for i in asked])
     return Exercise(tuple(facts[i] for i in rng.permutation(count)), (turn,))
 
 

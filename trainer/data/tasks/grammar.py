@@ -32,71 +32,37 @@ _ENDINGS = (
     " before noon| every year| last spring|, as you know| in the end| since then| by law| again| altogether| dollars|"
     " units| bytes| seconds"
 )
-OPENINGS, VERBS, ENDINGS = (texts.split("|") for texts in (_OPENINGS, _VERBS, _ENDINGS))
 NOUNS = _NOUNS.split()
 MARKS = (":", " =", " ->", " :=", "=", " is", ",", " -", " |", " <-", " ...", ";", "/", " ~", " @")
 # The answer follows what is in braces; {fact} repeats the beginning of the statement, {noun} and {key} are its words.
-QUESTIONS = (
-    *("{fact}", "{fact}", "{fact}", "Question: {fact} Answer:", "Q: {noun} of {key}? A:", "What {verb} {key}? It {verb}"),
-    *("Which {noun} belongs to {key}? The {noun}", "Tell me the {noun} of {key}:", "I forgot about {key}. The {noun} {verb}"),
-    *("{key}? Answer:", "What do you know about {key}? {fact}", "Look for {key}:", "Do you remember {key}? It was", "{key}:"),
-    *("Find {key} and repeat what it {verb}:", "What is the {noun} that belongs to {key}? It is", "{noun}, {key}:"),
+_QUESTIONS = (
+    "{fact}|{fact}|{fact}|Question: {fact} Answer:|Q: {noun} of {key}? A:|What {verb} {key}? It {verb}|"
+    "Which {noun} belongs to {key}? The {noun}|Tell me the {noun} of {key}:|I forgot about {key}. The {noun} {verb}|"
+    "{key}? Answer:|What do you know about {key}? {fact}|Look for {key}:|Do you remember {key}? It was|{key}:|"
+    "Find {key} and repeat what it {verb}:|What is the {noun} that belongs to {key}? It is|{noun}, {key}:"
 )
-PLURALS = (
-    *(
-        "The {noun} of {key} are",
-        "What do you know about {key}? In order:",
-        "Tell me all {noun} of {key}:",
-        "Q: {noun} of {key}? A:",
-    ),
-    *("List all of {key}:", "Which {noun} belong to {key}? They are", "Find {key} and repeat all {noun}:"),
+_PLURALS = (
+    "The {noun} of {key} are|What do you know about {key}? In order:|Tell me all {noun} of {key}:|Q: {noun} of {key}? A:|"
+    "List all of {key}:|Which {noun} belong to {key}? They are|Find {key} and repeat all {noun}:"
 )
-
-
-ASKING = (
-    *("Which {noun}", "What", "To what {noun} did", "In what {noun} did", "How much", "I forgot", "I forgot the {noun} of"),
-    *(
-        "Tell me",
-        "Recall",
-        "Say",
-        "Q:",
-        "Question:",
-        "Who knows",
-        "Where was",
-        "Do you know what",
-        "Please find",
-        "About",
-        "For",
-    ),
+_ASKING = (
+    "Which {noun}|What|To what {noun} did|In what {noun} did|How much|I forgot|I forgot the {noun} of|Tell me|Recall|Say|Q:|"
+    "Question:|Who knows|Where was|Do you know what|Please find|About|For"
 )
-INTRODUCTIONS = (
-    *("Keep in mind each {noun} below.", "Some {noun} stands below, and there will be a question about it."),
-    *(
-        "Read carefully. At the end you are asked for a {noun}.",
-        "Below are several pages. Learn every {noun} in them by heart.",
-    ),
-    *("Here comes a long story with a {noun} in it. Watch out for it.", "Task: answer the last line after reading."),
-    *(
-        "Pay attention to each {noun}, because we test you later.",
-        "Text:",
-        "Instruction: look for the {noun}, ignore the rest.",
-    ),
+_INTRODUCTIONS = (
+    "Keep in mind each {noun} below.|Some {noun} stands below, and there will be a question about it.|"
+    "Read carefully. At the end you are asked for a {noun}.|Below are several pages. Learn every {noun} in them by heart.|"
+    "Here comes a long story with a {noun} in it. Watch out for it.|Task: answer the last line after reading.|"
+    "Pay attention to each {noun}, because we test you later.|Text:|Instruction: look for the {noun}, ignore the rest."
 )
+_REPLIES = (
+    "It {verb}|It is|It|The {noun}|The {noun} {verb}|The {noun} of {key} {verb}|A:|Answer:|That {verb}|"
+    "To|At|By|In|With|About|Up to|Exactly|They said|I think|Of course|Then|Namely"
+)
+OPENINGS, VERBS, ENDINGS = (texts.split("|") for texts in (_OPENINGS, _VERBS, _ENDINGS))
+QUESTIONS, PLURALS, ASKING = (texts.split("|") for texts in (_QUESTIONS, _PLURALS, _ASKING))
+INTRODUCTIONS, REPLIES = (texts.split("|") for texts in (_INTRODUCTIONS, _REPLIES))
 ASKED = ("? ", "? ", "? ", ". ", ": ", ", ", " - ", "; ", "\n", " ")
-REPLIES = (
-    *(
-        "It {verb}",
-        "It is",
-        "It",
-        "The {noun}",
-        "The {noun} {verb}",
-        "The {noun} of {key} {verb}",
-        "A:",
-        "Answer:",
-        "That {verb}",
-    ),
-    *("To", "At", "By", "In", "With", "About", "Up to", "Exactly", "They said", "I think", "Of course", "Then", "Namely"),
-)
 
 
 def compose(rng: Rng, words: Sequence[str]) -> Wording:

@@ -25,15 +25,15 @@ class Wording:
     def state(self, key: str, value: str) -> str:
         return self.statement.format(key=key, value=value)
 
-    def ask(self, keys: list[str], count: int) -> str:
+    def ask(self, keys: list[str], count: int, last: str = " and ") -> str:
         """Returns the question for ``count`` values of ``keys``, of which there are several only if ``plural`` is given."""
         form = self.question if count == 1 else self.plural
-        return form.format(key=enumerated(keys))
+        return form.format(key=enumerated(keys, last))
 
 
-def enumerated(words: list[str]) -> str:
-    """Returns ``a``, ``a and b`` or ``a, b and c``."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+def enumerated(words: list[str], last: str = " and ") -> str:
+    """Returns ``a``, ``a and b`` or ``a, b and c``; ``last`` stands before the last one."""
+    return last.join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 TRAINING = (
