@@ -1,9 +1,9 @@
 """Needle in a haystack: retrieval of a number that the context states once.
 
-Answers are scored with teacher forcing: a sample is correct if every answer token is the model's most likely token, as it must
-be for greedy decoding to find the answer. Block selections run prompt and answer through one sparse prefill. Routing runs a
-dense prefill of the context, then decodes the question and the answer token by token; with ``question=dense`` the question is
-part of the prefill. All methods use the same samples.
+A sample is correct if greedy decoding gives the answer: with the answer's tokens before it, each of them is the most likely one.
+Block selections read the prompt in one sparse prefill, then decode the answer token by token, as ``generate`` does. Routing
+runs a dense prefill of the context, then decodes the question and the answer token by token; with ``question=dense`` the
+question is part of the prefill. All methods use the same samples.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
@@ -195,14 +196,20 @@ def excerpt(prompt: str, statement: str, question: str) -> str:
 def prefill_samples(
     loaded: "Loaded", samples: Samples, advance: Callable[[], None], sparse: "Sparse | None" = None
 ) -> NeedleResult:
-    """Runs one prefill over prompt and answer, with the attention that is attached to the model now."""
+    """Reads each prompt in one pass and decodes its answer, with the attention that is attached to the model now.
+
+    Of samples with shorter answers than the longest one, the last tokens of the prompt are decoded, too.
+    """
     predicted, seconds, peak = [], 0.0, 0.0
     if loaded.model.device.type == "cuda":  # not timed: kernels compile at their first call
         prefill(loaded, samples.batches()[0])
     for ids in samples.batches():
+        ids, cache = ids.to(loaded.model.device), DynamicCache()
+        read = partial(run_backbone, loaded.model, past_key_values=cache, use_cache=True)
         with cost(loaded.model.device) as spent:
-            hidden = prefill(loaded, ids)
-        predicted.append(logits(loaded, hidden[:, -samples.longest - 1 : -1]).argmax(-1))
+            hidden = [read(ids[:, : -samples.longest])[:, -1:]]
+        hidden += [read(ids[:, at : at + 1]) for at in range(-samples.longest, -1)]
+        predicted.append(logits(loaded, torch.cat(hidden, dim=1)).argmax(-1))
         seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
         advance()
     sparsity = sparse.stats()["sparsity"] if sparse else 0.0
@@ -214,8 +221,6 @@ def decode_samples(
     loaded: "Loaded", samples: Samples, method: BucketRoutingMethod, plan: dict[str, int | float], advance: Callable[[], None]
 ) -> dict[str, NeedleResult]:
     """Returns ``{label: result}`` for each setting in ``plan``; all share one dense prefill of the context."""
-    from transformers import DynamicCache
-
     predicted: dict[str, list[Tensor]] = {label: [] for label in plan}
     seconds, peaks, selectivity = (dict.fromkeys(plan, 0.0) for _ in range(3))
     for ids in samples.batches():
