@@ -1,9 +1,10 @@
 """Needle in a haystack: retrieval of a number that the context states once.
 
-A sample is correct if greedy decoding gives the answer: with the answer's tokens before it, each of them is the most likely one.
-Block selections read the prompt in one sparse prefill, then decode the answer token by token, as ``generate`` does. Routing
-runs a dense prefill of the context, then decodes the question and the answer token by token; with ``question=dense`` the
-question is part of the prefill. All methods use the same samples.
+A sample is correct if greedy decoding gives the answer: each of its tokens is the most likely one after those before it. Block
+selections read the prompt in one sparse prefill, then decode the answer token by token, as ``generate`` does; in one pass with
+the prompt, the answer's own queries would choose blocks for the question. Routing runs a dense prefill of the context, then
+decodes the question and the answer token by token; with ``question=dense`` the question is part of the prefill. All methods use
+the same samples.
 """
 
 from collections.abc import Callable
