@@ -108,6 +108,44 @@ def test_tracked_variables_hold_the_number(seed: int, room: int) -> None:
         assert sorted(re.findall(r"[A-Z]{2,}", answer)) == sorted(name for name, value in values.items() if value == number)
 
 
+@given(SEEDS, ROOMS, st.sampled_from(["tracking", "common_words", "frequent_words"]))
+@settings(max_examples=60, deadline=None)
+def test_examples_are_solved_exercises_of_the_same_form(seed: int, room: int, name: str) -> None:
+    exercise = draw(name, seed, room)
+    if not exercise.example:
+        return
+    question, answer = exercise.turns[0]
+    found = re.search(f"(?:{VALUE.pattern})".join(map(re.escape, VALUE.split(question))), exercise.example)
+    assert found is not None  # the same question, of another number
+    fact, solution = exercise.example[: found.start()], exercise.example[found.end() :]
+    if name == "tracking":
+        (number,) = set(VALUE.findall(found[0]))
+        assert len(re.findall(rf"(?<![\w-]){number}(?![\w-])", fact)) == 1
+        assert set(re.findall(r"[A-Z]{2,}", solution)) == set(re.findall(r"\b[A-Z]{2,}\b", fact))
+    else:
+        counts = Counter(re.findall(r"[A-Za-z]+", fact))
+        named = re.findall(r"[A-Za-z]+", solution)
+        assert min(counts[word] for word in named) >= max((counts[word] for word in counts.keys() - named), default=0)
+    separators = {re.sub(r"\w+", "", listed.strip())[:1] for listed in (solution, answer)}
+    assert len(separators - {""}) <= 1  # lists of one form
+
+
+def test_a_third_of_the_exercises_about_lists_have_an_example() -> None:
+    for name in ("tracking", "common_words", "frequent_words"):
+        assert 40 < sum(bool(draw(name, seed, 512).example) for seed in range(200)) < 80
+
+
+def test_marks_are_no_words() -> None:
+    marked = 0
+    for seed in range(200):
+        exercise = draw("frequent_words", seed, 512)
+        ((_, answer),) = exercise.turns
+        assert re.search("[a-z]", answer)
+        marked += any(mark in exercise.facts[0].split() for mark in exercises.UNCOUNTED)
+        assert not any(mark in answer for mark in exercises.UNCOUNTED)
+    assert 50 < marked < 110
+
+
 def test_some_answers_begin_with_the_key_and_further_words() -> None:
     """As in long-context benchmarks: "The number for KEY in the text above is"."""
     questions = [grammar.ask(np.random.default_rng(seed), SEQUENCES.words, "KEY") for seed in range(300)]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from msattn import attach
 from msattn.trainer import models
 from msattn.trainer.evaluate import methods, needle
 from msattn.trainer.models.loading import Loaded
@@ -27,6 +28,19 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     assert torch.equal(routed["all again"].predicted, dense.predicted)  # the shared cache is unchanged
     assert routed["all"].selectivity == pytest.approx(1)
     assert (routed["none"].selectivity or 1) < 0.5
+
+
+def test_the_answer_does_not_choose_what_the_question_reads(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    """Queries of a block share their keys, so an answer that is read in one pass with its prompt would help to find itself."""
+    cfg = config(tmp_path, text)
+    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
+    other = replace(samples, ids=samples.ids.clone())
+    other.ids[:, -samples.longest :] = 100
+    select = {"scores": "quest", "policy": "topk", "block_size": 16, "sparsity": 0.8}
+    with attach(loaded.model, select=select, dense_below=0) as sparse:
+        results = [needle.prefill_samples(loaded, each, lambda: None, sparse) for each in (samples, other)]
+    assert torch.equal(results[0].predicted[:, 0], results[1].predicted[:, 0])
+    assert results[0].sparsity > 0.5
 
 
 def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: str) -> None:

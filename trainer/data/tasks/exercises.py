@@ -6,7 +6,7 @@ take each other's values, frequent words), in wordings of our own.
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar
@@ -22,6 +22,8 @@ ANSWER_DIGITS = 5
 KEY_SEPARATORS = (" ", " ", " ", " ", "-", "-", "-", "_", ".", "/")
 BEFORE_LAST = (" and ", ", and ", ", ", "; ")  # between the last two keys of a question
 LIST_SEPARATORS = (", ", ", ", " ", " ", "; ", "\n", " - ")
+UNCOUNTED = ("...", "--", "***", "##", "==", "~", "?!", "|")  # marks between words that do not count as words
+EXAMPLES = 0.3  # share of the exercises about lists that solve a small one first
 IDENTIFIERS = 0.06  # share of the exercises whose keys are identifiers, and of those whose values are
 _COLOUR_WORDS = (
     "amber azure black blue bronze brown copper coral crimson cream golden green grey indigo iron ivory jade lemon "
@@ -44,10 +46,12 @@ class Exercise:
     ----------
     facts : texts that are hidden in the context, in this order.
     turns : questions, each with the answer that follows it after a space.
+    example : a small exercise of the same form with its answer, which stands before the context; or nothing.
     """
 
     facts: tuple[str, ...]
     turns: tuple[tuple[str, str], ...]
+    example: str = ""
 
 
 Task = Callable[[Rng, int, Sequence[str]], Exercise]  # (rng, room, words): room in tokens, words for keys and lists
@@ -168,16 +172,21 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     chains = int(rng.integers(1, min(3, max(1, room // 256)) + 1))
     length = int(rng.integers(2, min(6, max(2, room // 64)) + 1))
     form = _one(rng, ASSIGNMENTS) if rng.random() < 0.5 else _assignments(rng, words)
+    if rng.random() < 0.5:
+        form = replace(form, question=ask(rng, words, "{value}"))
+    draw = partial(_chains, rng, form, _list_style(rng))
+    return _after_example(rng, draw(chains, length), lambda: draw(1, int(rng.integers(2, length + 1))))
+
+
+def _chains(rng: Rng, form: Assignments, listed: "ListStyle", chains: int, length: int) -> Exercise:
     names = distinct(partial(_capitals, rng, int(rng.integers(2, 6))), chains * length)
-    values = _values(rng, chains)
     facts: list[list[str]] = []
     turns = []
-    for number, value in enumerate(values):
+    for number, value in enumerate(_values(rng, chains)):
         chain = names[number * length : (number + 1) * length]
         later = [form.variable.format(name=name, other=other) for other, name in pairwise(chain)]
         facts.append([form.number.format(name=chain[0], value=value), *later])
-        question = form.question.format(value=value) if rng.random() < 0.5 else ask(rng, words, value)
-        turns.append((question, _listed(rng, chain)))
+        turns.append((form.question.format(value=value), listed(chain)))
     return Exercise(tuple(_merged(rng, facts)), tuple(turns))
 
 
@@ -197,16 +206,7 @@ def _assignments(rng: Rng, words: Sequence[str]) -> Assignments:
 def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """A list in which a few words are repeated often and others seldom; the answer names the frequent ones."""
     items = max(16, min(room, 8192) // 4)
-    count, seldom = int(rng.integers(1, min(10, items // 16) + 1)), int(rng.integers(1, 4))
-    often = int(rng.integers(2 * seldom + 1, max(2 * seldom + 2, items // (2 * count))))
-    rare = max(1, min(len(words) - count, (items - count * often) // seldom))
-    drawn = [words[i] for i in rng.permutation(len(words))[: count + rare]]
-    listed = [*drawn[:count] * often, *drawn[count:] * seldom]
-    listed = [listed[i] for i in rng.permutation(len(listed))]
-    if rng.random() < 0.5:
-        fact = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
-    else:
-        fact = _one(rng, (", ", " ", "\n")).join(listed)
+    count = int(rng.integers(1, min(10, items // 16) + 1))
     question = _one(
         rng,
         (
@@ -218,19 +218,32 @@ def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
             ask(rng, words, f"{count} words that were repeated most"),
         ),
     )
-    first = {word: place for place, word in reversed(list(enumerate(listed)))}
-    return Exercise((fact,), ((question, _listed(rng, sorted(drawn[:count], key=first.__getitem__))),))
+    between = _one(rng, (", ", " ", "\n")) if rng.random() < 0.5 else None
+    draw = partial(_repeated, rng, words, question, between, _list_style(rng), count)
+    return _after_example(rng, draw(items), lambda: draw(max(6 * count, items // 16)))
+
+
+def _repeated(
+    rng: Rng, words: Sequence[str], question: str, between: str | None, listed: "ListStyle", count: int, items: int
+) -> Exercise:
+    """``items`` words, of which ``count`` are repeated often; numbered if nothing is ``between`` them."""
+    seldom = int(rng.integers(1, 4))
+    often = int(rng.integers(2 * seldom + 1, max(2 * seldom + 2, items // (2 * count))))
+    rare = max(1, min(len(words) - count, (items - count * often) // seldom))
+    drawn = [words[i] for i in rng.permutation(len(words))[: count + rare]]
+    found = [*drawn[:count] * often, *drawn[count:] * seldom]
+    found = [found[i] for i in rng.permutation(len(found))]
+    first = {word: place for place, word in reversed(list(enumerate(found)))}
+    fact = " ".join(f"{number}. {word}" for number, word in enumerate(found, 1)) if between is None else between.join(found)
+    return Exercise((fact,), ((question, listed(sorted(drawn[:count], key=first.__getitem__))),))
 
 
 def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
-    """Made-up words with frequencies after Zipf's law; the answer names the three most frequent, in this order."""
-    exponent, size = rng.uniform(1.5, 3.0), int(rng.integers(8, 200))
-    made = distinct(partial(letters, rng, int(rng.integers(3, 7))), size)
-    shares = np.arange(1, size + 1, dtype=np.float64) ** -exponent
-    number = int(rng.integers(24, max(25, min(room, 8192) // 8)))
-    drawn = rng.choice(size, size=number, p=shares / shares.sum())
-    counts = np.bincount(drawn, minlength=size)
-    best = np.argsort(-counts, kind="stable")[:3]
+    """Made-up words with frequencies after Zipf's law; the answer names the three most frequent, in this order.
+
+    A mark may be more frequent than all words; it does not count.
+    """
+    mark = _one(rng, UNCOUNTED) if rng.random() < 0.4 else ""
     question = _one(
         rng,
         (
@@ -241,7 +254,23 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
             ask(rng, words, "three words that were written most"),
         ),
     )
-    return Exercise((" ".join(made[i] for i in drawn),), ((question, _listed(rng, [made[i] for i in best if counts[i]])),))
+    if mark and rng.random() < 0.5:
+        question = (
+            _one(rng, ("Leave out {}. ", "{} is not a word. ", "Count no {}: ", "Apart from {}, ")).format(mark) + question
+        )
+    number = int(rng.integers(24, max(25, min(room, 8192) // 8)))
+    draw = partial(_coded, rng, question, mark, _list_style(rng), rng.uniform(1.5, 3.0), int(rng.integers(3, 7)))
+    return _after_example(rng, draw(number), lambda: draw(int(rng.integers(16, max(17, number // 8)))))
+
+
+def _coded(rng: Rng, question: str, mark: str, listed: "ListStyle", exponent: float, length: int, number: int) -> Exercise:
+    """``number`` words of ``length`` letters, or ``mark`` unless it is empty."""
+    made = [*filter(None, [mark]), *distinct(partial(letters, rng, length), int(rng.integers(8, 200)))]
+    shares = np.arange(1, len(made) + 1, dtype=np.float64) ** -exponent
+    drawn = rng.choice(len(made), size=number, p=shares / shares.sum())
+    counts = np.bincount(drawn, minlength=len(made))
+    best = [i for i in np.argsort(-counts, kind="stable") if counts[i] and made[i] != mark][:3]
+    return Exercise((" ".join(made[i] for i in drawn),), ((question, listed([made[i] for i in best])),))
 
 
 TASKS: dict[str, Task] = {
@@ -286,11 +315,22 @@ def _values(rng: Rng, count: int) -> list[str]:
     return distinct(partial(random_value, rng, digits), count)
 
 
-def _listed(rng: Rng, items: list[str]) -> str:
-    """Returns a list as text, seldom numbered."""
-    if rng.random() < 0.2:
-        items = [f"{number}. {item}" for number, item in enumerate(items, 1)]
-    return _one(rng, LIST_SEPARATORS).join(items)
+def _after_example(rng: Rng, asked: Exercise, draw: Callable[[], Exercise]) -> Exercise:
+    """Returns ``asked``, some of the time after a solved exercise that is drawn, too."""
+    if rng.random() >= EXAMPLES:
+        return asked
+    small = draw()
+    question, answer = small.turns[0]
+    return replace(asked, example="\n".join((*small.facts, f"{question} {answer}")))
+
+
+ListStyle = Callable[[list[str]], str]
+
+
+def _list_style(rng: Rng) -> ListStyle:
+    """Returns a function that writes lists as text, seldom numbered."""
+    numbered, between = rng.random() < 0.2, _one(rng, LIST_SEPARATORS)
+    return lambda items: between.join(f"{number}. {item}" if numbered else item for number, item in enumerate(items, 1))
 
 
 def _identifier(rng: Rng) -> str:

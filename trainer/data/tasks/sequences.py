@@ -113,10 +113,15 @@ class TaskSequences:
         return np.resize(self.crop(rng, int(rng.integers(1, min(64, length) + 1))), length)
 
     def _encode(self, exercise: Exercise, rng: Rng) -> tuple[Pieces, Pieces, Pieces]:
-        """Returns tokens and weights of an instruction or none, of the facts, and of the turns."""
+        """Returns tokens and weights of what stands before the text, of the facts, and of the turns.
+
+        Before the text stand an example, which repeats the instruction, and the instruction, or nothing.
+        """
         between = "\n" if rng.random() < 0.5 else " "
         end = (".", ".\n", "\n")[int(rng.integers(3))]
-        opening = [[(f"{introduce(rng, self.words)}{between}", 0.0)]] if rng.random() < INTRODUCED else []
+        instruction = f"{introduce(rng, self.words)}{between}" if rng.random() < INTRODUCED else ""
+        example = f"{instruction}{exercise.example}\n{between}" if exercise.example else ""
+        opening = [[(text, 0.0)] for text in (example, instruction) if text]
         facts = [[(f" {fact}", 0.0)] for fact in exercise.facts]
         space = (" ", "") if rng.random() < SPACE_ASKED else ("", " ")
         turns = [
