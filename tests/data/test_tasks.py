@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.trainer.data.tasks import exercises, grammar, sequences
-from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences, insert_spans, needle_prompt
+from msattn.trainer.data.tasks.sequences import NAMES, TaskSequences, answer_weight, insert_spans, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, TRAINING, Wording, enumerated
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.teachers.text import crop_from
@@ -193,11 +193,38 @@ def test_sequences_fill_their_length_and_weight_answers(seed: int, length: int, 
     assert ids.shape == weights.shape == (length,)
     assert np.array_equal(ids, again)
     assert 0 <= ids.min() <= ids.max() < len(TOKENIZER)
-    assert set(weights) <= {0.0, 1.0, ANSWER_WEIGHT}
+    assert set(weights) <= {0.0, 1.0, np.float32(answer_weight(length))}
     answers = answer_slices(weights)
     assert bool(answers) == (name != "copies") or (weights == 1).all()
     for answer in answers if name in ("needles", "pairs") else []:
         assert text_of(ids[answer]).strip() in text_of(ids[: answer.start])  # it was stated before
+
+
+def test_long_sequences_have_several_exercises() -> None:
+    """As many as they have thousands of tokens, often fewer; one if its question is about a list."""
+    for name, most in (("needles", 8 * 4), ("tracking", 3 * 4), ("frequent_words", 1), ("several_keys", 4)):
+        turns = []
+        for seed in range(40):
+            ids, weights = SEQUENCES.make(name, np.random.default_rng(seed), 8192)
+            turns.append(len(answer_slices(weights)))
+            assert len(ids) == 8192
+        assert max(turns) <= most
+        assert len(set(turns)) > 2 or most == 1
+        assert max(turns) > most // 4
+
+
+def test_combined_exercises_keep_the_order_of_each() -> None:
+    parts = [exercises.Exercise((f"a{i}", f"b{i}"), ((f"q{i}", f"x{i}"), (f"r{i}", f"y{i}")), f"e{i}" * i) for i in range(3)]
+    made = exercises.combine(np.random.default_rng(0), parts)
+    assert sorted(made.facts) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert all(made.facts.index(f"a{i}") < made.facts.index(f"b{i}") for i in range(3))
+    assert all(made.turns.index((f"q{i}", f"x{i}")) < made.turns.index((f"r{i}", f"y{i}")) for i in range(3))
+    assert made.example == "e1"
+
+
+def test_answers_weigh_more_in_long_sequences() -> None:
+    assert answer_weight(64) == answer_weight(512) == 6
+    assert answer_weight(32768) == 48
 
 
 def test_tasks_that_fit_are_not_replaced_by_text() -> None:

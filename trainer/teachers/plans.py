@@ -44,7 +44,15 @@ class Plan:
 
 SHORT_TASKS = {"needles": 0.3, "several_values": 0.05, "several_keys": 0.08, "pairs": 0.12, "tracking": 0.1}
 LONG_TASKS = {"needles": 0.22, "several_values": 0.03, "several_keys": 0.03, "pairs": 0.05, "tracking": 0.03, "copies": 0.02}
-COUNTING = {"common_words": 0.05, "frequent_words": 0.05}
+ALL_TASKS = {
+    "needles": 0.18,
+    "several_values": 0.08,
+    "several_keys": 0.12,
+    "pairs": 0.12,
+    "tracking": 0.12,
+    "common_words": 0.07,
+    "frequent_words": 0.07,
+}
 
 # 5.8 million parameters, 4096 tokens: learns retrieval on short sequences with many tasks; the last stage is mostly text.
 EMBEDDED = Plan(
@@ -65,7 +73,8 @@ EMBEDDED = Plan(
     lr=2e-3,
 )
 
-# 100 million parameters, 32,768 tokens, all tasks: learns retrieval within the first 1000 steps.
+# 100 million parameters, 32,768 tokens, all tasks. Retrieval is learned on short sequences, where a step sees many exercises;
+# later stages have as many tokens in a step.
 LAB = Plan(
     architecture={
         "hidden_size": 768,
@@ -77,10 +86,11 @@ LAB = Plan(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     stages=(
-        Stage(1024, 128, 900, {**SHORT_TASKS, **COUNTING, "copies": 0.05}, warmup_steps=200, micro_batch=64),
-        Stage(4096, 16, 600, {**SHORT_TASKS, **COUNTING}, warmup_steps=50),
-        Stage(16384, 4, 300, {**SHORT_TASKS, **COUNTING}, warmup_steps=20),
-        Stage(32768, 2, 350, {**SHORT_TASKS, **COUNTING}, schedule="cosine", warmup_steps=20),
+        Stage(512, 128, 1600, {**ALL_TASKS, "copies": 0.06}, warmup_steps=200),
+        Stage(1024, 64, 1500, {**ALL_TASKS, "copies": 0.03}, warmup_steps=50),
+        Stage(4096, 16, 1200, ALL_TASKS, warmup_steps=50),
+        Stage(16384, 4, 800, ALL_TASKS, warmup_steps=20),
+        Stage(32768, 2, 700, ALL_TASKS, schedule="cosine", warmup_steps=20),
     ),
     lr=1e-3,
 )

@@ -273,6 +273,12 @@ def _coded(rng: Rng, question: str, mark: str, listed: "ListStyle", exponent: fl
     return Exercise((" ".join(made[i] for i in drawn),), ((question, listed([made[i] for i in best])),))
 
 
+def combine(rng: Rng, parts: Sequence[Exercise]) -> Exercise:
+    """Returns one exercise with the facts and the turns of all ``parts`` in random order; those of each part keep theirs."""
+    facts, turns = (_merged(rng, [getattr(part, name) for part in parts]) for name in ("facts", "turns"))
+    return Exercise(tuple(facts), tuple(turns), next((part.example for part in parts if part.example), ""))
+
+
 TASKS: dict[str, Task] = {
     "needles": needles,
     "several_values": several_values,
@@ -282,6 +288,7 @@ TASKS: dict[str, Task] = {
     "common_words": common_words,
     "frequent_words": frequent_words,
 }
+COMBINED = ("needles", "several_values", "several_keys", "tracking")  # whose questions say which facts they are about
 
 
 def _one(rng: Rng, choices: Sequence[T]) -> T:
@@ -346,7 +353,7 @@ def _capitals(rng: Rng, length: int) -> str:
     return letters(rng, length).upper()
 
 
-def _merged(rng: Rng, chains: list[list[str]]) -> list[str]:
+def _merged(rng: Rng, chains: Sequence[Sequence[T]]) -> list[T]:
     """Interleaves ``chains`` at random; each keeps its order."""
     order = rng.permutation([number for number, chain in enumerate(chains) for _ in chain])
     remaining = [iter(chain) for chain in chains]

@@ -1,8 +1,10 @@
 """Token sequences with retrieval tasks: facts hidden in text, then questions and answers, with a loss weight for each token.
 
-Answer tokens have a larger weight, tokens that cannot be predicted have weight 0, and the surrounding text has weight 1.
+Answer tokens have a larger weight, tokens that cannot be predicted have weight 0, and the surrounding text has weight 1. Long
+sequences may have several exercises, and their answers weigh more: a single one among 32,768 tokens would hardly be learned.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msattn.trainer.data.encoding import encode_texts
-from msattn.trainer.data.tasks.exercises import TASKS, Exercise, Rng, Task, distinct, random_key, random_value
+from msattn.trainer.data.tasks.exercises import COMBINED, TASKS, Exercise, Rng, combine, distinct, random_key, random_value
 from msattn.trainer.data.tasks.grammar import introduce
 from msattn.trainer.data.tasks.wordings import Wording
 
@@ -21,7 +23,8 @@ Weights = NDArray[np.float32]
 Pieces = list[tuple[Tokens, Weights]]  # of several texts
 Crop = Callable[[Rng, int], Tokens]  # (rng, length) -> that many successive tokens of text
 
-ANSWER_WEIGHT = 6.0  # loss weight of answer tokens; text has 1
+ANSWER_WEIGHT, ANSWER_LENGTH = 6.0, 512  # loss weight of answer tokens in sequences of up to 512 tokens; text has 1
+ROOM = 2048  # tokens for each exercise of a sequence that has several
 COPIES = "copies"  # a task of tokens, not of text
 NAMES = (*TASKS, COPIES)
 INTRODUCED = 0.3  # share of the exercises that begin with an instruction
@@ -94,12 +97,15 @@ class TaskSequences:
         """Returns ``length`` tokens with the task ``name``, and their weights."""
         if name == COPIES:
             return copies(rng, length, self.crop)
-        return self._exercise(TASKS[name], rng, length)
+        return self._exercise(name, rng, length)
 
-    def _exercise(self, task: Task, rng: Rng, length: int) -> tuple[Tokens, Weights]:
+    def _exercise(self, name: str, rng: Rng, length: int) -> tuple[Tokens, Weights]:
         room = length
         while room >= 16:
-            opening, facts, turns = self._encode(task(rng, room, self.words), rng)
+            most = max(1, room // ROOM) if name in COMBINED else 1
+            count = int(math.exp(rng.uniform(0, math.log(most + 1))))  # 1 to most, few more often
+            exercise = combine(rng, [TASKS[name](rng, room, self.words) for _ in range(count)])
+            opening, facts, turns = self._encode(exercise, rng, answer_weight(length))
             left = length - sum(len(ids) for ids, _ in (*opening, *facts, *turns))
             if left >= 0:
                 return self._hide(rng, opening, facts, turns, self._text(rng, left))
@@ -112,7 +118,7 @@ class TaskSequences:
             return self.crop(rng, length)
         return np.resize(self.crop(rng, int(rng.integers(1, min(64, length) + 1))), length)
 
-    def _encode(self, exercise: Exercise, rng: Rng) -> tuple[Pieces, Pieces, Pieces]:
+    def _encode(self, exercise: Exercise, rng: Rng, weight: float) -> tuple[Pieces, Pieces, Pieces]:
         """Returns tokens and weights of what stands before the text, of the facts, and of the turns.
 
         Before the text stand an example, which repeats the instruction, and the instruction, or nothing.
@@ -125,7 +131,7 @@ class TaskSequences:
         facts = [[(f" {fact}", 0.0)] for fact in exercise.facts]
         space = (" ", "") if rng.random() < SPACE_ASKED else ("", " ")
         turns = [
-            [(f"{between}{question}{space[0]}", 0.0), (f"{space[1]}{answer}", ANSWER_WEIGHT), (end, 1.0)]
+            [(f"{between}{question}{space[0]}", 0.0), (f"{space[1]}{answer}", weight), (end, 1.0)]
             for question, answer in exercise.turns
         ]
         weighted = iter(self._weighted([*opening, *facts, *turns]))
@@ -151,6 +157,11 @@ class TaskSequences:
             later = np.sort(rng.choice(np.append(allowed[allowed >= positions[-1]], len(text)), size=len(turns)))
         places = (*[0] * len(opening), *positions.tolist(), *later.tolist())
         return insert_spans(text, [Span(at, *piece) for at, piece in zip(places, (*opening, *facts, *turns), strict=True)])
+
+
+def answer_weight(length: int) -> float:
+    """Returns the loss weight of answer tokens in a sequence: it grows with the root of ``length``."""
+    return ANSWER_WEIGHT * max(1.0, length / ANSWER_LENGTH) ** 0.5
 
 
 def copies(rng: Rng, length: int, crop: Crop) -> tuple[Tokens, Weights]:
