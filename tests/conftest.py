@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
@@ -17,11 +18,13 @@ if not torch.cuda.is_available():
 import pytest
 
 INTERPRETED_CASES = 3  # of a test of agreement with a reference that `make test` runs without a GPU
+UNTIL = float(os.environ.get("MSATTN_SLOW_TESTS_UNTIL", "inf"))  # seconds since 1970 after which no slow test begins
+NO_TIME = "no time was left for this slow test"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
+    """Puts slow tests at the end. Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
 
     The operator checks of kernels are GPU tests: interpreted they take long, and those of the reference check the same schema.
     """
@@ -40,10 +43,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             interpreted[test] += 1
             if interpreted[test] > INTERPRETED_CASES:
                 item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: "slow" in item.keywords)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips slow tests when their time is over; the fast ones all run."""
+    if "slow" in item.keywords and time.time() > UNTIL:
+        pytest.skip(NO_TIME)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints tries for each area of the tests in ``tests/adversary``: ended well, all, and those with two good ends."""
+    """Prints how many slow tests had no time, and the tries of each area of the tests in ``tests/adversary``.
+
+    These ended well, all, and with either of two good ends.
+    """
+    skipped = terminalreporter.stats.get("skipped", [])
+    if count := sum(NO_TIME in str(report.longrepr) for report in skipped):
+        terminalreporter.section(f"{count} slow tests were left out: no time was left for them")
     tried: Counter[str] = Counter()
     either: Counter[str] = Counter()
     well: Counter[str] = Counter()

@@ -199,6 +199,7 @@ def raise_format_version(artifact: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gate", "kmeans", "qmodel"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -136,7 +136,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short computing, no network."""
-    monkeypatch.setattr(limited, "SECONDS", 1)
+    monkeypatch.setattr(limited, "SECONDS", 4)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 

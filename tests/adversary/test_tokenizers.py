@@ -180,7 +180,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "SECONDS", 1)
+    monkeypatch.setattr(limited, "SECONDS", 4)
 
 
 def test_values_of_generation(tries: Tries, models: Models) -> None:

@@ -117,6 +117,7 @@ def test_a_chat_begins_its_reply_with_the_prefix() -> None:
     assert tokenizer.decode(ruler.encode(tokenizer, sample, None)[0]) == "<user>the question\n<assistant>The answer is"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
