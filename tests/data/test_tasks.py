@@ -17,7 +17,7 @@ from msattn.trainer.teachers.text import crop_from
 from msattn.trainer.teachers.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
-TEXT = np.array(TOKENIZER.encode(" some words that stand for text, and more of them" * 500, add_special_tokens=False))
+TEXT = np.array(TOKENIZER.encode(" some words that stand for text, and more of them" * 1000, add_special_tokens=False))
 SEQUENCES = TaskSequences(TOKENIZER, crop_from(TEXT))
 SEEDS, ROOMS = st.integers(0, 2**32), st.integers(64, 8192)
 VALUE = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\d+")  # an identifier or a number
