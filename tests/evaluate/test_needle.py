@@ -30,16 +30,40 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     assert (routed["none"].selectivity or 1) < 0.5
 
 
+def test_the_prefill_has_to_find_the_first_token_that_depends_on_the_needle(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    cfg = config(tmp_path, text)
+    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
+    ((rows, tokens),) = samples.prefills()
+    assert rows == [0, 1, 2, 3]
+    assert all(loaded.tokenizer.decode(ids[tokens - 1 :]).lstrip()[:5].isdigit() for ids in samples.ids)
+    assert all(loaded.tokenizer.decode(ids[tokens]).strip().isdigit() for ids in samples.ids)
+
+
+def test_answers_of_other_lengths_are_other_prefills(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    """Each prompt is read whole, so that no part of a question is decoded densely."""
+    cfg = config(tmp_path, text)
+    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
+    prompts = [
+        prompt._replace(answer_tokens=prompt.answer_tokens - number % 2) for number, prompt in enumerate(samples.prompts)
+    ]
+    mixed = replace(samples, prompts=prompts)
+    assert sorted(row for rows, _ in mixed.prefills() for row in rows) == [0, 1, 2, 3]
+    whole = needle.prefill_samples(loaded, samples, lambda: None)
+    assert torch.equal(needle.prefill_samples(loaded, mixed, lambda: None).predicted, whole.predicted)
+
+
 def test_the_answer_does_not_choose_what_the_question_reads(loaded: Loaded, tmp_path: Path, text: str) -> None:
     """Queries of a block share their keys, so an answer that is read in one pass with its prompt would help to find itself."""
     cfg = config(tmp_path, text)
     samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
+    ((_, tokens),) = samples.prefills()
     other = replace(samples, ids=samples.ids.clone())
-    other.ids[:, -samples.longest :] = 100
+    other.ids[:, tokens:] = 100
+    first = tokens - 192
     select = {"scores": "quest", "policy": "topk", "block_size": 16, "sparsity": 0.8}
     with attach(loaded.model, select=select, dense_below=0) as sparse:
         results = [needle.prefill_samples(loaded, each, lambda: None, sparse) for each in (samples, other)]
-    assert torch.equal(results[0].predicted[:, 0], results[1].predicted[:, 0])
+    assert torch.equal(results[0].predicted[:, first], results[1].predicted[:, first])
     assert (results[0].sparsity or 0) > 0.5
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from msattn.trainer.serving.vllm.backend import Impl
+from msattn.trainer.serving.vllm.backend import Impl, clear_stats, stats
 from tests.factory import prompts_of
 from tests.vllm.engines import answers, engine
 
@@ -48,10 +49,40 @@ def test_passes_that_are_captured_wait_for_no_device(group: Any) -> None:
     layer = builder.vllm_config.compilation_config.static_forward_context[group.layer_names[0]]
     q, k, v = heads(layer.impl, PADDED)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        metadata = builder.build_for_cudagraph_capture(given)
+        metadata = builder.build(0, given)
         metadata.inputs(0, q, k, v, scale=1.0, softcap=None)
     assert metadata.now.decoded is not None
     assert not metadata.now.prompts
+
+
+def test_layers_run_before_they_are_captured(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the capture's lengths, which vLLM's own run before it may not have; it counts nothing and changes no request."""
+    builder, given = group.get_metadata_builder(), padded()
+    given = replace(given, seq_lens=torch.ones_like(given.seq_lens), slot_mapping=torch.full_like(given.slot_mapping, -1))
+    layers = builder.vllm_config.compilation_config.static_forward_context
+    held = [layers[name].kv_cache[1:].clone() for name in group.layer_names]
+    folded = builder.sparse.routed.router._folded
+    folded.clear()
+    before = builder.sparse.stats()
+    ran = []
+    forward = Impl.forward
+    monkeypatch.setattr(Impl, "forward", lambda self, layer, *args: ran.append(layer.layer_name) or forward(self, layer, *args))
+    metadata = builder.build_for_cudagraph_capture(given)
+    assert ran == list(group.layer_names)
+    assert metadata.tokens == PADDED
+    assert len(folded) == len(builder.sparse.routed.layers)
+    assert builder.sparse.stats() == before
+    assert all(torch.equal(layers[name].kv_cache[1:], kept) for name, kept in zip(group.layer_names, held, strict=True))
+    builder.build_for_cudagraph_capture(replace(given, max_query_len=2))
+    assert len(ran) == len(group.layer_names)  # graphs hold single tokens only
+
+
+def test_statistics_are_cleared(group: Any) -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(attn_groups=((group,),)))
+    attend(group, padded())
+    assert stats(worker)["selectivity"]
+    clear_stats(worker)
+    assert not {name: value for name, value in stats(worker).items() if value}
 
 
 def padded() -> CommonAttentionMetadata:

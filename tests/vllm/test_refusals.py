@@ -50,6 +50,14 @@ def test_engines_that_cannot_be_served_are_refused(name: str) -> None:
         check_engine(config)
 
 
+def test_engines_that_sleep_are_refused() -> None:
+    """vLLM's CPU platform refuses them first."""
+    config = EngineArgs(model=str(MODEL), **OPTIONS).create_engine_config()
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(UserError, match="sleep mode is not supported by msattn"):
+        check_engine(config)
+
+
 @pytest.mark.parametrize("name", GIVEN)
 def test_options_of_other_names_and_types_are_refused(name: str) -> None:
     given, message = GIVEN[name]

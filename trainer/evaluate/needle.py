@@ -1,10 +1,10 @@
 """Needle in a haystack: retrieval of a number that the context states once.
 
 A sample is correct if greedy decoding gives the answer: each of its tokens is the most likely one after those before it. Block
-selections read the prompt in one sparse prefill, then decode the answer token by token, as ``generate`` does; in one pass with
-the prompt, the answer's own queries would choose blocks for the question. Routing runs a dense prefill of the context, then
-decodes the question and the answer token by token; with ``question=dense`` the question is part of the prefill. All methods use
-the same samples.
+selections read the prompt in one sparse prefill, which has to find the answer's first token, then decode the others, as
+``generate`` does; in one pass with the prompt, the answer's own queries would choose blocks for the question. Routing runs a
+dense prefill of the context, then decodes the question and the answer token by token; with ``question=dense`` the question is
+part of the prefill. All methods use the same samples.
 """
 
 from collections.abc import Callable
@@ -74,6 +74,20 @@ class Samples:
     def batches(self) -> tuple[Tensor, ...]:
         return self.ids.split(max(1, BATCH_TOKENS // self.ids.shape[1]))
 
+    def prefills(self) -> list[tuple[list[int], int]]:
+        """Returns the samples of each prefill, and how many of their tokens it reads: the prompt, and what begins every answer.
+
+        That is white space, which some tokenizers make a token of its own. It must not be decoded: the next token is the first
+        that depends on the needle.
+        """
+        groups: dict[int, list[int]] = {}
+        for number, answer in enumerate(self.answers):
+            texts = [self.tokenizer.decode([id]) for id in self.ids[number, -answer:].tolist()]
+            blanks = next((place for place, text in enumerate(texts) if text.strip()), 0)
+            groups.setdefault(self.ids.shape[1] - answer + blanks, []).append(number)
+        size = max(1, BATCH_TOKENS // self.ids.shape[1])
+        return [(rows[at : at + size], tokens) for tokens, rows in groups.items() for at in range(0, len(rows), size)]
+
     def found(self, predicted: Tensor) -> list[bool]:
         """Returns True for each sample whose answer tokens are all correct; ``predicted [n, longest]`` are the last tokens."""
         correct = predicted.cpu() == self.ids[:, -self.longest :]
@@ -125,7 +139,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             for label, setting in method.settings(settings.probes, settings.keys)
             if setting or number == 0
         ]
-        total = (1 + len(blocks) + len(routes)) * len(samples.batches())
+        total = (1 + len(blocks)) * len(samples.prefills()) + len(routes) * len(samples.batches())
         advance = partial(progress.advance, progress.add_task(f"needle, {length} tokens", total=total))
         dense = as_row("dense", "", samples, prefill_samples(loaded, samples, advance), None, cfg)
         rows.append(dense)
@@ -197,24 +211,21 @@ def excerpt(prompt: str, statement: str, question: str) -> str:
 def prefill_samples(
     loaded: "Loaded", samples: Samples, advance: Callable[[], None], sparse: "Sparse | None" = None
 ) -> NeedleResult:
-    """Reads each prompt in one pass and decodes its answer, with the attention that is attached to the model now.
-
-    Of samples with shorter answers than the longest one, the last tokens of the prompt are decoded, too.
-    """
-    predicted, seconds, peak = [], 0.0, 0.0
+    """Reads each prompt in one pass and decodes its answer, with the attention that is attached to the model now."""
+    predicted, seconds, peak = torch.empty_like(samples.ids[:, -samples.longest :]), 0.0, 0.0
     if loaded.model.device.type == "cuda":  # not timed: kernels compile at their first call
         prefill(loaded, samples.batches()[0])
-    for ids in samples.batches():
-        ids, cache = ids.to(loaded.model.device), DynamicCache()
+    for rows, tokens in samples.prefills():
+        ids, cache = samples.ids[rows].to(loaded.model.device), DynamicCache()
         read = partial(run_backbone, loaded.model, past_key_values=cache, use_cache=True)
         with cost(loaded.model.device) as spent:
-            hidden = [read(ids[:, : -samples.longest])[:, -1:]]
-        hidden += [read(ids[:, at : at + 1]) for at in range(-samples.longest, -1)]
-        predicted.append(logits(loaded, torch.cat(hidden, dim=1)).argmax(-1))
+            hidden = [read(ids[:, :tokens])[:, -samples.longest :]]
+        hidden += [read(id) for id in ids[:, tokens:-1].split(1, 1) if id.numel()]
+        predicted[rows] = logits(loaded, torch.cat(hidden, dim=1)[:, -samples.longest :]).argmax(-1).cpu()
         seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
         advance()
     sparsity = sparse.stats()["sparsity"] if sparse else 0.0
-    return NeedleResult(torch.cat(predicted), seconds / len(samples.ids), peak, sparsity, 1 - sparsity)
+    return NeedleResult(predicted, seconds / len(samples.ids), peak, sparsity, 1 - sparsity)
 
 
 @torch.inference_mode()

@@ -94,6 +94,16 @@ class Statistics:
             read += sum(int(counts.sum()) for counts in self._key_counts.values())
         return read / visible if visible else None
 
+    def clear(self) -> None:
+        """Forgets all counts and means; graphs keep the addresses of the counters."""
+        with self._lock:
+            self._counts.clear()
+            self._sums.clear()
+            self._visible = self._read_densely = 0
+            self._synchronize()
+            for x in self._tensors():
+                x.zero_()
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Counts nothing of the block, such as passes that only compile kernels and capture graphs."""

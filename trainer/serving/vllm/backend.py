@@ -25,6 +25,7 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.paged.attention import PagedAttention
 from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.vllm.engine import PAGE_SIZES, check_layer, sparse_of
 from msattn.trainer.serving.vllm.plugin import backend_name
 
@@ -149,6 +150,19 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self.vllm_config.model_config.dtype,
         )  # fmt: skip
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
+        """Returns a pass after its layers have run once, so that its capture compiles no kernel and folds no classifier.
+
+        vLLM's own run before the capture may be too short to reach the kernels that the capture launches.
+        """
+        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
+        if common_attn_metadata.max_query_len == 1:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            with self.sparse.statistics.unchanged():
+                for name in sorted(self.layer_names, key=extract_layer_index):
+                    layers[name].impl.warm_up(layers[name], metadata)
+        return metadata
+
     def state(self) -> PagedState:
         """Returns the state of the pages, which vLLM allocates after it has created its builders."""
         if self._state is None:
@@ -218,11 +232,26 @@ class Impl(AttentionImpl[Metadata]):
         output[: attn_metadata.tokens] = attn_metadata.attention.attend(x)[0].transpose(0, 1)
         return output
 
+    def warm_up(self, layer: Any, metadata: Metadata) -> None:
+        """Computes the attention of zeros in a pass, whose slots belong to no request."""
+        like = {"dtype": metadata.dtype, "device": metadata.given.seq_lens.device}
+        q, k = (torch.zeros(metadata.tokens, heads, self.head_size, **like) for heads in (self.num_heads, self.num_kv_heads))
+        self.forward(layer, q, k, k, layer.kv_cache, metadata, torch.empty_like(q))
+
 
 def stats(worker: Any) -> dict[str, Any]:
     """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for ``llm.collective_rpc(stats)``."""
+    return _sparse(worker).stats()
+
+
+def clear_stats(worker: Any) -> None:
+    """Forgets what was counted, such as the passes with which vLLM warms up, for ``llm.collective_rpc(clear_stats)``."""
+    _sparse(worker).statistics.clear()
+
+
+def _sparse(worker: Any) -> Sparse:
     (groups,) = worker.model_runner.attn_groups
-    return groups[0].get_metadata_builder().sparse.stats()
+    return groups[0].get_metadata_builder().sparse
 
 
 def _views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,7 @@ def check_engine(config: Any) -> None:
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "microbatching": parallel.use_ubatching,
         "multi-head latent attention": config.model_config.use_mla,
+        "sleep mode": config.model_config.enable_sleep_mode,  # brings back the model's weights alone
     }
     for name, is_used in refused.items():
         if is_used:
