@@ -26,7 +26,7 @@ from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, with_independent
-from msattn.trainer.evaluate.perplexity import logits, prefill
+from msattn.trainer.evaluate.perplexity import logits
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
@@ -213,11 +213,11 @@ def prefill_samples(
 ) -> NeedleResult:
     """Reads each prompt in one pass and decodes its answer, with the attention that is attached to the model now."""
     predicted, seconds, peak = torch.empty_like(samples.ids[:, -samples.longest :]), 0.0, 0.0
-    if loaded.model.device.type == "cuda":  # not timed: kernels compile at their first call
-        prefill(loaded, samples.batches()[0])
-    for rows, tokens in samples.prefills():
+    for number, (rows, tokens) in enumerate(samples.prefills()):
         ids, cache = samples.ids[rows].to(loaded.model.device), DynamicCache()
         read = partial(run_backbone, loaded.model, past_key_values=cache, use_cache=True)
+        if number == 0 and ids.is_cuda:  # not timed: kernels compile at their first call
+            run_backbone(loaded.model, ids[:, :tokens], past_key_values=DynamicCache(), use_cache=True)
         with cost(loaded.model.device) as spent:
             hidden = [read(ids[:, :tokens])[:, -samples.longest :]]
         hidden += [read(id) for id in ids[:, tokens:-1].split(1, 1) if id.numel()]

@@ -255,9 +255,8 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
         ),
     )
     if mark and rng.random() < 0.5:
-        question = (
-            _one(rng, ("Leave out {}. ", "{} is not a word. ", "Count no {}: ", "Apart from {}, ")).format(mark) + question
-        )
+        leave_out = _one(rng, ("Leave out {}.", "{} is not a word.", "Count no {}:", "Apart from {}:")).format(mark)
+        question = f"{leave_out} {question}"
     number = int(rng.integers(24, max(25, min(room, 8192) // 8)))
     draw = partial(_coded, rng, question, mark, _list_style(rng), rng.uniform(1.5, 3.0), int(rng.integers(3, 7)))
     return _after_example(rng, draw(number), lambda: draw(int(rng.integers(16, max(17, number // 8)))))
