@@ -197,6 +197,7 @@ def test_routers_are_as_the_artifacts(tmp_path: Path, text: str) -> None:
         assert (routing.router.num_buckets, routing.probes) == (6, 5)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(words(4000))

@@ -38,6 +38,7 @@ def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["method"], row["setting"]): row for row in rows}
 
 
+@pytest.mark.slow
 def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded model's answers are replaced: half of the expected texts of each prompt."""
     found: list[Sample] = []

@@ -170,6 +170,7 @@ def interrupted_after(times: int, function: Any) -> Any:
     return call
 
 
+@pytest.mark.slow
 def test_resumed_runs_give_the_uninterrupted_result(
     text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
