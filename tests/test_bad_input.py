@@ -198,8 +198,8 @@ def raise_format_version(artifact: Path) -> None:
     (artifact / "manifest.json").write_text(json.dumps({**manifest, "format_version": 2}))
 
 
-@pytest.mark.parametrize("kind", ["gate", "kmeans", "qmodel"])
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gate", "kmeans", "qmodel"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
