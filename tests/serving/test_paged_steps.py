@@ -32,6 +32,7 @@ class Step:
     slots: Tensor
     table: Tensor
     kv_len: Tensor
+    qkv: list[Tensor]
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -47,8 +48,7 @@ class Step:
 
     def attend(self, now: PagedPass) -> Tensor:
         """Returns the attention of the layers, ``[layers, 1, Hq, T, D]``."""
-        shapes = ((1, heads, REQUESTS, SIZE) for heads in (2 * HEADS, HEADS, HEADS))
-        q, k, v = (x[:, :, : len(self.slots)] for x in random(*shapes, device=self.slots.device))
+        q, k, v = (x[:, :, : len(self.slots)] for x in self.qkv)
         cos = torch.ones(1, len(self.slots), SIZE, device=q.device)
         inputs = (LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now) for layer in self.state.layers)
         return torch.stack([self.sparse.paged.attend(x) for x in inputs])
@@ -76,7 +76,8 @@ def step(*, requests: int, device: str = "cpu") -> Iterator[Step]:
             buckets.random_(random_partition().num_buckets)
         table = torch.zeros(requests, LONGEST // PAGE, dtype=torch.int32, device=device)
         table[: len(LENGTHS)] = torch.arange(1, PAGES).view(len(LENGTHS), -1)
-        made = Step(sparse, state, table.new_zeros(requests).long(), table, table.new_zeros(requests))
+        qkv = list(random(*((1, heads, REQUESTS, SIZE) for heads in (2 * HEADS, HEADS, HEADS)), device=device))
+        made = Step(sparse, state, table.new_zeros(requests).long(), table, table.new_zeros(requests), qkv)
         made.lengthen(LENGTHS)
         sparse.paged.create_counters(state)
         yield made

@@ -156,7 +156,8 @@ def test_plans_are_complete(name: str, parameters: float) -> None:
     for stage in plan.stages:
         assert set(stage.shares) <= set(NAMES)
         assert sum(stage.shares.values()) < 1
-        assert stage.batch_size % (stage.micro_batch or stage.batch_size) == 0
+        for processes in (1, 2):
+            assert stage.batch_size % (stage.micro_batch_size(processes) * processes) == 0
 
 
 def test_weighted_loss_is_the_weighted_mean() -> None:

@@ -11,7 +11,7 @@ class Stage:
     Attributes
     ----------
     shares : shares of sequences with each task of :data:`msattn.trainer.data.tasks.sequences.NAMES`; the others are text.
-    micro_batch : sequences of a forward pass on a GPU; None: the whole batch.
+    micro_batch : most sequences of a forward pass on a GPU; None: no limit.
     """
 
     seq_len: int
@@ -21,6 +21,10 @@ class Stage:
     schedule: str = "constant_with_warmup"
     warmup_steps: int = 100
     micro_batch: int | None = None
+
+    def micro_batch_size(self, processes: int) -> int:
+        """Returns the number of sequences of a forward pass when ``processes`` share the batch."""
+        return min(self.micro_batch or self.batch_size, max(1, self.batch_size // processes))
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,14 @@ LAB = Plan(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     stages=(
-        Stage(512, 128, 1600, {**ALL_TASKS, "copies": 0.06}, warmup_steps=200),
-        Stage(1024, 64, 1500, {**ALL_TASKS, "copies": 0.03}, warmup_steps=50),
-        Stage(4096, 16, 1200, ALL_TASKS, warmup_steps=50),
-        Stage(16384, 4, 800, ALL_TASKS, warmup_steps=20),
-        Stage(32768, 2, 700, ALL_TASKS, schedule="cosine", warmup_steps=20),
+        Stage(512, 128, 1800, {**ALL_TASKS, "copies": 0.06}, warmup_steps=200),
+        Stage(1024, 64, 1800, {**ALL_TASKS, "copies": 0.03}, warmup_steps=50),
+        Stage(4096, 16, 1800, ALL_TASKS, warmup_steps=50),
+        Stage(16384, 4, 1200, ALL_TASKS, warmup_steps=20),
+        Stage(32768, 2, 900, ALL_TASKS, schedule="cosine", warmup_steps=20),
     ),
     lr=1e-3,
+    eval_every=1000,
 )
 
 PLANS = {"embedded": EMBEDDED, "lab": LAB}

@@ -100,6 +100,7 @@ def train(
     """
     model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
     module = WeightedLanguageModel(model)
+    ranks = PartialState().num_processes
     tasks, seconds = TaskSequences(tokenizer, texts.crop), 0.0
     with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
@@ -110,7 +111,7 @@ def train(
                 lr=plan.lr,
                 steps=stage.steps,
                 batch_size=stage.batch_size,
-                micro_batch_size=stage.micro_batch or stage.batch_size,
+                micro_batch_size=stage.micro_batch_size(ranks),
                 schedule=stage.schedule,
                 warmup_steps=min(stage.warmup_steps, stage.steps),
                 weight_decay=plan.weight_decay,
