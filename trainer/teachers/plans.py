@@ -90,9 +90,9 @@ LAB = Plan(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
     stages=(
-        Stage(512, 128, 1800, {**ALL_TASKS, "copies": 0.06}, warmup_steps=200),
-        Stage(1024, 64, 1800, {**ALL_TASKS, "copies": 0.03}, warmup_steps=50),
-        Stage(4096, 16, 1800, ALL_TASKS, warmup_steps=50),
+        Stage(512, 128, 1500, {**ALL_TASKS, "copies": 0.06}, warmup_steps=200),
+        Stage(1024, 64, 1500, {**ALL_TASKS, "copies": 0.03}, warmup_steps=50),
+        Stage(4096, 16, 1600, ALL_TASKS, warmup_steps=50),
         Stage(16384, 4, 1200, ALL_TASKS, warmup_steps=20),
         Stage(32768, 2, 900, ALL_TASKS, schedule="cosine", warmup_steps=20),
     ),

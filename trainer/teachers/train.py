@@ -10,6 +10,7 @@ Several GPUs share the batches under ``torchrun --nproc-per-node N -m msattn.tra
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,7 +38,7 @@ from msattn.trainer.training.distributed import init_process_state
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
-DEV_PROMPTS = 64
+DEV_PROMPTS = 32
 
 
 class WeightedLanguageModel(nn.Module):
@@ -98,6 +99,7 @@ def train(
 
     Checkpoints are written to ``out/stage-N``, metrics to ``out/metrics.jsonl``.
     """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked data workers would wait for threads that they lack
     model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
     module = WeightedLanguageModel(model)
     ranks = PartialState().num_processes
