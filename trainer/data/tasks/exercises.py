@@ -23,6 +23,7 @@ KEY_SEPARATORS = (" ", " ", " ", " ", "-", "-", "-", "_", ".", "/")
 BEFORE_LAST = (" and ", ", and ", ", ", "; ")  # between the last two keys of a question
 LIST_SEPARATORS = (", ", ", ", " ", " ", "; ", "\n", " - ")
 UNCOUNTED = ("...", "--", "***", "##", "==", "~", "?!", "|")  # marks between words that do not count as words
+LIST_ROOM = 16384  # most tokens of a list of words
 EXAMPLES = 0.3  # share of the exercises about lists that solve a small one first
 IDENTIFIERS = 0.06  # share of the exercises whose keys are identifiers, and of those whose values are
 _COLOUR_WORDS = (
@@ -205,7 +206,7 @@ def _assignments(rng: Rng, words: Sequence[str]) -> Assignments:
 
 def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """A list in which a few words are repeated often and others seldom; the answer names the frequent ones."""
-    items = max(16, min(room, 8192) // 4)
+    items = max(16, min(room, LIST_ROOM) // 4)
     count = int(rng.integers(1, min(10, items // 16) + 1))
     question = _one(
         rng,
@@ -257,7 +258,7 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     if mark and rng.random() < 0.5:
         leave_out = _one(rng, ("Leave out {}.", "{} is not a word.", "Count no {}:", "Apart from {}:")).format(mark)
         question = f"{leave_out} {question}"
-    number = int(rng.integers(24, max(25, min(room, 8192) // 8)))
+    number = int(rng.integers(24, max(25, min(room, LIST_ROOM) // 8)))
     draw = partial(_coded, rng, question, mark, _list_style(rng), rng.uniform(1.5, 3.0), int(rng.integers(3, 7)))
     return _after_example(rng, draw(number), lambda: draw(int(rng.integers(16, max(17, number // 8)))))
 

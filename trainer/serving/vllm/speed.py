@@ -1,0 +1,157 @@
+"""Measures sparse attention inside vLLM beside vLLM's own attention, on the same requests.
+
+    python -m msattn.trainer.serving.vllm.speed MODEL --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
+
+The requests are random tokens and arrive at once; one more is measured alone. Each engine runs in a process of its own, so that
+it finds the GPU's memory free. With ``--engine '{"load_format": "dummy"}'`` weights are random, and MODEL needs no more than a
+config.json.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.serving.vllm.engine import KEY
+
+FIGURES = {  # key: title
+    "tokens_per_s": "new tokens a second, all requests",
+    "first_token_p50_s": "time to first token, p50 (s)",
+    "first_token_p99_s": "time to first token, p99 (s)",
+    "token_ms": "a new token of each request, last prompt done (ms)",
+    "alone_first_token_s": "alone: time to first token (s)",
+    "alone_tokens_per_s": "alone: new tokens a second",
+    "sparsity": "share of the blocks left out by prompts",
+    "selectivity": "share of the keys read by new tokens",
+}
+WARM_UP = 4  # new tokens of the requests that compile kernels
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    args = _parser().parse_args(arguments)
+    try:
+        options = _mapping("--msattn", args.msattn)
+        engine = _mapping("--engine", args.engine)
+        for name in ("length", "requests", "new"):
+            if getattr(args, name) < 1 + (name == "new"):
+                raise UserError(f"--{name} {getattr(args, name)}: accepted are at least {1 + (name == 'new')}")
+    except UserError as error:
+        print_once(str(error))
+        sys.exit(2)
+    requests = args.length, args.requests, args.new
+    found = {
+        "vLLM": _in_process(args.model, engine, None, *requests),
+        "msattn": _in_process(args.model, engine, options, *requests),
+    }
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({**vars(args), "figures": found}, file, indent=2)
+    _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.serving.vllm.speed", description="Compare two engines.")
+    parser.add_argument("model", help="folder or Hub id of a model")
+    parser.add_argument("--msattn", required=True, help='JSON, as additional_config["msattn"] of vLLM')
+    parser.add_argument("--engine", default="{}", help='JSON, parameters of vLLM\'s LLM, e.g. {"tensor_parallel_size": 2}')
+    parser.add_argument("--length", type=int, default=32768, help="tokens of a prompt")
+    parser.add_argument("--requests", type=int, default=8, help="requests that arrive at once")
+    parser.add_argument("--new", type=int, default=128, help="new tokens of a request")
+    parser.add_argument("--json", help="file for the figures")
+    return parser
+
+
+def _mapping(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{name} {text:.80}: no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{name} {text:.80}: accepted is a JSON object")
+    return value
+
+
+def _in_process(*arguments: Any) -> dict[str, float | None]:
+    """Returns :func:`measure` of the arguments, computed by a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measure, *arguments).result()
+
+
+def measure(
+    model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int, new: int
+) -> dict[str, float | None]:
+    """Returns the :data:`FIGURES` of an engine: vLLM's own, or with ``options`` of msattn. It takes the process's GPUs."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the statistics of the workers
+    from vllm.entrypoints.llm import LLM
+
+    from msattn.trainer.serving.vllm.backend import clear_stats, stats
+    from msattn.trainer.serving.vllm.plugin import backend_name
+
+    given: dict[str, Any] = {"max_model_len": length + new, "max_num_seqs": requests, "enable_prefix_caching": False}
+    if options is not None:
+        given |= {"attention_backend": backend_name(), "block_size": 64, "additional_config": {KEY: dict(options)}}
+    llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine})
+    prompts = _prompts(requests + 1, length, llm.model_config.get_vocab_size())
+    _generate(llm, prompts[:1], WARM_UP)
+    _generate(llm, [prompt[: max(1, length // 4)] for prompt in prompts[1:]], WARM_UP)
+    if options is not None:
+        llm.collective_rpc(clear_stats)
+    together = _generate(llm, prompts[1:], new)
+    read = llm.collective_rpc(stats)[0] if options is not None else {}
+    (alone,) = _generate(llm, prompts[:1], new)
+    llm.llm_engine.engine_core.shutdown()
+    first = sorted(each.first_token_latency for each in together)
+    begun = min(each.first_token_ts - each.first_token_latency for each in together)
+    ended = max(each.last_token_ts for each in together)
+    last = max(together, key=lambda each: each.first_token_ts)
+    return {
+        "tokens_per_s": requests * new / (ended - begun),
+        "first_token_p50_s": first[len(first) // 2],
+        "first_token_p99_s": first[round(0.99 * (len(first) - 1))],
+        "token_ms": 1e3 * (last.last_token_ts - last.first_token_ts) / (new - 1),
+        "alone_first_token_s": alone.first_token_latency,
+        "alone_tokens_per_s": (new - 1) / (alone.last_token_ts - alone.first_token_ts),
+        "sparsity": read.get("sparsity"),
+        "selectivity": read.get("selectivity"),
+    }
+
+
+def _prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Returns prompts of random tokens, no two alike."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (count, length), generator=generator).tolist()
+
+
+def _generate(llm: Any, prompts: Sequence[list[int]], new: int) -> list[Any]:
+    """Answers requests that arrive at once, and returns vLLM's metrics of each."""
+    from vllm.sampling_params import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    return [output.metrics for output in llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)]
+
+
+def _show(found: Mapping[str, Mapping[str, float | None]], title: str) -> None:
+    """Prints the figures, one line each."""
+    table = Table(title=title)
+    for heading in ("", *found):
+        table.add_column(heading, justify="right" if heading else "left")
+    for key, name in FIGURES.items():
+        values = [figures[key] for figures in found.values()]
+        if any(value is not None for value in values):
+            table.add_row(name, *("" if value is None else f"{value:.4g}" for value in values))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
