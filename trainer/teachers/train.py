@@ -99,7 +99,6 @@ def train(
 
     Checkpoints are written to ``out/stage-N``, metrics to ``out/metrics.jsonl``.
     """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked data workers would wait for threads that they lack
     model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
     module = WeightedLanguageModel(model)
     ranks = PartialState().num_processes
@@ -195,6 +194,7 @@ def run(args: argparse.Namespace, plan: Plan) -> None:
     processes = init_process_state(device)
     _print(f"tokens of text: {counts}, held out: {len(texts.dev)}")
 
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked data workers would wait for threads that they lack
     compiled = device.type == "cuda" and not args.no_compile
     options = {"device": device, "workers": args.workers, "compiled": compiled, "resume": args.resume}
     model, seconds = train(plan, texts, tokenizer, args.out, **options)
