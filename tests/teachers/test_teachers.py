@@ -32,7 +32,7 @@ from msattn.trainer.teachers.plans import PLANS, Plan, Stage
 from msattn.trainer.teachers.text import StageDataset, Texts
 from msattn.trainer.teachers.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_tokenizer, train_tokenizer
 from msattn.trainer.teachers.train import WeightedLanguageModel
-from tests.jobs import Job
+from tests.jobs import Job, LaunchedJob
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
 TINY = partial(
@@ -310,3 +310,12 @@ def test_two_processes_train_the_model_of_one(workspace: Path) -> None:
         weights.append(load_file(out / "model" / "model.safetensors"))
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_data_workers_do_not_wait_for_threads_of_the_tokenizer(workspace: Path) -> None:
+    """A tokenizer that was told to use threads has none in a forked data worker."""
+    script = f'import os\n\nos.environ["TOKENIZERS_PARALLELISM"] = "true"\n{TWO_PROCESSES}'
+    options = ["--text", workspace / "books", "--out", workspace, "--device", "cpu", "--workers", 1]
+    output = LaunchedJob(script, workspace, json.dumps(TINY().architecture), *options).output()
+    assert output.count("stage 2: ") == 1
