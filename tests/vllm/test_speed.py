@@ -32,8 +32,10 @@ def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.Ca
     [
         (["--msattn", "{"], "--msattn {: no JSON"),
         (["--msattn", "[1]"], "--msattn [1]: accepted is a JSON object"),
-        (["--msattn", "{}", "--new", "1"], "--new 1: accepted are at least 2"),
-        (["--msattn", "{}", "--length", "0"], "--length 0: accepted are at least 1"),
+        (["--msattn", "{}", "--new", "1"], "--new=1: accepted are at least 2"),
+        (["--msattn", "{}", "--length", "0"], "--length=0: accepted are at least 1"),
+        (["--msattn", "{}", "--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
+        (["--msattn", "{}", "--length", "5000"], "vLLM: "),  # the model has 4096 positions
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,8 @@ from msattn.trainer.storage.hashes import file_hash
 
 MOST_EPOCHS = 3  # passes over a text beyond which training warns
 _BATCH_SIZE = 64  # documents that are encoded at once
-_BATCH_CHARACTERS = 2**23  # after so many, no more documents join; the tokenizer encodes those of a batch side by side
+# After so many no more documents join. The tokenizer encodes those of a batch side by side, in some 600 MiB.
+_BATCH_CHARACTERS = 2**23
 
 
 class Chunks(Dataset[dict[str, Tensor]]):

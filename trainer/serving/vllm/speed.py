@@ -14,12 +14,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.config.values import require
+from msattn.trainer.errors import UserError, first_line, print_once, write_error
 from msattn.trainer.serving.vllm.engine import KEY
 
 FIGURES = {  # key: title
@@ -39,23 +41,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     args = _parser().parse_args(arguments)
     try:
-        options = _mapping("--msattn", args.msattn)
-        engine = _mapping("--engine", args.engine)
-        for name in ("length", "requests", "new"):
-            if getattr(args, name) < 1 + (name == "new"):
-                raise UserError(f"--{name} {getattr(args, name)}: accepted are at least {1 + (name == 'new')}")
+        _compare(args)
     except UserError as error:
         print_once(str(error))
         sys.exit(2)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    options, engine = _mapping("--msattn", args.msattn), _mapping("--engine", args.engine)
+    for name in ("length", "requests", "new"):
+        least = 1 + (name == "new")  # the time of a token is that between two
+        require(getattr(args, name) >= least, f"--{name}", getattr(args, name), f"accepted are at least {least}")
+    if args.json:
+        _write(args.json, "")  # what cannot be written is refused before the engines run
     requests = args.length, args.requests, args.new
     found = {
         "vLLM": _in_process(args.model, engine, None, *requests),
         "msattn": _in_process(args.model, engine, options, *requests),
     }
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({**vars(args), "figures": found}, file, indent=2)
     _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")
+    if args.json:
+        _write(args.json, json.dumps({**vars(args), "figures": found}, indent=2) + "\n")
+
+
+def _write(path: str, text: str) -> None:
+    """Writes or, with an empty ``text``, only tries to: the file's content stays."""
+    try:
+        with open(path, "w" if text else "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise write_error(Path(path), error, resumes=False) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,15 +96,32 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
 
 
 def _in_process(*arguments: Any) -> dict[str, float | None]:
-    """Returns :func:`measure` of the arguments, computed by a process of its own."""
+    """Returns :func:`measure` of the arguments, computed by a process of its own.
+
+    Raises
+    ------
+    UserError : vLLM or msattn refuses the model, the lengths or an option, or the engine fails.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure, *arguments).result()
+        found, error = pool.submit(_measured, *arguments).result()
+    if error:
+        raise UserError(f"{'vLLM' if arguments[2] is None else 'msattn'}: {error}")
+    return found
+
+
+def _measured(*arguments: Any) -> tuple[dict[str, float | None], str]:
+    """Returns :func:`measure`, or the first line of the error: vLLM's exceptions cannot all be sent to another process."""
+    try:
+        return measure(*arguments), ""
+    except Exception as error:
+        return {}, first_line(error)
 
 
 def measure(
     model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int, new: int
 ) -> dict[str, float | None]:
     """Returns the :data:`FIGURES` of an engine: vLLM's own, or with ``options`` of msattn. It takes the process's GPUs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's errors are those of this process
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the statistics of the workers
     from vllm.entrypoints.llm import LLM
 
