@@ -14,6 +14,7 @@ from msattn.trainer.config import (
     SelectConfig,
     TrackerConfig,
 )
+from msattn.trainer.evaluate.partial import PartialRows
 from tests.factory import tiny_architecture
 
 BUCKETS = 4
@@ -37,3 +38,8 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
         recent=16,
         sink=1,
     )
+
+
+def kept_rows(folder: Path) -> PartialRows:
+    """A file for the rows of tasks that a test runs by themselves."""
+    return PartialRows(folder / "rows.jsonl", {}, resume=False)

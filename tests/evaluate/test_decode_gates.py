@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from msattn.trainer.evaluate.untrained import add_routers, without_routers
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.seer.decode_gate import DecodeGate
-from tests.evaluate.runs import config
+from tests.evaluate.runs import config, kept_rows
 from tests.evaluate.test_routers import measured_on_a_chunk
 from tests.running import succeed
 from tests.test_bad_input import text as words
@@ -76,7 +77,8 @@ def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
     assert any(note.startswith("decode gate: its artifact holds no thresholds") for note in found.notes)
     assert not any("No decode_gate" in note for note in found.notes)
     assert [each.name for each in without_routers(found).bucket_routings] == [], "their blocks are no partition"
-    rows = [row for task in (recall, needle, decoding) for row in task.run(loaded, cfg, found, Progress(disable=True))]
+    tasks = (recall.run, partial(needle.run, kept=kept_rows(trained)), decoding.run)
+    rows = [row for task in tasks for row in task(loaded, cfg, found, Progress(disable=True))]
     by_name = {(row.task, row.method, row.setting): row for row in rows}
     assert len(rows) == len(by_name)
     for suffix in ("", ", independent"):  # one choice serves a query group anyway

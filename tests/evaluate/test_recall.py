@@ -19,7 +19,7 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from tests.evaluate.runs import BUCKETS, config
+from tests.evaluate.runs import BUCKETS, config, kept_rows
 
 
 def test_losses_in_pieces_equal_the_models_losses(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,8 @@ def test_losses_in_pieces_equal_the_models_losses(loaded: Loaded, monkeypatch: p
 def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, baselines=["sink_local"])
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
-    (row,) = [row for row in perplexity.run(loaded, cfg, found, Progress(disable=True)) if row.setting == "sparsity 0.6"]
+    rows = perplexity.run(loaded, cfg, found, Progress(disable=True), kept_rows(tmp_path))
+    (row,) = [row for row in rows if row.setting == "sparsity 0.6"]
     ((_, select),) = found.block_selections[0].settings([0.6])
     shares = []
     texts = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=3)
@@ -132,7 +133,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert window < few.selectivity < many.selectivity < 1
     assert rows[WINDOW, "0 probes"].score < few.score < many.score
     assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
-    asked = [(row.method, row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True))]
+    asked = [(row.method, row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True), kept_rows(tmp_path))]
     share = "50 % of far keys"
     assert asked == [("dense", ""), (WINDOW, "0 probes"), (name, share), (f"{name}, independent", share)]
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
-from tests.evaluate.runs import config
+from tests.evaluate.runs import config, kept_rows
 from tests.running import exit_code, succeed
 from tests.test_bad_input import SMALL_EVAL
 from tests.test_bad_input import text as words
@@ -74,7 +75,8 @@ def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
     )
     loaded, progress = models.load(cfg.model, device="cpu"), Progress(disable=True)
     found = routings_of(cfg, loaded)
-    measured = [row for task in (recall, needle, decoding) for row in task.run(loaded, cfg, found, progress)]
+    tasks = (recall.run, partial(needle.run, kept=kept_rows(tmp_path)), decoding.run)
+    measured = [row for task in tasks for row in task(loaded, cfg, found, progress)]
     rows = {(row.task, row.method, row.setting): row for row in measured}
     assert len(rows) == len(measured)
     for name in NAMES.values():

@@ -120,7 +120,7 @@ def _named_disk_errors(command: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        found = disk_error(error, Path(COMMANDS[command].schema.outputs), resumes=COMMANDS[command].trains)
+        found = disk_error(error, Path(COMMANDS[command].schema.outputs), resumes=COMMANDS[command].resumes)
         if found is None:
             raise
         raise found from error
@@ -217,7 +217,7 @@ def _guarded_job(config: Any, command: str, arguments: dict[str, Any]) -> Any:
     except TrainingDiverged as error:
         return UserError(str(error))
     except (MemoryError, RuntimeError, OSError) as error:
-        disk = disk_error(error, cfg.folder, resumes=COMMANDS[command].trains) if isinstance(error, OSError) else None
+        disk = disk_error(error, cfg.folder, resumes=COMMANDS[command].resumes) if isinstance(error, OSError) else None
         shortage = _shortage(error, COMMANDS[command].sizes)
         if disk is None and shortage is None:
             raise

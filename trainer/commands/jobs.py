@@ -28,8 +28,13 @@ class Command:
 
     @property
     def trains(self) -> bool:
-        """True if the job writes an artifact or a trained model; ``resume=true`` then continues an interrupted one."""
+        """True if the job writes an artifact or a trained model."""
         return issubclass(self.schema, schemas.NamedConfig) and not issubclass(self.schema, schemas.ServingConfig)
+
+    @property
+    def resumes(self) -> bool:
+        """True if ``resume=true`` continues an interrupted job: training, or an evaluation."""
+        return self.trains or self.schema is schemas.EvalRunConfig
 
     def written(self, cfg: JobConfig) -> list[str]:
         """Returns the names of the folders that the job ``cfg`` replaces."""

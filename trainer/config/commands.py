@@ -86,7 +86,7 @@ class NamedConfig(JobConfig):
     ----------
     name : folder of the results.
     overwrite : replace an existing result.
-    resume : continue from the last complete checkpoint.
+    resume : continue an interrupted run: training from its last complete checkpoint, an evaluation from its last row.
     """
 
     name: str = "base"

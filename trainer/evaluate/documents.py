@@ -12,6 +12,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import compare
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from msattn.trainer.progress import Progress
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(
+    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
+) -> list[EvalRow]:
     """Returns the rows of :func:`msattn.trainer.evaluate.perplexity.compare` at each length."""
     settings = cfg.eval.documents
     rows: list[EvalRow] = []
@@ -28,7 +31,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         texts = list(islice(beginnings(cfg, loaded.tokenizer, length), settings.num_documents))
         decoded = loaded.tokenizer.batch_decode([ids[1:].tolist() for ids in texts], skip_special_tokens=True)
         num_bytes = sum(len(text.encode()) for text in decoded)
-        rows += compare("documents", loaded, texts, num_bytes, methods, settings.sparsities, progress)
+        rows += compare("documents", loaded, texts, num_bytes, methods, settings.sparsities, progress, kept)
     return rows
 
 

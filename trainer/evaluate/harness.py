@@ -18,6 +18,7 @@ from msattn.trainer.evaluate.cost import Cost, cost
 from msattn.trainer.evaluate.harness_tasks import TaskSamples
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.chat import uses_chat
 from msattn.trainer.models.families import max_length
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
 
 
 def run(
-    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", samples: list[TaskSamples]
+    loaded: "Loaded",
+    cfg: EvalRunConfig,
+    methods: ComparedMethods,
+    progress: "Progress",
+    kept: PartialRows,
+    samples: list[TaskSamples],
 ) -> list[EvalRow]:
     """Returns rows of dense attention, each block selection, and each routing with its own number of probes.
 
@@ -47,9 +53,12 @@ def run(
         bar = progress.add_task(f"lm_eval, method {number} of {len(tried)}", total=None)
         model = attached_model(loaded, partial(progress.advance, bar))
         for asked in samples:
-            row = _row(loaded, cfg, case, model, asked, dense.get((asked.name, asked.length)))
-            dense.setdefault((asked.name, asked.length), row.score)
-            rows.append(row)
+            key = "harness", number, case.method, case.setting, asked.name, asked.length
+            if (found := kept.get(*key)) is None:
+                row = _row(loaded, cfg, case, model, asked, dense.get((asked.name, asked.length)))
+                found = kept.add([row], *key)
+            dense.setdefault((asked.name, asked.length), found[0].score)
+            rows += found
     return rows
 
 

@@ -8,7 +8,7 @@ part of the prefill. All methods use the same samples.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,11 @@ from msattn.trainer.data.tasks.sequences import NeedlePrompt, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
+from msattn.trainer.evaluate.answers import cases
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, with_independent
+from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import logits
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.models.chat import around_prompt
@@ -124,33 +126,52 @@ class NeedleResult:
     selectivity: float | None
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
-    """Returns rows for dense attention, block selections and routings, at each length and in each setting."""
+def run(
+    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
+) -> list[EvalRow]:
+    """Returns rows for dense attention, block selections and routings, at each length and in each setting, unless ``kept``."""
     settings = cfg.eval.needle
     text = read_haystack(cfg, loaded.tokenizer)
-    rows = []
+    rows: list[EvalRow] = []
     for length in settings.lengths:
-        samples = make_samples(cfg, loaded.tokenizer, text, length)
-        blocks = [(method, *setting) for method in methods.block_selections for setting in method.settings(settings.sparsities)]
-        routings = with_independent(methods.bucket_routings) if settings.independent else methods.bucket_routings
-        routes = [
-            (method, label, setting)
-            for number, method in enumerate(routings)
-            for label, setting in method.settings(settings.probes, settings.keys)
-            if setting or number == 0
-        ]
-        total = (1 + len(blocks)) * len(samples.prefills()) + len(routes) * len(samples.batches())
-        advance = partial(progress.advance, progress.add_task(f"needle, {length} tokens", total=total))
-        dense = as_row("dense", "", samples, prefill_samples(loaded, samples, advance), None, cfg)
-        rows.append(dense)
-        for method, label, select in blocks:
-            with method.attach(loaded.model, select) as sparse:
+        rows += _at_length(loaded, cfg, methods, make_samples(cfg, loaded.tokenizer, text, length), progress, kept)
+    return rows
+
+
+def _at_length(
+    loaded: "Loaded",
+    cfg: EvalRunConfig,
+    methods: ComparedMethods,
+    samples: Samples,
+    progress: "Progress",
+    kept: PartialRows,
+) -> list[EvalRow]:
+    settings, length = cfg.eval.needle, samples.ids.shape[1]
+    prefills = cases(loaded, replace(methods, bucket_routings=[]), settings.sparsities)
+    routings = with_independent(methods.bucket_routings) if settings.independent else methods.bucket_routings
+    plans = [
+        {label: setting for label, setting in method.settings(settings.probes, settings.keys) if setting or number == 0}
+        for number, method in enumerate(routings)
+    ]
+    of_prefills = [("needle", length, case.method, case.setting) for case in prefills]
+    of_plans = [("needle", length, number, *plan) for number, plan in enumerate(plans)]
+    total = sum(kept.get(*key) is None for key in of_prefills) * len(samples.prefills())
+    total += sum(len(plan) for key, plan in zip(of_plans, plans, strict=True) if not kept.get(*key)) * len(samples.batches())
+    advance = partial(progress.advance, progress.add_task(f"needle, {length} tokens", total=total))
+
+    rows: list[EvalRow] = []
+    for key, case in zip(of_prefills, prefills, strict=True):
+        if (found := kept.get(*key)) is None:
+            with case.attach() as sparse:
                 result = prefill_samples(loaded, samples, advance, sparse)
-            rows.append(as_row(method.name, label, samples, result, dense, cfg))
-        for method in routings:
-            plan = {label: setting for route, label, setting in routes if route is method}
-            for label, result in decode_samples(loaded, samples, method, plan, advance).items():
-                rows.append(as_row(method.name_at(plan[label]) if plan[label] else WINDOW, label, samples, result, dense, cfg))
+            found = kept.add([as_row(case.method, case.setting, samples, result, rows[0] if rows else None, cfg)], *key)
+        rows += found
+    for key, plan, method in zip(of_plans, plans, routings, strict=True):
+        if (found := kept.get(*key)) is None:
+            results = decode_samples(loaded, samples, method, plan, advance)
+            names = {label: method.name_at(setting) if setting else WINDOW for label, setting in plan.items()}
+            found = kept.add([as_row(names[label], label, samples, results[label], rows[0], cfg) for label in plan], *key)
+        rows += found
     return rows
 
 

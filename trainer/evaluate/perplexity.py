@@ -17,6 +17,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models import output_logits, tap
 
@@ -40,7 +41,9 @@ class PerplexityRun:
     recall: float | None = None
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(
+    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
+) -> list[EvalRow]:
     """Returns a row for dense attention and one for each block selection at each sparsity, on the same chunks."""
     settings = cfg.eval.perplexity
     chunks = data.chunks(
@@ -53,7 +56,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     )
     texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
     num_bytes = sum(chunks.num_bytes(i) for i in range(len(chunks)))
-    return compare("perplexity", loaded, texts, num_bytes, methods, settings.sparsities, progress)
+    return compare("perplexity", loaded, texts, num_bytes, methods, settings.sparsities, progress, kept)
 
 
 def compare(
@@ -64,29 +67,36 @@ def compare(
     methods: ComparedMethods,
     sparsities: list[float],
     progress: "Progress",
+    kept: PartialRows,
 ) -> list[EvalRow]:
     """Returns the rows of dense attention and of block selections on ``texts``, each ``[length]``.
 
     Parameters
     ----------
     num_bytes : UTF-8 bytes of all predicted tokens.
+    kept : rows that are not measured again. Dense attention is, since others are compared with each of its losses.
     """
     length = len(texts[0])
     plan = [(method, label, select) for method in methods.block_selections for label, select in method.settings(sparsities)]
-    advance = partial(progress.advance, progress.add_task(f"{task}, {length} tokens", total=(2 * len(plan) + 1) * len(texts)))
+    left = sum(kept.get(task, length, method.name, label) is None for method, label, _ in plan)
+    advance = partial(progress.advance, progress.add_task(f"{task}, {length} tokens", total=(2 * left + 1) * len(texts)))
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
     prefill(loaded, texts[0])  # warm-up
     dense = measure(loaded, texts, nullcontext(), advance)
     rows = [to_row("dense", "", dense, dense)]
     for method, label, select in plan:
+        key = task, length, method.name, label
+        if found := kept.get(*key):
+            rows += found
+            continue
         with method.attach(loaded.model, select, measure_recall=True) as sparse:  # not timed: recall needs dense passes
             for ids in texts:
                 prefill(loaded, ids)
                 advance()
             recall = sparse.stats()["recall"]
         sparse_run = measure(loaded, texts, method.attach(loaded.model, select), advance)
-        rows.append(to_row(method.name, label, replace(sparse_run, recall=recall), dense))
+        rows += kept.add([to_row(method.name, label, replace(sparse_run, recall=recall), dense)], *key)
     return rows
 
 

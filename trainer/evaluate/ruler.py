@@ -23,6 +23,7 @@ from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.answers import Answers, Case, Question, answer, cases
 from msattn.trainer.evaluate.intervals import stratified_interval
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
+from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.chat import around_prompt
 
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 EXCERPT = 400  # characters of the end of a prompt that the report shows
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
-    """Returns rows of dense attention, of block selections, and of routings, at each length.
+def run(
+    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
+) -> list[EvalRow]:
+    """Returns rows of dense attention, of block selections, and of routings, at each length; ``kept`` ones are not measured.
 
     Raises
     ------
@@ -53,12 +56,16 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             Question(encode(loaded.tokenizer, sample, cfg.chat), ruler.TASKS[name].new_tokens, partial(is_complete, sample))
             for name, sample in asked
         ]
-        task = progress.add_task(f"RULER, {length} tokens", total=len(tried) * len(questions))
+        keys = [("ruler", length, case.method, case.setting) for case in tried]
+        left = sum(kept.get(*key) is None for key in keys)
+        advance = partial(progress.advance, progress.add_task(f"RULER, {length} tokens", total=left * len(questions)))
         dense: EvalRow | None = None
-        for case in tried:
-            answers = answer(loaded, questions, case, partial(progress.advance, task), settings.batch_tokens)
-            rows.append(as_row(case, samples, answers, length, dense))
-            dense = dense or rows[-1]
+        for key, case in zip(keys, tried, strict=True):
+            if (found := kept.get(*key)) is None:
+                answers = answer(loaded, questions, case, advance, settings.batch_tokens)
+                found = kept.add([as_row(case, samples, answers, length, dense)], *key)
+            rows += found
+            dense = dense or found[0]
     return rows
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError, print_once
@@ -18,6 +18,7 @@ from msattn.trainer.storage.replace import clean_up, replace_folder
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.harness_tasks import TaskSamples
     from msattn.trainer.evaluate.methods import ComparedMethods
+    from msattn.trainer.evaluate.partial import PartialRows
     from msattn.trainer.evaluate.report.compare import Comparison
     from msattn.trainer.models.loading import Loaded
 
@@ -51,6 +52,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
     from msattn.trainer import models
     from msattn.trainer.evaluate import harness_tasks, haystack, key_shares, methods, untrained
+    from msattn.trainer.evaluate.partial import PartialRows, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.training.tracker import Tracker
@@ -64,13 +66,18 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     found = methods.calibrate_baselines(found, cfg, loaded)
     methods.calibrate_routers(found, cfg, loaded)
     found = key_shares.match_key_shares(found, cfg, loaded)
-    rows = _run_tasks(cfg, loaded, found, samples)
+    kept = PartialRows(folder.with_name("eval.partial.jsonl"), settings_of(cfg, loaded, found), resume=cfg.resume)
+    try:
+        rows = _run_tasks(cfg, loaded, found, samples, kept)
+    except KeyboardInterrupt as stop:
+        raise type(stop)(*([f"{len(kept)} rows are kept; resume=true continues after them"] if len(kept) else [])) from stop
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
     comparison = compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
     keep = None if cfg.overwrite else partial(_kept_path, folder)
-    with locked(folder), replace_folder(folder, keep=keep, resumes=False) as draft:
+    with locked(folder), replace_folder(folder, keep=keep) as draft:
         figures = report.write(draft, rows, about, comparison)
+    kept.remove()
     _print_results(rows, found.notes, comparison, folder / "report.html")
     with Tracker.of_job(cfg, "eval", folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", after_work=True) as tracker:
         for artifact in found.read:
@@ -83,8 +90,13 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", samples: "list[TaskSamples]") -> list[EvalRow]:
-    """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``; ``samples`` are those of lm_eval."""
+def _run_tasks(
+    cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", samples: "list[TaskSamples]", kept: "PartialRows"
+) -> list[EvalRow]:
+    """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``; ``samples`` are those of lm_eval.
+
+    Rows of the longer tasks are ``kept`` as they are measured. Times of one evaluation are measured in one run.
+    """
     from msattn.trainer.evaluate import (
         decoding,
         documents,
@@ -103,9 +115,10 @@ def _run_tasks(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", s
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
-    parts = (perplexity, recall, needle, documents, ruler, prompts, latency, decoding, throughput)
-    tasks = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
-    tasks |= {"analysis": analysis.run, "harness": partial(harness.run, samples=samples)}
+    parts = (recall, prompts, latency, decoding, throughput)
+    tasks: dict[str, Any] = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
+    tasks |= {part.__name__.rsplit(".", 1)[-1]: partial(part.run, kept=kept) for part in (perplexity, needle, documents, ruler)}
+    tasks |= {"analysis": analysis.run, "harness": partial(harness.run, kept=kept, samples=samples)}
     rows: list[EvalRow] = []
     with Progress() as progress:
         for task in cfg.eval.tasks:

@@ -1,0 +1,157 @@
+"""An evaluation that was interrupted continues after its last row."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import needle, perplexity, ruler
+from msattn.trainer.evaluate.partial import PartialRows
+from msattn.trainer.evaluate.perplexity import PerplexityRun
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.run import evaluate
+from tests.evaluate.runs import config
+from tests.running import SHAPE, WORDS, exit_code, succeed
+from tests.test_bad_input import SMALL
+from tests.test_bad_input import text as words
+
+TIMES = ("latency_s", "peak_memory_mb")
+ROW = EvalRow(
+    "ruler", "gate", "sparsity 0.5", 0.1, "share", interval=(0.0, float("inf")), samples=3, extra={"by": {"0.5": [1, 2]}}
+)
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """The rows of an evaluation without what differs between two runs."""
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+def tasks_of(text: str, outputs: Path) -> EvalRunConfig:
+    """A configuration of the tasks whose rows are kept."""
+    outputs.mkdir()
+    (outputs / "words.txt").write_text(WORDS)
+    cfg = config(
+        outputs,
+        text,
+        tasks=["perplexity", "needle", "documents", "ruler"],
+        baselines=["mean_pool", "random"],
+        routers=["random", "lsh", "quest"],
+        documents=DocumentsConfig(lengths=[64], num_documents=2, sparsities=[0.5]),
+        ruler=RulerConfig(
+            lengths=[600],
+            samples=1,
+            tasks=["niah_single_1"],
+            haystack=str(outputs / "words.txt"),
+            sparsities=[0.5],
+            probes=[1],
+        ),
+    )
+    long = {**(cfg.model.architecture or {}), "max_position_embeddings": 1024}
+    return replace(cfg, model=replace(cfg.model, architecture=long))
+
+
+@pytest.mark.slow
+def test_an_interrupted_evaluation_continues_to_the_same_rows(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops in the middle of each task in turn."""
+    whole = rows_of(evaluate(tasks_of(text, tmp_path / "whole")))
+    cfg = tasks_of(text, tmp_path / "stopped")
+    partial = tmp_path / "stopped" / "rand" / "base" / "eval.partial.jsonl"
+    measured = []
+    for module, name in ((perplexity, "measure"), (needle, "prefill_samples"), (needle, "decode_samples"), (ruler, "answer")):
+        once, calls = getattr(module, name), 0
+
+        def stopping(*given: object, once=once, **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+            measured.append(once.__name__)
+            return once(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, stopping)
+            with pytest.raises(KeyboardInterrupt, match="rows are kept; resume=true continues after them"):
+                evaluate(cfg)
+        cfg = replace(cfg, resume=True)
+    assert rows_of(evaluate(cfg)) == whole
+    assert not partial.exists()
+    assert [path.name for path in partial.parent.iterdir()] == ["eval"]
+    assert set(measured) == {"measure", "prefill_samples", "decode_samples", "answer"}
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path, settings = tmp_path / "rows.jsonl", {"seed": 0, "eval.ruler": {"lengths": (1, 2)}}
+    kept = PartialRows(path, settings, resume=True)  # there is nothing to resume
+    assert kept.get("ruler", 4096) is None
+    assert kept.add([ROW, ROW], "ruler", 4096, "gate") == [ROW, ROW]
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"key": "cut off by a k')
+    again = PartialRows(path, settings, resume=True)
+    assert again.get("ruler", 4096, "gate") == [ROW, ROW]
+    assert len(again) == 2
+    assert again.get("ruler", "4096", "gate") is None
+    assert path.read_bytes() == whole
+    assert len(PartialRows(path, settings, resume=False)) == 0
+    assert len(path.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"seed": 1}\n', "seed=1, not 0; use the same settings, or resume=false"),
+        ('{"seed": 0, "dtype": "float32"}\n', "has dtype=float32, not None"),
+        ("no json\n", "cannot be read"),
+        ("\0\udcff\n", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_and_stays(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=message):
+        PartialRows(path, {"seed": 0}, resume=True)
+    assert path.read_bytes() == content.encode("utf-8", "surrogateescape")
+
+
+def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(trained, text, tasks=["perplexity"], baselines=[])
+    monkeypatch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(cfg)
+    path = cfg.folder / "eval.partial.jsonl"
+    settings, *rows = map(json.loads, path.read_text().splitlines())
+    assert [row["key"] for row in rows]
+    assert settings["hash.gate"]
+    path.write_text(json.dumps({**settings, "hash.gate": "0"}) + "\n")
+    with pytest.raises(UserError, match=r"hash\.gate=0, not "):
+        evaluate(replace(cfg, resume=True))
+    path.unlink()
+
+
+def test_ctrl_c_says_how_many_rows_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(words(3000))
+    sizes = ("eval.perplexity.length=128", "eval.perplexity.num_chunks=1", "eval.baselines=[random,oracle]")
+    command = ("eval", *SMALL, *SHAPE, "eval.tasks=[perplexity]", *sizes)
+    once, calls = perplexity.measure, []
+
+    def stopping(*given: Any) -> PerplexityRun:
+        calls.append(given)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return once(*given)
+
+    monkeypatch.setattr(perplexity, "measure", stopping)
+    assert exit_code(*command) == 130
+    assert "2 rows are kept; resume=true continues after them" in capsys.readouterr().err
+    succeed(*command, "resume=true")
+    assert len(calls) == 4 + 1 + 4  # dense attention again, and 4 of the 6 other rows

@@ -1,0 +1,108 @@
+"""Rows of an evaluation that has not ended, written as they are measured, so that ``resume=true`` continues it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer import artifacts
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.errors import UserError, write_error
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.training.checkpoints import flatten_settings
+
+if TYPE_CHECKING:
+    from msattn.trainer.evaluate.methods import ComparedMethods
+    from msattn.trainer.models.loading import Loaded
+
+# Keys of the command that do not affect a row.
+CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
+
+
+class PartialRows:
+    """Measured rows in a file of JSON lines: the settings of the evaluation, then rows under the key of their measurement.
+
+    Parameters
+    ----------
+    path : the file; the caller holds the lock of the folder of the results.
+    settings : of this evaluation, which must equal those of the one to resume.
+    resume : use the rows of an interrupted evaluation; otherwise they are deleted.
+
+    Raises
+    ------
+    UserError : the evaluation to resume had other settings, or the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+        self.path = path
+        self._rows: dict[str, list[EvalRow]] = {}
+        now = json.loads(json.dumps(settings))
+        lines = list(_lines(path)) if resume else []
+        if lines:
+            _check_settings(path, lines[0], now)
+        self._write([now, *lines[1:]], "w")  # without the end of a line that a killed process began
+        for line in lines[1:]:
+            self._rows[line["key"]] = [_row(each) for each in line["rows"]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def get(self, *key: Any) -> list[EvalRow] | None:
+        """Returns the rows of a measurement, None if it has not been made."""
+        return self._rows.get(json.dumps(key))
+
+    def add(self, rows: list[EvalRow], *key: Any) -> list[EvalRow]:
+        """Writes the rows of a measurement, and returns them."""
+        name = json.dumps(key)
+        self._rows[name] = rows
+        self._write([{"key": name, "rows": [asdict(row) for row in rows]}], "a")
+        return rows
+
+    def remove(self) -> None:
+        """Deletes the file, once the results are written."""
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, lines: list[Any], mode: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open(mode, encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError as error:
+            raise write_error(self.path, error) from error
+
+
+def settings_of(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> dict[str, Any]:
+    """Returns what the rows of an evaluation depend on, under the names of the command line."""
+    given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
+    groups = {key: value for key, value in given.items() if isinstance(value, dict)}
+    model = {key: loaded.fingerprint[key] for key in artifacts.IDENTITY_FIELDS} | groups.pop("model")
+    hashes = {label: manifest["content_hash"] for label, manifest in found.manifests.items()}
+    alone = {key: value for key, value in given.items() if key not in groups and key != "model"}
+    device = {"device": loaded.model.device.type, "dtype": str(loaded.model.dtype)}
+    return alone | device | flatten_settings(**groups | {"model": model, "hash": hashes})
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    """Yields the objects of the whole lines of a file, none if there is no file."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        for line in text.splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+    except (OSError, ValueError) as error:
+        raise UserError(f"resume=true: {path} cannot be read ({error}); resume=false starts again") from error
+
+
+def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"resume=true: the evaluation in {path} has {key}={before.get(key)}, not {now.get(key)}; "
+                "use the same settings, or resume=false to start again"
+            )
+
+
+def _row(fields: dict[str, Any]) -> EvalRow:
+    interval = fields.pop("interval")
+    return EvalRow(**fields, interval=None if interval is None else tuple(interval))
