@@ -63,7 +63,7 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
     """It stops in the middle of each task in turn."""
     whole = rows_of(evaluate(tasks_of(text, tmp_path / "whole")))
     cfg = tasks_of(text, tmp_path / "stopped")
-    partial = tmp_path / "stopped" / "rand" / "base" / "eval.partial.jsonl"
+    partial = tmp_path / "stopped" / "rand" / "base" / "eval.partial"
     measured = []
     for module, name in ((perplexity, "measure"), (needle, "prefill_samples"), (needle, "decode_samples"), (ruler, "answer")):
         once, calls = getattr(module, name), 0
@@ -125,7 +125,7 @@ def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatc
     monkeypatch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(cfg)
-    path = cfg.folder / "eval.partial.jsonl"
+    path = cfg.folder / "eval.partial"
     settings, *rows = map(json.loads, path.read_text().splitlines())
     assert [row["key"] for row in rows]
     assert settings["hash.gate"]

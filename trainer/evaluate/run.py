@@ -66,7 +66,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     found = methods.calibrate_baselines(found, cfg, loaded)
     methods.calibrate_routers(found, cfg, loaded)
     found = key_shares.match_key_shares(found, cfg, loaded)
-    kept = PartialRows(folder.with_name("eval.partial.jsonl"), settings_of(cfg, loaded, found), resume=cfg.resume)
+    kept = PartialRows(folder.with_name("eval.partial"), settings_of(cfg, loaded, found), resume=cfg.resume)
     try:
         rows = _run_tasks(cfg, loaded, found, samples, kept)
     except KeyboardInterrupt as stop:
