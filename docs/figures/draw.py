@@ -1,7 +1,7 @@
 """Draws the figures of README and docs/results.md from the CSV files in this folder, for light and dark pages.
 
-``speed.csv``, ``decode.csv``, ``quality.csv`` and ``teacher.csv`` are from evaluations; docs/results.md names the
-commands. Run::
+``speed.csv``, ``decode.csv``, ``quality.csv``, ``teacher.csv`` and ``ruler.csv`` are from evaluations; docs/results.md names
+the commands. Run::
 
     python docs/figures/draw.py
 """
@@ -104,6 +104,34 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
     axes.legend(frameon=False, fontsize=8, labelcolor=theme.text)
 
 
+def draw_ruler(axes: Axes, theme: Theme) -> None:
+    """RULER's average at 4096 tokens against the share of the keys that new tokens read: classifiers and other routers."""
+    rows = [row for row in read("ruler.csv", "ruler") if row["length"] == "4096"]
+    names = {"Quest pages": "Quest pages", "LSH": "LSH", "k-means": "k-means of keys", "sink and window": "first and last keys"}
+    for (method, name), color in zip(names.items(), theme.baselines, strict=True):
+        axes.plot(
+            *series(rows, "selectivity", "score", method=method, seed="0"),
+            "--",
+            color=color,
+            marker="o",
+            markersize=3,
+            label=name,
+        )
+    for seed in ("0", "1"):
+        label = "classifier, two seeds" if seed == "0" else None
+        x, y = series(rows, "selectivity", "score", method="classifier", seed=seed)
+        axes.plot(x, y, color=theme.ours, linewidth=2, marker="o", markersize=3, label=label)
+        x, y = series(rows, "selectivity", "score", method="classifier, calibrated", seed=seed)
+        axes.plot(x, y, "*", color=theme.ours, markersize=9, label="classifier, calibrated" if seed == "0" else None)
+    axes.axhline(
+        series(rows, "length", "score", method="dense", seed="0")[1][0], color=theme.peer, linestyle=":", label="dense"
+    )
+    axes.set(title="RULER at 4096 tokens", xlabel="share of the keys that new tokens read (%)", ylabel="answers found (%)")
+    axes.set_xticks([0.08, 0.1, 0.12, 0.14, 0.16], ["8", "10", "12", "14", "16"])
+    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8], ["0", "20", "40", "60", "80"])
+    axes.legend(frameon=False, fontsize=8, labelcolor=theme.text, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 def label_end(axes: Axes, x: list[float], y: list[float], text: str, color: str, shift: float = 0) -> None:
     """Names a line at its last point, ``shift`` points above it."""
     axes.annotate(text, (x[-1], y[-1]), (6, shift), textcoords="offset points", color=color, fontsize=8, va="center")
@@ -151,7 +179,8 @@ def figure(draw: Callable[[Axes, Theme], None], theme: Theme) -> Figure:
 
 def main() -> None:
     """Writes ``<name>-<theme>.svg`` for every figure and theme."""
-    for name, draw in {"prefill": draw_prefill, "decode": draw_decode, "quality": draw_quality}.items():
+    figures = {"prefill": draw_prefill, "decode": draw_decode, "quality": draw_quality, "ruler": draw_ruler}
+    for name, draw in figures.items():
         for label, theme in THEMES.items():
             with styled(theme):
                 drawn = figure(draw, theme)

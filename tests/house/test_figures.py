@@ -103,7 +103,7 @@ def test_perplexities_of_the_lab_teacher() -> None:
 
 
 def test_perplexities_of_the_embedded_model() -> None:
-    table = cells("docs/results.md", "| blocks chosen by | 80 % sparse |")
+    table = cells("docs/measurements.md", "| perplexity over dense, calibrated | 80 % sparse |")
     assert set(table) == set(METHODS) - {"gate, top-k"}
     for name, perplexities in table.items():
         for cell, sparsity in zip(perplexities, SPARSITIES[1:], strict=True):
@@ -111,23 +111,63 @@ def test_perplexities_of_the_embedded_model() -> None:
 
 
 def test_needles_found_in_prefill() -> None:
-    table = cells("docs/results.md", "| needles, blocks chosen by |")
+    table = cells("docs/measurements.md", "| needles, blocks chosen by |")
     for name, (found, interval, read) in table.items():
         where = {"task": "needle", "method": METHODS[name][1], "samples": "40"}
         shown = [found, *interval.split(" to "), read]
         for cell, column in zip(shown, ("score", "interval_low", "interval_high", "selectivity"), strict=True):
             assert_rounded(cell, 100 * value("needles.csv", column, **where))
-    assert "Dense attention finds all." in prose("docs/results.md")
+    assert "Dense attention finds all." in prose("docs/measurements.md")
     assert value("needles.csv", "score", method="dense") == 1
 
 
 def test_needles_by_probes() -> None:
-    table = lines("docs/results.md", "| decoding by |")
+    table = lines("docs/measurements.md", "| decoding by | probes of 64 buckets |")
     assert {name for name, *_ in table} == set(ROUTERS)
     for name, probes, found, read in table:
         setting = f"{probes} probe{'s' * (probes != '1')}"
         for cell, column in ((found, "score"), (read, "selectivity")):
             assert_rounded(cell, 100 * value("quality.csv", column, task="needle", method=ROUTERS[name], setting=setting))
+
+
+RULER = {  # of the tables of RULER: method in the file
+    "gate, calibrated": "gate",
+    "gate, top-k": "gate, top-k",
+    "gate, top-k (seeds 0, 1)": "gate, top-k",
+    "vertical-slash, calibrated": "vertical_slash",
+    "Quest bounds, calibrated": "quest",
+    "mean pooling, calibrated": "mean_pool",
+    "classifier, calibrated": "classifier, calibrated",
+    "classifier": "classifier",
+    "Quest pages": "Quest pages",
+    "LSH": "LSH",
+    "k-means of keys before RoPE": "k-means",
+    "window of first and last keys": "sink and window",
+}
+
+
+def assert_ruler(name: str, length: str, reads: str, scores: str) -> None:
+    """Asserts that a method finds ``scores`` at the shares ``reads``, those of the first seed; seeds are divided by commas."""
+    found = [row for row in rows("ruler.csv") if row["method"] == RULER[name] and row["length"] == length.replace(",", "")]
+    for read, of_seeds in zip(reads.split(" / "), scores.split(" / "), strict=True):
+        seeds = sorted({row["seed"] for row in found})
+        first = [row for row in found if row["seed"] == seeds[0]]
+        nearest = min(first, key=lambda row: abs(100 * float(row["selectivity"]) - float(read)))
+        assert_rounded(read, 100 * float(nearest["selectivity"]))
+        for seed, score in zip(seeds, of_seeds.split(", "), strict=True):
+            (row,) = [row for row in found if row["seed"] == seed and row["setting"] == nearest["setting"]]
+            assert_rounded(score, 100 * float(row["score"]))
+
+
+def test_answers_to_ruler() -> None:
+    for name, length, reads, scores, dense in lines("docs/results.md", "| blocks chosen by | tokens |"):
+        assert_ruler(name, length, reads, scores)
+        seed = "0" if length == "4,096" else "1"
+        assert_rounded(dense, 100 * value("ruler.csv", "score", method="dense", length=length.replace(",", ""), seed=seed))
+    for name, *cells in lines("docs/results.md", "| new tokens read by |"):
+        for length, reads, scores in (("16384", *cells[:2]), ("4096", *cells[2:])):
+            if reads:
+                assert_ruler(name, length, reads, scores)
 
 
 def needles(method: str, setting: str) -> float:
@@ -146,7 +186,11 @@ def test_the_figures_of_the_readme() -> None:
     batch = value("decode.csv", "times_cuDNN", length="131072", batch="6", setting="32 probes")
     gate = {"select": "calibrated", "task": "perplexity", "method": "gate", "setting": "sparsity 0.8"}
     prefill = {method: 100 * value("needles.csv", "score", method=method) for method in ("dense", "gate")}
+    ruler = {"length": "16384", "seed": "1"}
+    long_dense = 100 * value("ruler.csv", "score", method="dense", **ruler)
     expected = {
+        f"RULER's answers, trained gates (dense: {long_dense:.1f} %)": 100
+        * value("ruler.csv", "score", method="gate", setting="sparsity 0.95", **ruler),
         "A second turn of 8k tokens, speedup over dense attention": second_turn("dense, flash")
         / second_turn("gate, untrained"),
         "Time to first token, speedup over FlashAttention-2": first_token,
