@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from msattn.kernels.merge_states import merge_states
     from msattn.kernels.multiscale_attention import multiscale_attention
     from msattn.kernels.nearest_centroid import nearest_centroid
-    from msattn.kernels.paged import paged_block_sparse_attention, paged_bucket_decode, paged_flash_decode
+    from msattn.kernels.paged import (
+        paged_block_sparse_attention,
+        paged_bucket_decode,
+        paged_bucket_sizes,
+        paged_flash_decode,
+    )
     from msattn.kernels.pool_blocks import pool_blocks
     from msattn.kernels.probe_buckets import probe_buckets
     from msattn.trainer.attach import attach, disable, enable, load
@@ -67,6 +72,7 @@ __all__ = [  # noqa: RUF022  # operations last
     "nearest_centroid",
     "paged_block_sparse_attention",
     "paged_bucket_decode",
+    "paged_bucket_sizes",
     "paged_flash_decode",
     "pool_blocks",
     "probe_buckets",

@@ -33,6 +33,7 @@ _ALL = (
     Operation("probe_buckets"),
     Operation("flash_decode", softcap=True),  # as a score_mod
     Operation("paged_bucket_decode", softcap=True, folder="paged"),
+    Operation("paged_bucket_sizes", folder="paged"),
     Operation("paged_flash_decode", softcap=True, folder="paged"),
     Operation("conv_decode"),
     Operation("bucket_mass", softcap=True),

@@ -166,9 +166,10 @@ def _with_gradients(layer: Layer) -> tuple[Layer, list[Tensor]]:
 
 
 def outputs(result: Any) -> list[Tensor]:
-    """Returns a list of the floating-point results, and the boolean ones as 0 and 1."""
+    """Returns a list of the floating-point results, and of counts (int32) and boolean ones as such numbers."""
     tensors = (result,) if isinstance(result, Tensor) else result
-    return [x.float() if x.dtype == torch.bool else x for x in tensors if is_float(x) or x.dtype == torch.bool]
+    exact = (torch.bool, torch.int32)
+    return [x.float() if x.dtype in exact else x for x in tensors if is_float(x) or x.dtype in exact]
 
 
 def is_float(x: Any) -> bool:

@@ -101,6 +101,32 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
         )
 
 
+def paged_bucket_sizes(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields a case per page size: the sizes of the buckets of ``paged_bucket_decode``."""
+    from msattn.kernels.paged import bucket_sizes as op
+
+    problem = _bucket_problem(shape)
+    ids, num_buckets = problem.buckets.short(), problem.num_buckets
+    work = Work(0, 2 * ids.numel() + 4 * shape.batch * shape.kv_heads * num_buckets)
+    for page_size in PAGE_SIZES:
+        setting, layers = f"pages of {page_size}, {num_buckets} buckets", []
+        for _, k, v, *_ in problem.layers:
+            _, _, table, kv_len, slots = _paged(shape, k, v, page_size, [ids])
+            layers.append((slots, table, kv_len))
+        plain = partial(eager.paged_bucket_sizes, num_buckets=num_buckets)
+        yield BenchCase(
+            partial(op.paged_bucket_sizes, num_buckets=num_buckets),
+            partial(reference.paged_bucket_sizes, num_buckets=num_buckets),
+            plain,
+            layers,
+            work,
+            [peers.eager(plain, layers, work, ids.numel(), setting=setting)],
+            setting,
+            queries=1,
+            graph=True,
+        )
+
+
 def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields for each number of queries ``flash_decode``, then a case per page size."""
     from msattn.kernels.flash_decode import flash_decode as contiguous
@@ -160,6 +186,7 @@ class _BucketProblem(NamedTuple):
 
     layers: list[Layer]
     buckets: Tensor
+    num_buckets: int
     window: dict[str, Any]
     read: float
     name: str
@@ -177,7 +204,7 @@ def _bucket_problem(shape: Shape, softcap: float | None = None) -> _BucketProble
     layers = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
     read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
     name = peers.capped_setting(f"{num_probes} of {num_buckets} buckets", softcap)
-    return _BucketProblem(layers, buckets, {"recent": recent, "sink": 1, "softcap": softcap}, read, name)
+    return _BucketProblem(layers, buckets, num_buckets, {"recent": recent, "sink": 1, "softcap": softcap}, read, name)
 
 
 def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
@@ -216,7 +243,7 @@ def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> 
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
 
-    layers, _, window, read, name = problem
+    layers, window, read, name = problem.layers, problem.window, problem.read, problem.name
     num_buckets, num_probes, hidden = layers[0][3].offsets.shape[2] - 1, layers[0][4].shape[2], 1024
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:

@@ -119,7 +119,8 @@ def causal_decode(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None)
 
 def paged_flash_decode(q: Tensor, cache: PagedKeys, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Dense attention over the gathered cache; all sequences have the length of the first."""
-    return causal_decode(q, _gather_pages(cache.k, cache), _gather_pages(cache.v, cache), softcap)
+    k, v = (_gather_pages(x, cache.table, cache.kv_len) for x in (cache.k, cache.v))
+    return causal_decode(q, k, v, softcap)
 
 
 def paged_bucket_decode(
@@ -129,7 +130,7 @@ def paged_bucket_decode(
 
     Assumes that all sequences have the length of the first, that each key is in a bucket and each probe is valid.
     """
-    k, v, bucket = (_gather_pages(x, cache) for x in (cache.k, cache.v, buckets))
+    k, v, bucket = (_gather_pages(x, cache.table, cache.kv_len) for x in (cache.k, cache.v, buckets))
     position, size = torch.arange(k.shape[2], device=q.device), k.shape[2]
     probed = torch.zeros((*probes.shape[:2], 2**15), dtype=torch.bool, device=q.device).scatter_(2, probes.long(), True)
     read = probed.gather(2, bucket.long())
@@ -137,9 +138,15 @@ def paged_bucket_decode(
     return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype, score_mod=capped(softcap))[:2]
 
 
-def _gather_pages(x: Tensor, cache: PagedKeys) -> Tensor:
+def paged_bucket_sizes(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> Tensor:
+    """Counts the gathered bucket ids. Assumes that all sequences have the length of the first, each key in a bucket."""
+    bucket = _gather_pages(buckets, table, kv_len).long()
+    return table.new_zeros((*bucket.shape[:2], num_buckets)).scatter_add_(2, bucket, torch.ones_like(bucket, dtype=table.dtype))
+
+
+def _gather_pages(x: Tensor, table: Tensor, kv_len: Tensor) -> Tensor:
     """Returns ``x [P, page_size, Hkv, ...]`` in order of position, ``[B, Hkv, M, ...]``."""
-    return x[cache.table.long()].flatten(1, 2).transpose(1, 2)[:, :, : int(cache.kv_len[0])]
+    return x[table.long()].flatten(1, 2).transpose(1, 2)[:, :, : int(kv_len[0])]
 
 
 def keys_read(index: BucketIndex, probes: Tensor, recent: int, sink: int) -> Tensor:

@@ -27,6 +27,7 @@ CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
     "probe_buckets": decode_cases.probe_buckets,
     "flash_decode": decode_cases.flash_decode,
     "paged_bucket_decode": decode_cases.paged_bucket_decode,
+    "paged_bucket_sizes": decode_cases.paged_bucket_sizes,
     "paged_flash_decode": decode_cases.paged_flash_decode,
     "conv_decode": decode_cases.conv_decode,
     "bucket_mass": clustering_cases.bucket_mass,

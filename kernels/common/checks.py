@@ -49,7 +49,7 @@ def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Back
                 f"backend='triton' with {name}.device={q.device}: expected a CUDA tensor, "
                 "or TRITON_INTERPRET=1 set before the process starts"
             )
-        if q.dtype not in FLOATS:
+        if q.is_floating_point() and q.dtype not in FLOATS:
             raise ValueError(f"{name}.dtype={q.dtype}: the Triton kernels accept float32, float16 and bfloat16")
     return chosen
 

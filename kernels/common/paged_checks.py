@@ -8,6 +8,8 @@ from msattn.kernels.common.bucket_checks import check_counts, check_dense_window
 from msattn.kernels.common.checks import check_device, check_per_sequence, check_tokens
 from msattn.kernels.types import PagedKeys
 
+MAX_BUCKETS = 2**15  # of int16 ids
+
 
 def check_paged_keys(cache: PagedKeys, heads: int, q: Tensor) -> None:
     """Checks a paged cache for queries of ``heads`` heads, whose last dimension is the head size."""
@@ -24,11 +26,15 @@ def check_paged_keys(cache: PagedKeys, heads: int, q: Tensor) -> None:
         raise ValueError(f"cache.v.shape={tuple(cache.v.shape)}: expected cache.k's shape, {tuple(cache.k.shape)}")
     if heads % cache.k.shape[2]:
         raise ValueError(f"q has {heads} heads, cache.k has {cache.k.shape[2]}: expected q's to be a multiple of cache.k's")
-    table, kv_len = cache.table, cache.kv_len
+    _check_table("cache.", cache.table, cache.kv_len, "q", q)
+
+
+def _check_table(prefix: str, table: Tensor, kv_len: Tensor, other_name: str, other: Tensor) -> None:
+    """Checks the pages and lengths of sequences, on the device of ``other``."""
     if table.dtype != torch.int32 or table.dim() != 2 or min(table.shape) < 1:
-        raise ValueError(f"cache.table is {table.dtype} {tuple(table.shape)}: expected int32 [batch, pages], each at least 1")
-    check_device("cache.table", table, "q", q)
-    check_per_sequence("cache.kv_len", kv_len, table)
+        raise ValueError(f"{prefix}table is {table.dtype} {tuple(table.shape)}: expected int32 [batch, pages], each at least 1")
+    check_device(f"{prefix}table", table, other_name, other)
+    check_per_sequence(f"{prefix}kv_len", kv_len, table)
 
 
 def check_paged_block_sparse_attention(
@@ -87,3 +93,14 @@ def check_paged_bucket_decode(
     check_lists("probes", probes, cache.k.shape[2], 0, q)
     check_dense_window(recent, sink, q)
     check_counts(counts, cache.k.shape[2], q)
+
+
+def check_paged_bucket_sizes(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> None:
+    """Checks the arguments of ``paged_bucket_sizes``."""
+    if buckets.dtype != torch.int16 or buckets.dim() != 3 or min(buckets.shape) < 1:
+        raise ValueError(
+            f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 [pages, page size, heads], each at least 1"
+        )
+    _check_table("", table, kv_len, "buckets", buckets)
+    if not 1 <= num_buckets <= MAX_BUCKETS:
+        raise ValueError(f"num_buckets={num_buckets!r}: expected 1 to {MAX_BUCKETS:,}, the ids of int16")

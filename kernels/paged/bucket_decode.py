@@ -26,7 +26,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
-from msattn.kernels.common.paged_checks import check_paged_bucket_decode
+from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_bucket_decode
 from msattn.kernels.common.primitives import (
     LOG2_E,
     num_sms,
@@ -45,7 +45,6 @@ from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 MAX_SPLITS = 128
-MAX_BUCKETS = 2**15  # of int16 ids
 SCAN = 1024  # positions that a program reads the buckets of at a time
 
 

@@ -23,6 +23,7 @@ from msattn.kernels.reference.multiscale_attention import multiscale_attention, 
 from msattn.kernels.reference.nearest_centroid import bucket_sums, nearest_centroid
 from msattn.kernels.reference.paged_block_sparse_attention import paged_block_sparse_attention
 from msattn.kernels.reference.paged_bucket_decode import paged_bucket_decode
+from msattn.kernels.reference.paged_bucket_sizes import paged_bucket_sizes
 from msattn.kernels.reference.paged_flash_decode import paged_flash_decode
 from msattn.kernels.reference.pool_blocks import pool_blocks
 from msattn.kernels.reference.probe_buckets import probe_buckets
@@ -51,6 +52,7 @@ __all__ = [
     "nearest_centroid",
     "paged_block_sparse_attention",
     "paged_bucket_decode",
+    "paged_bucket_sizes",
     "paged_flash_decode",
     "pool_blocks",
     "probe_buckets",

@@ -30,6 +30,11 @@ def sequences(q: Tensor, k: Tensor, kv_start: Tensor | None, causal: bool) -> It
 
 
 def paged_slots(cache: PagedKeys) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields :func:`filled_slots` of a cache."""
+    return filled_slots(cache.table, cache.kv_len, *cache.k.shape[:2])
+
+
+def filled_slots(table: Tensor, kv_len: Tensor, num_pages: int, page_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields page and offset of each filled position of a sequence, int64 ``[kv_len]``.
 
     Raises
@@ -37,12 +42,11 @@ def paged_slots(cache: PagedKeys) -> Iterator[tuple[Tensor, Tensor]]:
     ValueError
         If a length is not within the pages of the table, or an entry of a filled page is not a page of the cache.
     """
-    num_pages, page_size = cache.k.shape[:2]
-    capacity, lengths = cache.table.shape[1] * page_size, cache.kv_len.tolist()
+    capacity, lengths = table.shape[1] * page_size, kv_len.tolist()
     if not all(0 <= length <= capacity for length in lengths):
-        raise ValueError(f"cache.kv_len={lengths}: expected 0 to {capacity}, the positions of {cache.table.shape[1]} pages")
+        raise ValueError(f"cache.kv_len={lengths}: expected 0 to {capacity}, the positions of {table.shape[1]} pages")
     for b, length in enumerate(lengths):
-        pages = cache.table[b, : -(-length // page_size)].long()
+        pages = table[b, : -(-length // page_size)].long()
         if bool(((pages < 0) | (pages >= num_pages)).any()):
             raise ValueError(f"cache.table[{b}]={pages.tolist()}: expected pages of the cache, 0 to {num_pages - 1}")
         position = torch.arange(length, device=pages.device)

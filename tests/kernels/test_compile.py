@@ -217,6 +217,14 @@ def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     op.launch(q, *cache, buckets, block_size, probes, recent_of, 9, 1, 0.1, softcap, counts)
 
 
+def _paged_bucket_sizes(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.paged import bucket_sizes as op
+
+    num_buckets, page_size = _choose([(1024, 16), (100, 64), (2**15, 256)], head_size, sm)
+    ids, table = torch.zeros(40, page_size, 2, dtype=torch.int16), torch.zeros(2, 20, dtype=torch.int32)
+    op.launch(ids, table, table[:, 0].contiguous(), num_buckets)
+
+
 def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.paged import flash_decode as op
 

@@ -36,7 +36,7 @@ GIVEN: dict[str, tuple[Any, str]] = {
 STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no artifact": ({}, {}, "nothing to attach"),
     "zooms": ({"gate": "embedded", "select": "multiscale"}, {}, "vLLM: select.policy=multiscale reads no pages"),
-    "shares": ({"qmodel": "embedded", "keys": 0.1}, {}, "additional_config.msattn=keys: accepted are gate"),
+    "thresholds": ({"qmodel": "embedded", "threshold": 0.1}, {}, "additional_config.msattn=threshold: accepted are gate"),
     "cache": (EVERY_KEY, {"kv_cache_dtype": "fp8"}, "vLLM: kv_cache_dtype=fp8 is not supported"),
     "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: accepted are 0 to 64"),
 }

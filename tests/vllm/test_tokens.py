@@ -42,15 +42,15 @@ def test_preempted_requests_with_several_answers_give_the_tokens_of_dense_vllm()
         assert preempted.value > 0
 
 
-@pytest.mark.parametrize("page", [64, 128])
-def test_sparse_tokens_are_those_of_an_attached_model(page: int) -> None:
+@pytest.mark.parametrize(("page", "reads"), [(64, {}), (128, {}), (64, {"keys": 0.05})], ids=["64", "128", "keys"])
+def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str, float]) -> None:
     """Both read prompts in the same chunks, whose last blocks count each query."""
     prompts = prompts_of(900, 1100)
     model: Any = models.load(ModelConfig(name="tiny", path="embedded")).model
-    with attach(model, **SPARSE) as sparse:
+    with attach(model, **SPARSE, **reads) as sparse:
         expected = [_alone(model, prompt) for prompt in prompts]
         alone = sparse.stats()
-    with engine(SPARSE, block_size=page, enable_prefix_caching=False) as llm:
+    with engine(SPARSE | reads, block_size=page, enable_prefix_caching=False) as llm:
         assert [answers(llm, [prompt])[0][0] for prompt in prompts] == expected
         (counted,) = llm.collective_rpc(stats)
     for name in ("sparsity", "selectivity"):

@@ -137,15 +137,15 @@ def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = Fals
 
 
 def route_by_density(
-    router: Router, x: "LayerInputs", offsets: Tensor, threshold: float, most: int, *, by_head: bool = False
+    router: Router, x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
 ) -> Tensor:
     """Returns the buckets whose density reaches ``threshold`` for the newest token: int32 ``[B, Hkv, most]``, -1 is none.
 
-    ``x`` holds one query of each sequence. ``offsets`` int32 ``[B, Hkv, C + 1]`` are those of the bucket index. Each query head
-    has its own buckets with ``by_head``: ``[B, Hq, most]``.
+    ``x`` holds one query of each sequence. ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys in the buckets. Each query
+    head has its own buckets with ``by_head``: ``[B, Hq, most]``.
     """
     scores = (router.head_scores if by_head else router.scores)(x.layer, x.q_nope, x.q)
-    sizes = offsets.diff(dim=-1).repeat_interleave(scores.shape[1] // offsets.shape[1], 1)
+    sizes = sizes.repeat_interleave(scores.shape[1] // sizes.shape[1], 1)
     return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 
 

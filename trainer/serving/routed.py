@@ -95,8 +95,8 @@ class RoutedDecoding:
             return self._visited_pages(self.router, x, window)
         if self.threshold is None:
             return route(self.router, x, self.probes, by_head=self.independent)
-        offsets = x.cache.index.offsets
-        return route_by_density(self.router, x, offsets, self.threshold, self.probes, by_head=self.independent)
+        sizes = x.cache.index.offsets.diff(dim=-1)
+        return route_by_density(self.router, x, sizes, self.threshold, self.probes, by_head=self.independent)
 
     def _visited_pages(self, router: PageRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key

@@ -12,7 +12,6 @@ from msattn.trainer.attach import attach, disable, enable
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models import tap
-from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.seer.decode_gate import DecodeGate
@@ -23,13 +22,10 @@ from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
 from tests.test_attach import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for, random_partition
 
-CALIBRATED = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
-CALIBRATED.thresholds = {"shares": [0.1, 0.5], "densities": [4.0, 0.5]}
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2}
 ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
     "decode gates": ({"qmodel": "decode_gate", "probes": 1}, "qmodel: generate_batch takes query classifiers"),
     "pages": ({"qmodel": QuestPages(8, [0, 1], 2), "probes": 1}, "qmodel: generate_batch takes query classifiers"),
-    "shares": ({"qmodel": CALIBRATED, "keys": 0.2}, "keys: generate_batch counts no sizes"),
     "independent": ({**ROUTED, "independent": True}, "independent=True: not supported"),
     "buckets": ({"qmodel": RandomBuckets(2**15, [1], 2), "probes": 1}, "up to 32,767 buckets, this router has 32,768"),
     "zooms": ({"gate": "gate", "select": "multiscale"}, "select.policy=multiscale reads no pages"),

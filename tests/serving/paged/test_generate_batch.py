@@ -4,13 +4,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from msattn.trainer import models
 from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig, SelectConfig
+from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.serving.paged import attention
 from tests.factory import prompts_of, tiny_model
@@ -239,3 +243,27 @@ def test_the_embedded_model() -> None:
     for name in ("sparsity", "selectivity"):
         assert stats[name] == pytest.approx(alone_stats[name], rel=0.02)
         assert 0.1 < stats[name] < 0.9
+
+
+def test_shares_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets are chosen by density: with a threshold that all reach, tokens are those of dense attention."""
+    model, prompts = tiny_model(), ragged(6)
+    router = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
+    router.thresholds = {"shares": [0.1, 0.5], "densities": [1.1, 1e-9]}
+    expected = [alone(model, prompt) for prompt in prompts]
+    choose, counted = attention.route_by_density, []
+
+    def chosen(router: Any, x: LayerInputs, sizes: Tensor, *others: Any) -> Tensor:
+        counted.append((sizes, x.kv_len))
+        return choose(router, x, sizes, *others)
+
+    monkeypatch.setattr(attention, "route_by_density", chosen)
+    options: dict[str, Any] = {"qmodel": router, "recent": 8, "sink": 1, "dense_layers": (), "dense_below": 0}
+    with attach(model, **options, keys=0.5) as sparse:
+        assert together(model, sparse, prompts) == expected
+        assert sparse.stats()["selectivity"] == 1
+    assert counted
+    assert all(torch.equal(sizes.sum(-1), kv_len[:, None].expand(sizes.shape[:2])) for sizes, kv_len in counted)
+    with attach(model, **options, keys=0.1) as sparse:
+        together(model, sparse, prompts)
+        assert 0.1 < sparse.stats()["selectivity"] < 0.9

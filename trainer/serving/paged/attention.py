@@ -11,14 +11,19 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from msattn.kernels.paged import paged_block_sparse_attention, paged_bucket_decode, paged_flash_decode
+from msattn.kernels.paged import (
+    paged_block_sparse_attention,
+    paged_bucket_decode,
+    paged_bucket_sizes,
+    paged_flash_decode,
+)
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
-from msattn.trainer.routing.buckets import route
+from msattn.trainer.routing.buckets import route, route_by_density
 from msattn.trainer.seer.select import Selection, sparsity
 from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Prompts, Sequences
 from msattn.trainer.serving.paged.state import AllocatedState, PagedState
@@ -170,12 +175,20 @@ class PagedAttention:
         counts = self._counter(now.state)[: len(q)]
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
-        router: Any = self.routed.router
-        probes = route(router, queries, self.routed.probes)
+        buckets = now.state.buckets[x.layer]
         return paged_bucket_decode(
-            q, cache, now.state.buckets[x.layer], probes, recent=self._window(rows), sink=self.routed.sink,
+            q, cache, buckets, self._probes(queries, buckets, rows), recent=self._window(rows), sink=self.routed.sink,
             counts=counts, **scores,
         ).out.squeeze(2)  # fmt: skip
+
+    def _probes(self, x: LayerInputs, buckets: Tensor, rows: Sequences) -> Tensor:
+        """Returns the buckets that the new tokens of sequences visit, int32 ``[B, Hkv, L]``."""
+        assert self.routed is not None
+        router: Any = self.routed.router
+        if self.routed.threshold is None:
+            return route(router, x, self.routed.probes)
+        sizes = paged_bucket_sizes(buckets, rows.table, rows.kv_len, num_buckets=router.num_buckets)
+        return route_by_density(router, x, sizes, self.routed.threshold, self.routed.probes)
 
     def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""

@@ -198,8 +198,6 @@ def check_paged(config: Any, sparse: "Sparse", engine: str) -> None:
     router: Any = routed.router
     if isinstance(router, PageRouter):
         raise UserError(f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode gates or pages")
-    if routed.threshold is not None:
-        raise UserError(f"keys: {engine} counts no sizes of buckets; give probes instead")
     if routed.independent:
         raise UserError(f"independent=True: not supported by {engine}, where a query group shares its buckets")
     if router.num_buckets > MOST_BUCKETS:

@@ -19,7 +19,7 @@ from msattn.trainer.serving.sparse import Sparse
 
 KEY = "msattn"  # of additional_config
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
-OPTIONS = ("gate", "select", "sparsity", "qmodel", "probes", "recent", "sink", "dense_layers", "dense_below")
+OPTIONS = ("gate", "select", "sparsity", "qmodel", "probes", "keys", "recent", "sink", "dense_layers", "dense_below")
 
 
 def sparse_of(config: Any, device: torch.device) -> Sparse:

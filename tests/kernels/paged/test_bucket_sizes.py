@@ -1,0 +1,157 @@
+"""Tests of `paged_bucket_sizes`: agreement with a count of the gathered ids, edge cases, operator."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels.paged import bucket_sizes as module
+from msattn.kernels.paged import paged_bucket_sizes
+from msattn.kernels.testing import random_buckets, random_pages, starts
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+INT = torch.int32
+
+
+@pytest.fixture(autouse=True)
+def _several_programs_and_histograms(device: str):
+    """The interpreter counts fewer positions and buckets at a time, so that small problems have several of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(module, "SPAN", 64)
+            patch.setattr(module, "MAX_BINS", 32)
+        yield
+
+
+def pages_of(buckets: Tensor, lengths: tuple[int, ...], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``buckets [B, H, M]`` by slot, the table and the lengths; slots of no sequence hold bucket 0."""
+    kv_len = starts(lengths, str(buckets.device))
+    keys = torch.zeros(*buckets.shape, 16, device=buckets.device)
+    cache, (slots,) = random_pages(keys, keys, kv_len, page_size, [buckets.short()], seed)
+    return slots, cache.table, kv_len
+
+
+def counted(buckets: Tensor, lengths: tuple[int, ...], num_buckets: int) -> Tensor:
+    """Counts by definition."""
+    filled = torch.arange(buckets.shape[2], device=buckets.device) < torch.tensor(lengths, device=buckets.device).view(-1, 1, 1)
+    ids = torch.arange(num_buckets, device=buckets.device)
+    return ((buckets[..., None] == ids) & filled[..., None]).sum(2).int()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "page_size", "num_buckets"),
+    [((111, 0, 65), 2, 16, 10), ((1,), 1, 64, 1), ((63, 300), 7, 256, 100), ((300,), 4, 48, 33), ((65, 65), 1, 1, 3)],
+    ids=str,
+)
+def test_equals_the_count(
+    lengths: tuple[int, ...], heads: int, page_size: int, num_buckets: int, backend: Backend, device: str, poisoned: None
+) -> None:
+    """Some keys are in no bucket, others in one beyond ``num_buckets``."""
+    buckets = random_buckets(len(lengths), heads, max(lengths), num_buckets + 2, device)
+    buckets[:, :, ::7] = -1
+    got = paged_bucket_sizes(*pages_of(buckets, lengths, page_size), num_buckets=num_buckets, backend=backend)
+    assert got.dtype == INT
+    assert torch.equal(got, counted(buckets, lengths, num_buckets))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 63, 65, 111, 4095, 20000])
+def test_full_product(num_keys: int, poisoned: None) -> None:
+    for page_size, heads, num_buckets in itertools.product([16, 64, 256], [1, 2, 8], [1, 64, 1024, 2**15]):
+        lengths = (num_keys, num_keys // 2)
+        buckets = random_buckets(2, heads, num_keys, num_buckets, "cuda")
+        got = paged_bucket_sizes(*pages_of(buckets, lengths, page_size), num_buckets=num_buckets)
+        want = [
+            [row[:length].bincount(minlength=num_buckets) for row in own] for own, length in zip(buckets, lengths, strict=True)
+        ]
+        assert torch.equal(got, torch.stack([torch.stack(own) for own in want]).int())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=3),
+    page_size=st.sampled_from([1, 5, 16, 64]),
+    num_buckets=st.integers(1, 70),
+    seed=st.integers(0, 2**16),
+)
+def test_pages_and_their_order_change_nothing(
+    backend: Backend, device: str, lengths: list[int], page_size: int, num_buckets: int, seed: int
+) -> None:
+    buckets = random_buckets(len(lengths), 2, max(1, *lengths), num_buckets, device, seed)
+    first, second = (
+        paged_bucket_sizes(*pages_of(buckets, tuple(lengths), page_size, order), num_buckets=num_buckets, backend=backend)
+        for order in (seed, seed + 1)
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(first, counted(buckets, tuple(lengths), num_buckets))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accepts_any_strides(backend: Backend, device: str) -> None:
+    slots, table, kv_len = pages_of(random_buckets(2, 2, 111, 10, device), (111, 30), 16)
+    want = paged_bucket_sizes(slots, table, kv_len, num_buckets=10, backend=backend)
+    slots = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    table = torch.stack([table, -table], -1)[..., 0]
+    assert torch.equal(paged_bucket_sizes(slots, table, kv_len, num_buckets=10, backend=backend), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(backend: Backend, device: str) -> None:
+    arguments = pages_of(random_buckets(2, 2, 70, 10, device), (70, 30), 16)
+    torch.library.opcheck(module._operator, (*arguments, 10, backend))
+    compiled = torch.compile(paged_bucket_sizes, fullgraph=True, backend="aot_eager")
+    want = paged_bucket_sizes(*arguments, num_buckets=10, backend=backend)
+    assert torch.equal(compiled(*arguments, num_buckets=10, backend=backend), want)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured step follows in-place changes of pages, lengths and buckets."""
+    buckets = random_buckets(2, 2, 4095, 64, "cuda")
+    slots, table, kv_len = pages_of(buckets, (4095, 1000), 256)
+    paged_bucket_sizes(slots, table, kv_len, num_buckets=64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = paged_bucket_sizes(slots, table, kv_len, num_buckets=64)
+    other_slots, other_table, _ = pages_of(buckets, (17, 4000), 256, seed=1)
+    for lengths in ((17, 4000), (0, 2049)):
+        for x, y in zip((slots, table), (other_slots, other_table), strict=True):
+            x.copy_(y)
+        kv_len.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(got, paged_bucket_sizes(slots, table, kv_len, num_buckets=64))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"buckets": torch.zeros(5, 16, 2, dtype=INT)}, "buckets is torch.int32"),
+        ({"buckets": torch.zeros(5, 16).short()}, "buckets is torch.int16 \\(5, 16\\)"),
+        ({"buckets": torch.zeros(5, 0, 2).short()}, "each at least 1"),
+        ({"table": torch.zeros(1, 2)}, "table is torch.float32"),
+        ({"table": torch.zeros(1, 2, dtype=INT, device="meta")}, "table.device=meta: expected buckets's device"),
+        ({"kv_len": torch.zeros(2, dtype=INT)}, "kv_len is torch.int32 \\(2,\\)"),
+        ({"num_buckets": 0}, "num_buckets=0"),
+        ({"num_buckets": 2**15 + 1}, "num_buckets=32769: expected 1 to 32,768"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+        # values, which the torch backend reads
+        ({"kv_len": torch.tensor([33], dtype=INT)}, "kv_len=\\[33\\]"),
+        ({"table": torch.tensor([[0, 5]], dtype=INT)}, "table\\[0\\]=\\[0, 5\\]"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    arguments = {
+        "buckets": torch.zeros(5, 16, 2).short(),
+        "table": torch.tensor([[0, 4]], dtype=INT),
+        "kv_len": torch.tensor([32], dtype=INT),
+        "num_buckets": 3,
+    }
+    assert paged_bucket_sizes(**arguments).tolist() == [[[32, 0, 0]] * 2]
+    with pytest.raises(ValueError, match=message):
+        paged_bucket_sizes(**arguments | change)
