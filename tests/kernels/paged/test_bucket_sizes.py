@@ -32,7 +32,7 @@ def pages_of(buckets: Tensor, lengths: tuple[int, ...], page_size: int, seed: in
     kv_len = starts(lengths, str(buckets.device))
     keys = torch.zeros(*buckets.shape, 16, device=buckets.device)
     cache, (slots,) = random_pages(keys, keys, kv_len, page_size, [buckets.short()], seed)
-    return slots, cache.table, kv_len
+    return slots, cache.table, cache.kv_len
 
 
 def counted(buckets: Tensor, lengths: tuple[int, ...], num_buckets: int) -> Tensor:
