@@ -109,6 +109,9 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
         ('{"seed": 1}\n', "seed=1, not 0; use the same settings, or resume=false"),
         ('{"seed": 0, "dtype": "float32"}\n', "has dtype=float32, not None"),
         ("no json\n", "cannot be read"),
+        ("[1]\n", "cannot be read"),
+        ('{"seed": 0}\n{"key": "a"}\n', "cannot be read"),
+        ('{"seed": 0}\n{"key": "a", "rows": [{"interval": null, "task": "ruler"}]}\n', "cannot be read"),
         ("\0\udcff\n", "cannot be read"),
     ],
 )

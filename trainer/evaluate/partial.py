@@ -1,7 +1,7 @@
 """Rows of an evaluation that has not ended, written as they are measured, so that ``resume=true`` continues it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from msattn.trainer import artifacts
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError, write_error
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.storage.replace import replace_file
 from msattn.trainer.training.checkpoints import flatten_settings
 
 if TYPE_CHECKING:
@@ -38,12 +39,19 @@ class PartialRows:
         self.path = path
         self._rows: dict[str, list[EvalRow]] = {}
         now = json.loads(json.dumps(settings))
-        lines = list(_lines(path)) if resume else []
-        if lines:
-            _check_settings(path, lines[0], now)
-        self._write([now, *lines[1:]], "w")  # without the end of a line that a killed process began
-        for line in lines[1:]:
-            self._rows[line["key"]] = [_row(each) for each in line["rows"]]
+        lines = _lines(path) if resume else []
+        try:
+            if lines:
+                _check_settings(path, lines[0], now)
+            self._rows = {line["key"]: [_row(each) for each in line["rows"]] for line in lines[1:]}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise _damaged(path, error) from error
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replace_file(path) as new:  # without the end of a line that a killed process began
+                new.write_text("".join(map(_line, [now, *lines[1:]])), encoding="utf-8")
+        except OSError as error:
+            raise write_error(path, error) from error
 
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
@@ -56,20 +64,16 @@ class PartialRows:
         """Writes the rows of a measurement, and returns them."""
         name = json.dumps(key)
         self._rows[name] = rows
-        self._write([{"key": name, "rows": [asdict(row) for row in rows]}], "a")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line({"key": name, "rows": [asdict(row) for row in rows]}))
+        except OSError as error:
+            raise write_error(self.path, error) from error
         return rows
 
     def remove(self) -> None:
         """Deletes the file, once the results are written."""
         self.path.unlink(missing_ok=True)
-
-    def _write(self, lines: list[Any], mode: str) -> None:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open(mode, encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-        except OSError as error:
-            raise write_error(self.path, error) from error
 
 
 def settings_of(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> dict[str, Any]:
@@ -83,15 +87,21 @@ def settings_of(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") 
     return alone | device | flatten_settings(**groups | {"model": model, "hash": hashes})
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    """Yields the objects of the whole lines of a file, none if there is no file."""
+def _line(value: Any) -> str:
+    return json.dumps(value) + "\n"
+
+
+def _lines(path: Path) -> list[Any]:
+    """Returns the objects of the whole lines of a file, none if there is no file."""
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        for line in text.splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     except (OSError, ValueError) as error:
-        raise UserError(f"resume=true: {path} cannot be read ({error}); resume=false starts again") from error
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"resume=true: {path} cannot be read ({error}); resume=false starts again")
 
 
 def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -104,5 +114,5 @@ def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _row(fields: dict[str, Any]) -> EvalRow:
-    interval = fields.pop("interval")
-    return EvalRow(**fields, interval=None if interval is None else tuple(interval))
+    interval = fields["interval"]
+    return EvalRow(**fields | {"interval": None if interval is None else tuple(interval)})
