@@ -160,13 +160,17 @@ class BucketRoutingMethod:
         scores = far_probabilities(scores) if isinstance(self.router, PageRouter) else scores
         return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 
+    def reads(self, setting: int | float) -> dict[str, Any]:
+        """Returns the arguments of ``msattn.attach`` that say which keys are read in a setting."""
+        window = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
+        return {**window, "keys" if isinstance(setting, float) else "probes": setting}
+
     def attach(
         self, model: "PreTrainedModel", setting: int | float, *, dense_below: int = 0
     ) -> AbstractContextManager["Sparse"]:
         """Attaches the routing to ``model``, by default so that it decodes sparsely after prompts of every length."""
-        window: dict[str, Any] = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
-        window["keys" if isinstance(setting, float) else "probes"] = setting
-        return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **window)
+        options = self.reads(setting)
+        return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **options)
 
 
 def with_independent(routings: Sequence[BucketRoutingMethod]) -> list[BucketRoutingMethod]:

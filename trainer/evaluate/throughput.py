@@ -101,9 +101,8 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or untrained_router(cfg, model)
     sparsity = getattr(block.select, "sparsity", None)
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
-    ((read, _), *_) = routing.settings([routing.probes])  # the engine serves no shares of the keys
-    window: dict[str, Any] = {"recent": routing.recent, "sink": routing.sink, "dense_layers": routing.dense_layers}
-    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, probes=routing.probes, **window)
+    ((read, setting), *_) = routing.own_settings()
+    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **routing.reads(setting))
     return [
         ThroughputCase(TRANSFORMERS, "", nullcontext),
         ThroughputCase(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
