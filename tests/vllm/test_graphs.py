@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 
 from msattn.trainer.serving.vllm.backend import Builder
 from tests.factory import prompts_of
@@ -16,6 +17,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 @pytest.mark.parametrize("options", [EVERY_KEY, SPARSE], ids=["every key", "sparse"])
 def test_captured_passes_give_the_tokens_of_others(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The five requests are padded to eight."""
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)  # that of an engine of before has ended with it
     prompts = prompts_of(1, 64, 700, 333, 65)
     captured = []
     build = Builder.build_for_cudagraph_capture

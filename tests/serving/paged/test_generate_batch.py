@@ -1,5 +1,7 @@
 """Continuous batching of an attached model: dense `generate` if everything is read, and the tokens of sparse `generate`."""
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -31,6 +33,15 @@ from tests.test_attach import (
 )
 
 HALF = SelectConfig(sparsity=0.5, dense_below=0)
+PRODUCTS = """
+import torch
+
+x = torch.randn(8192, 8192, device="cuda")
+print(flush=True)
+while True:
+    x @ x
+    torch.cuda.synchronize()
+"""
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 64, "sink": 1, "dense_layers": (0,)}
 
 
@@ -210,6 +221,26 @@ def test_cuda_graphs_give_the_tokens_of_dense_generate(cuda_graphs: bool) -> Non
         stats = sparse.stats()
     assert 0.2 < stats["sparsity"] < 0.5
     assert 0.3 < stats["selectivity"] < 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_others_keep_busy() -> None:
+    """What one stream fills is there before another reads it."""
+    model, prompts = tiny_model(), ragged(12)
+    model.to("cuda")
+    expected = [alone(model, prompt) for prompt in prompts]
+    others = [subprocess.Popen([sys.executable, "-c", PRODUCTS], stdout=subprocess.PIPE) for _ in range(3)]
+    try:
+        for other in others:
+            assert other.stdout is not None
+            other.stdout.readline()
+        for _ in range(5):
+            with attach_reading_all(model) as sparse:
+                assert together(model, sparse, prompts, max_batch_tokens=75, max_requests_per_batch=8) == expected
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
 
 
 @pytest.mark.gpu

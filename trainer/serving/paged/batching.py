@@ -136,8 +136,20 @@ class Managers:
         resolved.use_cuda_graph = (False, captures and reason is None)
         if given.max_requests_per_batch is None:
             resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MOST_REQUESTS)
+        manager._create_batch_processor = partial(self._create_processor, manager._create_batch_processor)
         manager.warmup = partial(self._warm_up, manager.warmup)
         manager.add_request = partial(self._add_request, manager.add_request)
+
+    def _create_processor(self, create: Callable[[], Any]) -> Any:
+        """Creates or resets what runs the passes, and waits for it.
+
+        transformers clears the inputs of passes in one stream and fills them in another: on a GPU that others keep busy, the
+        first passes would find theirs cleared.
+        """
+        processor = create()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return processor
 
     def _warm_up(self, warm_up: Callable[[], None]) -> None:
         """Runs the passes of transformers' warm-up, whose tokens are no one's, without counting them."""
