@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import FLOATS, check_device, check_qkv, resolve_backend
+from msattn.kernels.common.checks import FLOATS, check_device, check_no_gradient, check_qkv, resolve_backend
 from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 from msattn.kernels.types import Backend
 
@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None =
     NotImplementedError
         If a gradient is required.
     """
-    _check_no_gradient("rms_norm", x, weight)
+    check_no_gradient("rms_norm", x, weight)
     _check_rms_norm(x, weight, eps)
     if resolve_backend(backend, x, "x") == "triton":
         with torch.cuda.device_of(x):
@@ -88,7 +88,7 @@ def gated_silu(gate: Tensor, up: Tensor, *, backend: Backend | None = None) -> T
     NotImplementedError
         If a gradient is required.
     """
-    _check_no_gradient("gated_silu", gate, up)
+    check_no_gradient("gated_silu", gate, up)
     _check_gated_silu(gate, up)
     if resolve_backend(backend, gate, "gate") == "triton":
         with torch.cuda.device_of(gate):
@@ -140,7 +140,7 @@ def rotate_and_append(
     NotImplementedError
         If a gradient is required.
     """
-    _check_no_gradient("rotate_and_append", q, k, v, cos, sin, keys, values)
+    check_no_gradient("rotate_and_append", q, k, v, cos, sin, keys, values)
     _check_rotate_and_append(q, k, v, cos, sin, keys, values, position)
     if resolve_backend(backend, q) == "triton":
         with torch.cuda.device_of(q):
@@ -156,11 +156,6 @@ def rotate_and_append(
 def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _check_no_gradient(name: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError(f"{name} is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
 
 
 def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:

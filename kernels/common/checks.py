@@ -180,6 +180,12 @@ def check_per_sequence(name: str, x: Tensor | None, q: Tensor) -> None:
     check_device(name, x, "q", q)
 
 
+def check_no_gradient(name: str, *tensors: Tensor) -> None:
+    """Raises NotImplementedError if a gradient of the function called ``name`` would be needed."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(f"{name} is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
+
+
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Checks that ``x`` is on the device of ``other``."""
     if x.device != other.device:

@@ -275,6 +275,25 @@ def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:
     op.launch_rotate_and_append(q, k, v, cos, cos, cache, cache, torch.zeros(1, dtype=torch.int64))
 
 
+def _unrotate(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels import unrotate as op
+
+    rotated, interleaved = _choose([(head_size, False), (head_size // 2, True)], head_size, sm)
+    for tokens in (1, 100):
+        cos = torch.zeros(1, tokens, rotated, dtype=dtype)
+        op.launch(torch.zeros(2, 4, tokens, head_size, dtype=dtype), cos, cos, interleaved)
+
+
+def _write_pages(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.paged import write as op
+
+    cache, buckets = torch.zeros(9, 16, 2, head_size, dtype=dtype), torch.zeros(9, 16, 2, dtype=torch.int16)
+    for tokens in (1, 100):
+        new, slots = torch.zeros(2, tokens, head_size, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+        op.launch(new, new, cache, cache, slots, slots, slots.int().expand(2, tokens), buckets)
+        op.launch(new, new, cache, cache, slots, slots, None, None)
+
+
 def _choose(variants: Sequence[Variant], head_size: int, sm: int) -> Variant:
     """Returns one variant, so that head sizes and GPUs cover them in rotation."""
     return variants[(SIZES.index(head_size) + (sm == 80)) % len(variants)]
@@ -298,7 +317,7 @@ def _tile(kernel: str, dtype: torch.dtype, head_size: int, sm: int):
 
 
 LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
-    name: globals()[f"_{name}"] for name in (*OPERATIONS, "decoder_layer")
+    name: globals()[f"_{name}"] for name in (*OPERATIONS, "decoder_layer", "unrotate", "write_pages")
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, StaticCache
 
+from msattn.kernels.unrotate import unrotate
 from msattn.trainer.attach import attach
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.errors import UserError
@@ -21,7 +22,7 @@ from msattn.trainer.models.families import (
 )
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import load
-from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, unrotate
+from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from msattn.trainer.models.rope import cos_sin, inverse_frequencies, rotate, unrotate
+from msattn.kernels.unrotate import unrotate
+from msattn.trainer.models.rope import cos_sin, inverse_frequencies, rotate
 from tests.factory import ROPE_TYPES, tiny_config, tiny_model
 
 

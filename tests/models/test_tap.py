@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.rope import rotate, unrotate
+from msattn.trainer.models.rope import rotate
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
 

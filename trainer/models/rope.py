@@ -3,18 +3,19 @@
 The first r channels of a head of size D rotate; r is D in most families, and 0 in layers without RoPE. Channels ``d`` and
 ``d + r/2`` form a pair that is rotated by the angle ``p * inv_freq[d]`` at position ``p`` (Su et al., RoFormer, in the
 half-split layout of transformers); in interleaved layouts a pair is channels ``2 d`` and ``2 d + 1``. YaRN also scales cos and
-sin by a constant, so the rotation is not orthogonal; :func:`unrotate` inverts :func:`rotate` including this factor.
+sin by a constant, so the rotation is not orthogonal; :func:`msattn.kernels.unrotate.unrotate` inverts :func:`rotate` including
+this factor.
 """
 
 import copy
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from msattn.kernels.unrotate import unrotate
 from msattn.trainer.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters, text_config
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Rotation:
 
     def undo(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Returns queries or keys ``[B, H, N, D]`` before their rotation by :meth:`angles`."""
-        return unrotate(x.float(), cos.float(), sin.float(), interleaved=self.interleaved).to(x.dtype)
+        return unrotate(x.detach(), cos, sin, interleaved=self.interleaved)  # what keys are chosen by has no gradient
 
 
 def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
@@ -114,20 +115,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     Tensor [B, H, N, D]
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _with_first_channels(x, cos, lambda first: first * cos + _quarter_turn(first, interleaved) * sin)
-
-
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Inverts :func:`rotate`, with the same shapes; the division also removes an attention factor."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    square = cos * cos + sin * sin
-    return _with_first_channels(x, cos, lambda first: (first * cos - _quarter_turn(first, interleaved) * sin) / square)
-
-
-def _with_first_channels(x: Tensor, cos: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Applies ``change`` to the channels of ``x`` that rotate."""
-    size = cos.shape[-1]
-    return change(x) if size == x.shape[-1] else torch.cat((change(x[..., :size]), x[..., size:]), dim=-1)
+    first, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    rotated = first * cos + _quarter_turn(first, interleaved) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def inverse_frequencies(

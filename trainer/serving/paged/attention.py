@@ -17,6 +17,7 @@ from msattn.kernels.paged import (
     paged_bucket_sizes,
     paged_flash_decode,
 )
+from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import served_layers
@@ -154,13 +155,11 @@ class PagedAttention:
 
     def _write(self, x: LayerInputs, now: PagedPass) -> None:
         """Writes the new keys and values, and the buckets of the keys."""
-        keys, values = now.state.pages(x.layer)
-        keys[now.pages, now.offsets] = x.k[0].transpose(0, 1)
-        values[now.pages, now.offsets] = x.v[0].transpose(0, 1)
+        ids, buckets = None, None
         if self.routed is not None and x.layer in now.state.buckets:
             router: Any = self.routed.router
-            buckets = router.assign(x.layer, x.k_nope, x.k)[0]
-            now.state.buckets[x.layer][now.pages, now.offsets] = buckets.transpose(0, 1).to(torch.int16)
+            ids, buckets = router.assign(x.layer, x.k_nope, x.k)[0], now.state.buckets[x.layer]
+        write_pages(x.k[0], x.v[0], *now.state.pages(x.layer), now.pages, now.offsets, ids, buckets)
 
     def _decoded(self, x: LayerInputs, now: PagedPass, rows: Sequences) -> Tensor:
         """Returns the attention of the new tokens of sequences with one, ``[B, Hq, D]``."""
@@ -173,11 +172,13 @@ class PagedAttention:
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         counts = self._counter(now.state)[: len(q)]
+        if rows.window is None:
+            rows.window = self._window(rows)
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
         buckets = now.state.buckets[x.layer]
         return paged_bucket_decode(
-            q, cache, buckets, self._probes(queries, buckets, rows), recent=self._window(rows), sink=self.routed.sink,
+            q, cache, buckets, self._probes(queries, buckets, rows), recent=rows.window, sink=self.routed.sink,
             counts=counts, **scores,
         ).out.squeeze(2)  # fmt: skip
 

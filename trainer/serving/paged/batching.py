@@ -143,8 +143,8 @@ class Managers:
     def _create_processor(self, create: Callable[[], Any]) -> Any:
         """Creates or resets what runs the passes, and waits for it.
 
-        transformers clears the inputs of passes in one stream and fills them in another: on a GPU that others keep busy, the
-        first passes would find theirs cleared.
+        transformers creates and clears the tensors of passes in one stream, and fills them in another without waiting: on a GPU
+        that others keep busy, the first passes might find them cleared.
         """
         processor = create()
         if self.model.device.type == "cuda":

@@ -50,12 +50,14 @@ class Sequences:
     tokens : their new tokens in the pass.
     table, kv_len : int32 ``[B, pages]`` and ``[B]``.
     longest : number of keys of the longest one; None where it is only on the device.
+    window : numbers of last keys that each reads, which the first routed layer computes for all.
     """
 
     tokens: Rows
     table: Tensor
     kv_len: Tensor
     longest: int | None
+    window: int | Tensor | None = None
 
 
 @dataclass

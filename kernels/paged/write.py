@@ -1,0 +1,146 @@
+"""Writes the keys and values of new tokens to a paged cache, with their buckets.
+
+By indexing, PyTorch launches a kernel for each of the three, which move single elements; this is one kernel that copies rows.
+
+A plain function of tensors, not a registered operation; its form in PyTorch is in this file too. Tiles: BT tokens, BD channels.
+Prefixes: p_ pointer, o_ offset, m_ mask. Grid: (block of tokens, key/value head).
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.common.checks import check_device, check_no_gradient, resolve_backend
+from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.types import Backend
+
+TILE_ELEMENTS = 2048  # of a program
+WARP_ELEMENTS = 512
+
+
+def write_pages(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    ids: Tensor | None = None,
+    buckets: Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Writes each new token to a slot of its page.
+
+    Parameters
+    ----------
+    k, v : Tensor ``[Hkv, T, D]``
+        Keys and values of the new tokens. Strided views are not copied.
+    keys, values : Tensor ``[P, page_size, Hkv, D]``
+        The cache, in the dtype of k. Written at the slots of the tokens only. Any strides.
+    pages, offsets : Tensor int64 ``[T]``
+        Page of each token, and its slot in the page. Of tokens with the same slot, as those of padding, any one is written.
+    ids : Tensor int32 or int64 ``[Hkv, T]``, optional
+        Bucket of each key.
+    buckets : Tensor int16 ``[P, page_size, Hkv]``, optional
+        Bucket of each slot, written with ``ids``.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, PyTorch for CPU tensors.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid. The values of ``pages`` and ``offsets`` are not checked.
+    NotImplementedError
+        If a gradient is required.
+    """
+    check_no_gradient("write_pages", k, v)
+    _check(k, v, keys, values, pages, offsets, ids, buckets)
+    if resolve_backend(backend, k, "k") == "triton":
+        with torch.cuda.device_of(k):
+            return launch(k, v, keys, values, pages, offsets, ids, buckets)
+    keys[pages, offsets], values[pages, offsets] = k.transpose(0, 1), v.transpose(0, 1)
+    if ids is not None and buckets is not None:
+        buckets[pages, offsets] = ids.T.to(buckets.dtype)
+    return None
+
+
+def _check(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    ids: Tensor | None,
+    buckets: Tensor | None,
+) -> None:
+    if not k.is_floating_point() or k.dim() != 3 or min(k.shape) < 1:
+        raise ValueError(f"k is {k.dtype} {tuple(k.shape)}: expected floating point [Hkv, T, D], each at least 1")
+    heads, tokens, size = k.shape
+    if v.dtype != k.dtype or v.shape != k.shape:
+        raise ValueError(f"v is {v.dtype} {tuple(v.shape)}: expected k's dtype and shape, {k.dtype} {tuple(k.shape)}")
+    for name, x in (("keys", keys), ("values", values)):
+        if x.dtype != k.dtype or x.dim() != 4 or x.shape != keys.shape or x.shape[2:] != (heads, size):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {k.dtype} [P, page_size, {heads}, {size}]")
+    for name, x in (("pages", pages), ("offsets", offsets)):
+        if x.dtype != torch.int64 or x.shape != (tokens,):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int64 ({tokens},)")
+    if (ids is None) != (buckets is None):
+        raise ValueError("ids and buckets: expected both or neither")
+    if ids is not None and (ids.dtype not in (torch.int32, torch.int64) or ids.shape != (heads, tokens)):
+        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: expected int32 or int64 ({heads}, {tokens})")
+    if buckets is not None and (buckets.dtype != torch.int16 or buckets.shape != keys.shape[:3]):
+        raise ValueError(f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 {tuple(keys.shape[:3])}")
+    others = {"v": v, "keys": keys, "values": values, "pages": pages, "offsets": offsets, "ids": ids, "buckets": buckets}
+    for name, x in others.items():
+        if x is not None:
+            check_device(name, x, "k", k)
+
+
+def launch(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+    ids: Tensor | None,
+    buckets: Tensor | None,
+) -> None:
+    """Launches the kernel; the grid depends on shapes alone."""
+    heads, tokens, size = k.shape
+    padded = triton.next_power_of_2(size)
+    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // padded))
+    _write_kernel[(triton.cdiv(tokens, rows), heads)](
+        k, v, keys, values, pages, offsets, ids, buckets, tokens,
+        *k.stride(), *v.stride(), *keys.stride(), *values.stride(), pages.stride(0), offsets.stride(0),
+        *((0, 0) if ids is None else ids.stride()), *((0, 0, 0) if buckets is None else buckets.stride()),
+        SIZE=size, BT=rows, BD=padded, num_warps=min(4, max(1, rows * padded // WARP_ELEMENTS)), **pdl_args(k.device),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _write_kernel(
+    p_k, p_v, p_keys, p_values, p_pages, p_offsets, p_ids, p_buckets, tokens,
+    stride_kh, stride_kt, stride_kd, stride_vh, stride_vt, stride_vd,
+    stride_keys_p, stride_keys_s, stride_keys_h, stride_keys_d,
+    stride_values_p, stride_values_s, stride_values_h, stride_values_d,
+    stride_pages, stride_offsets, stride_ih, stride_it, stride_bp, stride_bs, stride_bh,
+    SIZE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    head, token = tl.program_id(1).to(tl.int64), (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    o_d, m_token = tl.arange(0, BD)[None, :], token < tokens
+    mask = m_token[:, None] & (o_d < SIZE)
+    page = tl.load(p_pages + token * stride_pages, mask=m_token, other=0)
+    slot = tl.load(p_offsets + token * stride_offsets, mask=m_token, other=0)
+    k = tl.load(p_k + head * stride_kh + token[:, None] * stride_kt + o_d * stride_kd, mask=mask)
+    v = tl.load(p_v + head * stride_vh + token[:, None] * stride_vt + o_d * stride_vd, mask=mask)
+    o_keys = page * stride_keys_p + slot * stride_keys_s + head * stride_keys_h
+    o_values = page * stride_values_p + slot * stride_values_s + head * stride_values_h
+    tl.store(p_keys + o_keys[:, None] + o_d * stride_keys_d, k, mask=mask)
+    tl.store(p_values + o_values[:, None] + o_d * stride_values_d, v, mask=mask)
+    if p_ids is not None:
+        bucket = tl.load(p_ids + head * stride_ih + token * stride_it, mask=m_token)
+        tl.store(p_buckets + page * stride_bp + slot * stride_bs + head * stride_bh, bucket.to(tl.int16), mask=m_token)

@@ -1,0 +1,124 @@
+"""The inverse of RoPE, for inference.
+
+    a' = (a cos + b sin) / (cos^2 + sin^2)      b' = (b cos - a sin) / (cos^2 + sin^2)      for each pair of channels (a, b)
+
+Engines that hand over queries and keys after their rotation (vLLM), and caches, hold them so. The division also removes an
+attention factor. In eager PyTorch a layer launches some 25 kernels for it; this is one for its queries and one for its keys.
+
+A plain function of tensors, not a registered operation; its form in PyTorch is in this file too. Tiles: BN tokens, BP pairs of
+channels, BR channels that do not rotate. Prefixes: p_ pointer, o_ offset, m_ mask. Grid: (block of tokens, head, sequence).
+"""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.common.checks import check_device, check_no_gradient, check_tokens, resolve_backend, statistics_dtype
+from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.types import Backend
+
+TILE_ELEMENTS = 2048  # of a program
+WARP_ELEMENTS = 512
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend | None = None) -> Tensor:
+    """Inverts the rotation of queries or keys, computing in fp32.
+
+    Parameters
+    ----------
+    x : Tensor ``[B, H, N, D]``
+        After RoPE; fp32, fp16 or bf16 (fp64 on the torch backend). Strided views are not copied.
+    cos, sin : Tensor ``[B | 1, N, r]``
+        Of each rotated channel, attention factor included, in any of these dtypes; r is even, up to D. The channels after the
+        first r stay.
+    interleaved : bool
+        Whether a pair is channels ``2 d`` and ``2 d + 1``, not ``d`` and ``d + r/2``.
+    backend : {"triton", "torch"}, optional
+        By default Triton for CUDA tensors, PyTorch for CPU tensors.
+
+    Returns
+    -------
+    Tensor ``[B, H, N, D]``
+        In the dtype of x.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid.
+    NotImplementedError
+        If a gradient is required.
+    """
+    check_no_gradient("unrotate", x, cos, sin)
+    _check(x, cos, sin)
+    if not cos.shape[-1]:
+        return x
+    if resolve_backend(backend, x, "x") == "triton":
+        with torch.cuda.device_of(x):
+            return launch(x, cos, sin, interleaved)
+    rotated, full = cos.shape[-1], statistics_dtype(x)
+    dim, sizes = (-1, (-1, 2)) if interleaved else (-2, (2, -1))
+    pairs, cos, sin = (part.to(full).unflatten(-1, sizes) for part in (x[..., :rotated], cos.unsqueeze(1), sin.unsqueeze(1)))
+    a, b = pairs.unbind(dim)
+    before = (pairs * cos + torch.stack((b, -a), dim) * sin) / (cos * cos + sin * sin)
+    return torch.cat((before.flatten(-2).to(x.dtype), x[..., rotated:]), dim=-1)
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_tokens("x", x)
+    batch, _, tokens, size = x.shape
+    for name, part in (("cos", cos), ("sin", sin)):
+        ok = part.is_floating_point() and part.dim() == 3 and len(part) in (batch, 1) and part.shape[1] == tokens
+        if not ok or part.shape[2] % 2 or part.shape[2] > size or part.shape[2] != cos.shape[-1]:
+            expected = f"floating point [{batch} or 1, {tokens}, r], r even and up to {size}, one shape for both"
+            raise ValueError(f"{name} is {part.dtype} {tuple(part.shape)}: expected {expected}")
+        check_device(name, part, "x", x)
+
+
+def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Launches the kernel; the grid depends on shapes alone."""
+    batch, heads, tokens, size = x.shape
+    out, pairs = torch.empty_like(x), cos.shape[-1] // 2
+    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // triton.next_power_of_2(size)))
+    if out.numel():
+        _unrotate_kernel[(triton.cdiv(tokens, rows), heads, batch)](
+            x, cos, sin, out, tokens, *x.stride(), *out.stride(),
+            *(stride for part in (cos, sin) for stride in (part.stride(0) if len(part) > 1 else 0, *part.stride()[1:])),
+            SIZE=size, PAIRS=pairs, STEP=2 if interleaved else 1, GAP=1 if interleaved else pairs,
+            BN=rows, BP=triton.next_power_of_2(pairs), BR=triton.next_power_of_2(max(1, size - 2 * pairs)),
+            num_warps=min(4, max(1, rows * size // WARP_ELEMENTS)), **pdl_args(x.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _unrotate_kernel(
+    p_x, p_cos, p_sin, p_out, tokens,
+    stride_xb, stride_xh, stride_xn, stride_xd, stride_ob, stride_oh, stride_on, stride_od,
+    stride_cb, stride_cn, stride_cd, stride_sb, stride_sn, stride_sd,
+    SIZE: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token, pair = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None], tl.arange(0, BP)[None, :]
+    m_token = token < tokens
+    mask = m_token & (pair < PAIRS)
+    first, second = STEP * pair, STEP * pair + GAP
+    p_x += batch * stride_xb + head * stride_xh + token * stride_xn
+    p_out += batch * stride_ob + head * stride_oh + token * stride_on
+    p_cos += batch * stride_cb + token * stride_cn
+    p_sin += batch * stride_sb + token * stride_sn
+    a = tl.load(p_x + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(p_x + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(p_cos + first * stride_cd, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(p_sin + first * stride_sd, mask=mask, other=0.0).to(tl.float32)
+    out = (a * cos + b * sin) / (cos * cos + sin * sin)
+    tl.store(p_out + first * stride_od, out.to(p_out.dtype.element_ty), mask=mask)
+    cos = tl.load(p_cos + second * stride_cd, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(p_sin + second * stride_sd, mask=mask, other=0.0).to(tl.float32)
+    out = (b * cos - a * sin) / (cos * cos + sin * sin)
+    tl.store(p_out + second * stride_od, out.to(p_out.dtype.element_ty), mask=mask)
+    if SIZE > 2 * PAIRS:
+        rest = 2 * PAIRS + tl.arange(0, BR)[None, :]
+        m_rest = m_token & (rest < SIZE)
+        tl.store(p_out + rest * stride_od, tl.load(p_x + rest * stride_xd, mask=m_rest, other=0.0), mask=m_rest)

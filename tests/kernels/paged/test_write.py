@@ -1,0 +1,113 @@
+"""Tests of `write_pages`: equality with indexing, which slots stay, refusals."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels.paged.write import write_pages
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+LONG = torch.int64
+
+
+def problem(tokens: int, heads: int, size: int, page_size: int, dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
+    """Returns the arguments: new tokens as slices of a fused projection, and distinct slots in random order."""
+    torch.manual_seed(seed)
+    count = -(-tokens // page_size) + 2
+    k, v = torch.randn(tokens, 4 * heads, size, device=device).to(dtype).transpose(0, 1)[heads : 3 * heads].split(heads)
+    keys, values = torch.zeros(count, heads, page_size, 2 * size, dtype=dtype, device=device).transpose(1, 2).chunk(2, dim=-1)
+    slots = torch.randperm(count * page_size, device=device)[:tokens]
+    ids = torch.randint(-1, 2**15, (heads, tokens), dtype=torch.int32, device=device)
+    buckets = torch.zeros(count, page_size, heads, dtype=torch.int16, device=device)
+    return [k, v, keys, values, slots // page_size, slots % page_size, ids, buckets]
+
+
+def assert_written(arguments: list[Tensor], backend: Backend | None = None) -> None:
+    """Asserts that the slots of the tokens hold them, and that the others hold what they did."""
+    k, v, keys, values, pages, offsets, *rest = arguments
+    want = [x.clone() for x in (keys, values)]
+    want[0][pages, offsets], want[1][pages, offsets] = k.transpose(0, 1), v.transpose(0, 1)
+    wanted_buckets = rest[1].clone() if rest else None
+    if wanted_buckets is not None:
+        wanted_buckets[pages, offsets] = rest[0].T.short()
+    write_pages(*arguments, backend=backend)
+    assert torch.equal(keys, want[0])
+    assert torch.equal(values, want[1])
+    assert wanted_buckets is None or torch.equal(rest[1], wanted_buckets)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "size", "page_size"), [(1, 2, 64, 16), (111, 1, 80, 64), (65, 7, 128, 1), (300, 4, 24, 256)]
+)
+def test_equals_indexing(
+    tokens: int, heads: int, size: int, page_size: int, dtype: torch.dtype, backend: Backend, device: str
+) -> None:
+    arguments = problem(tokens, heads, size, page_size, dtype, device)
+    assert_written(arguments, backend)
+    assert_written([-arguments[0], -arguments[1], *arguments[2:6]], backend)  # without buckets
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 63, 65, 111, 4095])
+def test_full_product(tokens: int) -> None:
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    for dtype, heads, size, page_size in itertools.product(dtypes, [1, 2, 8], [64, 80, 128, 256], [16, 64, 256]):
+        assert_written(problem(tokens, heads, size, page_size, dtype, "cuda"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=12, deadline=None)
+@given(tokens=st.integers(1, 70), heads=st.integers(1, 4), page_size=st.integers(1, 40), seed=st.integers(0, 2**16))
+def test_any_pages(backend: Backend, device: str, tokens: int, heads: int, page_size: int, seed: int) -> None:
+    assert_written(problem(tokens, heads, 16, page_size, torch.float32, device, seed), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_of_one_slot(backend: Backend, device: str) -> None:
+    """One of them is written, with its own value and bucket."""
+    k, _, keys, values, pages, offsets, ids, buckets = problem(40, 2, 16, 8, torch.float32, device)
+    pages[:], offsets[:] = 3, 5
+    write_pages(k, k, keys, values, pages, offsets, ids, buckets, backend=backend)
+    for head in range(2):
+        (token,) = (k[head] == keys[3, 5, head]).all(-1).nonzero().flatten().tolist()
+        assert torch.equal(values[3, 5, head], k[head, token])
+        assert buckets[3, 5, head] == ids[head, token].short()
+    keys[3, 5], values[3, 5], buckets[3, 5] = 0, 0, 0
+    assert not keys.any()
+    assert not values.any()
+    assert not buckets.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(2, 3)}, "k is torch.float32 \\(2, 3\\)"),
+        ({"v": torch.zeros(2, 4, 16)}, "v is"),
+        ({"v": torch.zeros(2, 3, 16).half()}, "v is torch.float16"),
+        ({"keys": torch.zeros(5, 8, 1, 16)}, "keys is"),
+        ({"values": torch.zeros(5, 9, 2, 16)}, "values is"),
+        ({"values": torch.zeros(5, 8, 2, 16).double()}, "values is torch.float64"),
+        ({"pages": torch.zeros(3).int()}, "pages is torch.int32"),
+        ({"offsets": torch.zeros(4, dtype=LONG)}, "offsets is torch.int64 \\(4,\\)"),
+        ({"ids": None}, "ids and buckets: expected both or neither"),
+        ({"ids": torch.zeros(2, 3)}, "ids is torch.float32"),
+        ({"buckets": torch.zeros(5, 8, 2, dtype=torch.int32)}, "buckets is torch.int32"),
+        ({"buckets": torch.zeros(5, 8, 2, dtype=torch.int16, device="meta")}, "buckets.device=meta"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    cache, new = torch.zeros(5, 8, 2, 16), torch.zeros(2, 3, 16)
+    slots = torch.zeros(3, dtype=LONG)
+    arguments = {"k": new, "v": new, "keys": cache, "values": cache.clone(), "pages": slots, "offsets": slots}
+    arguments |= {"ids": slots.expand(2, 3), "buckets": torch.zeros(5, 8, 2, dtype=torch.int16)}
+    write_pages(**arguments)
+    with pytest.raises(ValueError, match=message):
+        write_pages(**arguments | change)

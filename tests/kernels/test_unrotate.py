@@ -1,0 +1,129 @@
+"""Tests of `unrotate` against fp64 and against the rotation of models."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from msattn.kernels import unrotate as module
+from msattn.kernels.types import Backend
+from msattn.kernels.unrotate import unrotate
+from msattn.trainer.models.rope import cos_sin, rotate
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+
+
+def angles(batch: int, tokens: int, rotated: int, device: str, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin, with an attention factor, as they are for positions that differ by sequence: fp32 ``[B, N, r]``."""
+    positions = torch.arange(tokens, device=device) + 1000 * torch.arange(batch, device=device)[:, None]
+    cos, sin = cos_sin(1e4 ** -torch.linspace(0, 1, rotated // 2, device=device), positions, interleaved=interleaved)
+    return 1.3 * cos, 1.3 * sin
+
+
+def exactly(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Inverts each pair in fp64, as a complex number."""
+    cos, sin, out = cos.double()[:, None], sin.double()[:, None], x.double().clone()
+    rotated = cos.shape[-1]
+    half, channels = rotated // 2, torch.arange(rotated)
+    one, other = (channels[::2], channels[1::2]) if interleaved else (channels[:half], channels[half:])
+    before = torch.complex(out[..., one], out[..., other]) / torch.complex(cos[..., one], sin[..., one])
+    out[..., one], out[..., other] = before.real, before.imag
+    return out
+
+
+def assert_agrees(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend | None = None) -> None:
+    got = unrotate(x, cos, sin, interleaved=interleaved, backend=backend)
+    assert (got.dtype, got.shape) == (x.dtype, x.shape)
+    exact = exactly(x, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(got.double(), exact, rtol=1.01 * torch.finfo(x.dtype).eps, atol=4e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("shape", "rotated"), [((2, 3, 65, 64), 64), ((1, 7, 1, 128), 128), ((3, 1, 63, 80), 40), ((1, 2, 111, 24), 12)], ids=str
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_agrees_with_fp64(
+    shape: tuple[int, ...], rotated: int, interleaved: bool, dtype: torch.dtype, backend: Backend, device: str, poisoned: None
+) -> None:
+    """cos and sin have the dtype of x, as in a model, and one sequence or as many."""
+    x = torch.randn(shape, device=device).to(dtype)
+    for batch in {1, shape[0]}:
+        cos, sin = (part.to(dtype) for part in angles(batch, shape[2], rotated, device, interleaved=interleaved))
+        assert_agrees(x, cos, sin, interleaved=interleaved, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 63, 65, 111, 4095])
+def test_full_product(dtype: torch.dtype, tokens: int, poisoned: None) -> None:
+    for size, heads, interleaved in itertools.product([64, 80, 128, 256], [1, 4, 7], [False, True]):
+        for rotated in {size, size // 2, size // 4}:
+            x = torch.randn(2, heads, tokens, size, device="cuda").to(dtype)
+            cos, sin = angles(2, tokens, rotated, "cuda", interleaved=interleaved)
+            assert_agrees(x, cos.to(dtype), sin.to(dtype), interleaved=interleaved)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_inverts_the_rotation_of_models(interleaved: bool, backend: Backend, device: str) -> None:
+    x = torch.randn(2, 3, 40, 64, device=device)
+    cos, sin = angles(2, 40, 32, device, interleaved=interleaved)
+    got = unrotate(rotate(x, cos, sin, interleaved=interleaved), cos, sin, interleaved=interleaved, backend=backend)
+    torch.testing.assert_close(got, x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_views(backend: Backend, device: str) -> None:
+    """Heads of a fused projection, token by token, as vLLM has them."""
+    x = torch.randn(1, 50, 6, 64, device=device)[:, :, 1:4].transpose(1, 2)
+    cos, sin = (part.transpose(1, 2).contiguous().transpose(1, 2) for part in angles(1, 50, 64, device))
+    assert_agrees(x, cos, sin, backend=backend)
+
+
+def test_without_rotation(device: str) -> None:
+    x, none = torch.randn(1, 2, 5, 16, device=device), torch.empty(1, 5, 0, device=device)
+    assert unrotate(x, none, none) is x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_has_no_gradient(backend: Backend, device: str) -> None:
+    x, (cos, sin) = torch.randn(1, 1, 5, 16, device=device, requires_grad=True), angles(1, 5, 16, device)
+    with torch.enable_grad(), pytest.raises(NotImplementedError, match="unrotate is for inference"):
+        unrotate(x, cos, sin, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(5, 16)}, "x.shape="),
+        ({"x": torch.zeros(1, 1, 5, 16).int()}, "x.dtype="),
+        ({"cos": torch.zeros(1, 4, 16)}, "cos is torch.float32 \\(1, 4, 16\\)"),
+        ({"cos": torch.zeros(1, 5, 15)}, "cos is .* r even"),
+        ({"cos": torch.zeros(1, 5, 18)}, "cos is .* up to 16"),
+        ({"sin": torch.zeros(1, 5, 8)}, "sin is"),
+        ({"sin": torch.zeros(3, 5, 16)}, "sin is"),
+        ({"sin": torch.zeros(1, 5, 16).int()}, "sin is torch.int32"),
+        ({"sin": torch.zeros(1, 5, 16, device="meta")}, "sin.device=meta"),
+        ({"backend": "cuda"}, "backend='cuda'"),
+    ],
+)
+def test_refuses(change: dict, message: str) -> None:
+    cos, sin = angles(1, 5, 16, "cpu")
+    with pytest.raises(ValueError, match=message):
+        unrotate(**{"x": torch.zeros(1, 1, 5, 16), "cos": cos, "sin": sin, **change})
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    """A captured step follows in-place changes of its inputs."""
+    x, (cos, sin) = torch.randn(1, 8, 33, 128, device="cuda"), angles(1, 33, 128, "cuda")
+    module.launch(x, cos, sin, False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = unrotate(x, cos, sin)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(got, unrotate(x, cos, sin))
