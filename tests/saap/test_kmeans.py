@@ -25,7 +25,7 @@ from msattn.trainer.saap.clustering import (
     split_fullest,
 )
 from msattn.trainer.saap.fit_kmeans import collect_keys, fit_kmeans, sampled_positions
-from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.saap.kmeans import FEW_KEYS, KMeans
 from tests.factory import random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job, prepare
 
@@ -337,12 +337,13 @@ def test_a_killed_job_resumes(tmp_path: Path, alone: artifacts.Artifact) -> None
     assert all(torch.equal(part, centroids[int(name.removeprefix("layer_"))]) for name, part in kept.items())
 
 
-def test_a_decoded_token_gets_the_same_bucket_as_in_a_prompt(device: str) -> None:
-    """Single tokens use a plain product, prompts the ``nearest_centroid`` operation."""
+@pytest.mark.parametrize("together", [1, FEW_KEYS])
+def test_decoded_tokens_get_the_same_buckets_as_in_a_prompt(together: int, device: str) -> None:
+    """A few tokens use a plain product, prompts the ``nearest_centroid`` operation."""
     kmeans = KMeans(normalize(torch.randn(1, 3, 40, 64), dim=-1), [2]).to(device)
-    keys = torch.randn(2, 3, 50, 64, device=device).bfloat16()
+    keys = torch.randn(2, 3, 2 * FEW_KEYS + 1, 64, device=device).bfloat16()
     prompt = kmeans.assign(2, keys, keys)
-    tokens = [kmeans.assign(2, key, key) for key in keys.split(1, dim=2)]
+    tokens = [kmeans.assign(2, key, key) for key in keys.split(together, dim=2)]
     assert tokens[0].dtype == torch.int32
     assert torch.equal(torch.cat(tokens, dim=2), prompt)
 

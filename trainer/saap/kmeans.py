@@ -12,6 +12,8 @@ from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.routing.buckets import RouterDetails, layer_index, top_buckets
 from msattn.trainer.storage.documents import checked
 
+FEW_KEYS = 64  # of a sequence, or of all decoded tokens of a pass over pages
+
 
 class KMeans(artifacts.ArtifactModule):
     """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.routing.buckets.Router`.
@@ -64,7 +66,7 @@ class KMeans(artifacts.ArtifactModule):
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """Returns the nearest centroid of each key, int32 ``[B, Hkv, N]``; keys ``[B, Hkv, N, D]`` before and after RoPE."""
         keys = k if self.rope else k_nope
-        if keys.shape[2] == 1:  # a decoded token: splitting the centroids would cost the operator more than its product
+        if keys.shape[2] <= FEW_KEYS:  # decoded tokens: the operator would split the centroids first, which takes longer
             return self._products(layer, keys).argmax(-1).to(torch.int32)
         return nearest_centroid(keys, self.centroids[layer_index(self.layers, layer)]).buckets
 
