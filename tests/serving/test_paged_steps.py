@@ -107,6 +107,30 @@ def test_padded_passes_of_new_tokens_compute_what_general_ones_do() -> None:
         assert all(torch.equal(own[1:], other[1:]) for own, other in zip(*of_slots, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("queries", "sparse", "tokens"),
+    [
+        ([5, 7, 2, 4], {5, 7, 2, 4}, [slice(0, 5), slice(5, 12), slice(12, 14), slice(14, 18)]),
+        ([5, 7, 2, 4], set(), [slice(0, 18)]),
+        ([1, 6, 4, 1], set(), [slice(1, 11)]),
+        ([5, 1, 7, 2], {7}, [[0, 1, 2, 3, 4, 13, 14], slice(6, 13)]),
+    ],
+)
+def test_prompts_that_follow_one_another_are_a_slice(
+    queries: list[int], sparse: set[int], tokens: list[slice | list[int]]
+) -> None:
+    """Dense ones are one group; sparse ones are here of different sizes."""
+    with step(requests=len(LENGTHS)) as made:
+        lengths = torch.tensor([8, 32, 192, 100], dtype=torch.int32)
+        cu_queries = torch.tensor([0, *queries]).cumsum(0).int()
+        pages = offsets = torch.zeros(sum(queries), dtype=torch.long)
+        now = PagedPass.of_tables(
+            made.state, pages, offsets, made.table, cu_queries, lengths, is_sparse=lambda item: item.queries in sparse
+        )
+    got = [each.tokens if isinstance(each.tokens, slice) else each.tokens.tolist() for each in now.prompts]
+    assert sorted(got, key=str) == sorted(tokens, key=str)
+
+
 def test_passes_of_new_tokens_wait_for_no_device() -> None:
     """Fake tensors have no values that could be read; general passes read lengths."""
     with step(requests=REQUESTS) as made, FakeTensorMode(allow_non_fake_inputs=True):

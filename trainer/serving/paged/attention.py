@@ -26,7 +26,7 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.routing.buckets import route, route_by_density
 from msattn.trainer.seer.select import Selection, sparsity
-from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Prompts, Sequences
+from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Prompts, Rows, Sequences
 from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 from msattn.trainer.serving.statistics import Statistics
 
@@ -142,16 +142,20 @@ class PagedAttention:
         """
         now: PagedPass = x.cache
         self._write(x, now)
-        if not now.prompts and now.decoded is not None and isinstance(now.decoded.tokens, slice):
-            return self._decoded(x, now, now.decoded).transpose(0, 1)[None]
-        out = torch.zeros_like(x.q[0].transpose(0, 1))
-        if now.decoded is not None:
-            out[now.decoded.tokens] = self._decoded(x, now, now.decoded)
-        for prompts in now.prompts:
-            out[prompts.tokens] = self._prompts(x, now, prompts)
+        served = [*([] if now.decoded is None else [now.decoded]), *now.prompts]
+        if len(served) == 1 and _are_all(served[0].tokens, x.q.shape[2]):
+            out = self._of(served[0], x, now)
+        else:
+            out = torch.zeros_like(x.q[0].transpose(0, 1))
+            for rows in served:
+                out[rows.tokens] = self._of(rows, x, now)
         if x.layer == now.state.last_pooled:
             self._mark_pooled(now)
         return out.transpose(0, 1)[None]
+
+    def _of(self, rows: Sequences | Prompts, x: LayerInputs, now: PagedPass) -> Tensor:
+        """Returns the attention of the tokens of ``rows``, ``[n, Hq, D]``."""
+        return self._decoded(x, now, rows) if isinstance(rows, Sequences) else self._prompts(x, now, rows)
 
     def _write(self, x: LayerInputs, now: PagedPass) -> None:
         """Writes the new keys and values, and the buckets of the keys."""
@@ -290,7 +294,12 @@ class PagedAttention:
         return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
 
 
-def _tokens(x: Tensor, tokens: Any) -> Tensor:
+def _are_all(tokens: Rows, count: int) -> bool:
+    """Returns whether ``tokens`` are all of a pass with ``count``."""
+    return isinstance(tokens, slice) and tokens.indices(count) == (0, count, 1)
+
+
+def _tokens(x: Tensor, tokens: Rows) -> Tensor:
     """Returns the ``tokens`` of ``x [1, H, T, D]``: ``[n, H, D]``."""
     return x[0].transpose(0, 1)[tokens]
 

@@ -68,14 +68,14 @@ class Prompts:
 
     Attributes
     ----------
-    tokens : int64 ``[T]``, their new tokens in the pass.
+    tokens : their new tokens in the pass, a slice where they follow one another.
     table, kv_len : int32 ``[B, pages]`` and ``[B]``.
     items : each of them.
     cu_queries : int32 ``[B + 1]``.
     sparse : whether they read the blocks of a selection.
     """
 
-    tokens: Tensor
+    tokens: Rows
     table: Tensor
     kv_len: Tensor
     items: list[Prompt]
@@ -185,11 +185,17 @@ def _groups(prompts: list[tuple[int, Prompt]], kv_len: Tensor, is_sparse: Callab
 
 def _group(members: list[tuple[int, Prompt]], kv_len: Tensor, *, sparse: bool) -> Prompts:
     numbers, items = [number for number, _ in members], [item for _, item in members]
-    tokens = torch.cat([torch.arange(item.first, item.first + item.queries) for item in items]).to(kv_len.device)
     counts = torch.tensor([0, *(item.queries for item in items)])
     cu_queries = counts.cumsum(0, dtype=torch.int32).to(kv_len.device)
     table = pad_sequence([item.table for item in items], batch_first=True)
-    return Prompts(tokens, table, kv_len[numbers], items, cu_queries, sparse)
+    return Prompts(_tokens(items, kv_len.device), table, kv_len[numbers], items, cu_queries, sparse)
+
+
+def _tokens(items: list[Prompt], device: torch.device) -> Rows:
+    first, end = items[0].first, items[-1].tokens.stop
+    if sum(item.queries for item in items) == end - first:
+        return slice(first, end)
+    return torch.cat([torch.arange(item.first, item.tokens.stop) for item in items]).to(device)
 
 
 def _decoded(rows: list[_Row], table: Tensor, kv_len: Tensor) -> Sequences | None:
