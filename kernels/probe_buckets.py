@@ -5,6 +5,9 @@ of its queries q::
 
     score[c] = sum over the queries of softmax_c(relu(q W_in + b_in) W_out + b_out)        probes = the L largest
 
+With the sizes of the buckets, the L densest are selected that reach a threshold: the density of a bucket is the predicted
+attention of one of its keys, as a multiple of that of the mean key.
+
 Routing is bound by the memory traffic of the weights: a step has one query per head, and classifiers are large. The weights of
 the second layer are read once, and a program starts all its loads before it needs the first one. The first kernel is split-K:
 a program takes a slice of the hidden layer (columns of W_in and the corresponding rows of W_out) and a block of buckets, and
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.bucket_checks import check_probe_buckets
+from msattn.kernels.common.bucket_checks import SMALLEST_SUM, check_probe_buckets
 from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -34,7 +37,7 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.types import Backend
 
-LOG2_E_ = tl.constexpr(LOG2_E)
+LOG2_E_, SMALLEST_SUM_ = tl.constexpr(LOG2_E), tl.constexpr(SMALLEST_SUM)
 MAX_ROWS = 64  # queries of a classifier that share one read of its weights
 BYTES_IN_FLIGHT = 96 * 1024  # shared memory for partial logits that are loaded at the same time
 
@@ -48,6 +51,8 @@ def probe_buckets(
     *,
     kv_heads: int,
     probes: int,
+    sizes: Tensor | None = None,
+    threshold: float | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Selects buckets for one token's query groups, by query classifiers.
@@ -67,6 +72,11 @@ def probe_buckets(
         Number of query groups. A group adds the probabilities of its queries.
     probes : int
         Number of buckets to select, L, 0 to C.
+    sizes : Tensor int32 ``[B, kv_heads, C]``, optional
+        Numbers of keys in the buckets. With them, buckets are compared by their density, ``(score / size) / (sum of the scores
+        / sum of the sizes)``; that of an empty bucket is 0.
+    threshold : float, optional
+        With ``sizes``: least density of a selected bucket, 0 or more. Places that are left hold -1.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -80,8 +90,9 @@ def probe_buckets(
     ValueError
         If an argument is invalid.
     """
-    check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes)
-    return _operator(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, resolve_backend(backend, q))
+    check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold)
+    chosen = resolve_backend(backend, q)
+    return _operator(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold, chosen)
 
 
 @torch.library.custom_op("msattn::probe_buckets", mutates_args=())
@@ -93,21 +104,33 @@ def _operator(
     bias_out: Tensor,
     kv_heads: int,
     probes: int,
+    sizes: Tensor | None,
+    threshold: float | None,
     backend: str,
 ) -> Tensor:
     if backend == "triton":
         with torch.cuda.device_of(q):
-            return launch(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes)
-    return reference.probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads=kv_heads, probes=probes)
+            return launch(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold)
+    return reference.probe_buckets(
+        q, weight_in, bias_in, weight_out, bias_out, kv_heads=kv_heads, probes=probes, sizes=sizes, threshold=threshold
+    )
 
 
 @_operator.register_fake
-def _(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, backend):
+def _(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold, backend):
     return q.new_empty((len(q), kv_heads, probes), dtype=torch.int32)
 
 
 def launch(
-    q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, kv_heads: int, probes: int
+    q: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+    kv_heads: int,
+    probes: int,
+    sizes: Tensor | None = None,
+    threshold: float | None = None,
 ) -> Tensor:
     """Launches both kernels; the grid depends on shapes alone."""
     batch, q_heads, _, head = q.shape
@@ -129,7 +152,8 @@ def launch(
     groups, padded = triton.next_power_of_2(group), triton.next_power_of_2(num_buckets)
     if probes:
         _select_kernel[(kv_heads, batch)](
-            part_logits, weights[3], selected, slices, group, heads_each, num_buckets, probes,
+            part_logits, weights[3], None if sizes is None else sizes.contiguous(), selected,
+            slices, group, heads_each, num_buckets, probes, threshold or 0.0,
             BG=groups, BP=padded, STAGES=1 + min(7, BYTES_IN_FLIGHT // (4 * padded * groups)),
             num_warps=4, **pdl_args(q.device),
         )  # fmt: skip
@@ -174,12 +198,12 @@ def _partial_logits_kernel(
     tl.store(part_logits + row[:, None] * num_buckets + bucket[None, :], part_logit, mask=m_row[:, None] & m_bucket[None, :])
 
 
-@triton.jit(do_not_specialize=["slices", "group", "heads_each", "probes"])
+@triton.jit(do_not_specialize=["slices", "group", "heads_each", "probes", "threshold"])
 def _select_kernel(
-    part_logits, bias_out, selected, slices, group, heads_each, num_buckets, probes, BG: tl.constexpr, BP: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    part_logits, bias_out, sizes, selected, slices, group, heads_each, num_buckets, probes, threshold,
+    BG: tl.constexpr, BP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Selects the ``probes`` best buckets of one query group."""
+    """Selects the ``probes`` best buckets of one query group, with ``sizes`` those of them that reach ``threshold``."""
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_heads = tl.num_programs(0) * group
     o_head, bucket = tl.arange(0, BG), tl.arange(0, BP)
@@ -196,6 +220,13 @@ def _select_kernel(
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
     p = tl.exp2(logit - tl.max(logit, 1)[:, None])
     score = tl.sum(tl.where(m_logit, p / tl.sum(p, 1)[:, None], 0.0), 0)
+    found = bucket
+    if sizes is not None:
+        p_sizes = sizes + (batch * tl.num_programs(0) + kv_head) * num_buckets
+        size = tl.load(p_sizes + bucket, mask=m_bucket, other=0).to(tl.float32)
+        mean = tl.maximum(tl.sum(score, 0), SMALLEST_SUM_) / tl.maximum(tl.sum(size, 0), 1.0)
+        score = tl.where(size > 0, score / tl.maximum(size, 1.0) / mean, 0.0)
+        found = tl.where(score >= threshold, bucket, -1)
 
     # Invariant: `reached` >= probes scores are `low` or larger, fewer than probes are `high` or larger.
     bits = tl.where(m_bucket, score.to(tl.int32, bitcast=True), -1)
@@ -212,4 +243,4 @@ def _select_kernel(
         last = (bits == low).to(tl.int32)
         is_selected = is_selected & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
     place = tl.cumsum(is_selected.to(tl.int32), 0) - 1
-    tl.store(selected + (batch * tl.num_programs(0) + kv_head) * probes + place, bucket, mask=is_selected & (place < probes))
+    tl.store(selected + (batch * tl.num_programs(0) + kv_head) * probes + place, found, mask=is_selected & (place < probes))

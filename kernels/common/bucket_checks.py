@@ -1,10 +1,14 @@
 """Argument checks of operations on key buckets; see :mod:`.checks`."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import check_device, check_per_sequence, check_qkv, check_tokens, statistics_dtype
 from msattn.kernels.types import BucketIndex
+
+SMALLEST_SUM = 1e-30  # of the scores of a query group
 
 
 def check_bucket_decode(
@@ -60,7 +64,15 @@ def check_counts(counts: Tensor | None, kv_heads: int, q: Tensor) -> None:
 
 
 def check_probe_buckets(
-    q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, kv_heads: int, probes: int
+    q: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+    kv_heads: int,
+    probes: int,
+    sizes: Tensor | None,
+    threshold: float | None,
 ) -> None:
     """Checks the arguments of ``probe_buckets``; classifiers must share heads evenly."""
     check_qkv(q, q, q)
@@ -85,6 +97,14 @@ def check_probe_buckets(
             raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: expected {q.dtype} {shape} on {q.device}")
     if not 0 <= probes <= num_buckets:
         raise ValueError(f"probes={probes!r}: expected 0 to {num_buckets}, the number of buckets")
+    if (sizes is None) != (threshold is None):
+        raise ValueError(f"threshold={threshold!r}: expected with sizes, and without them None")
+    if threshold is not None and not 0 <= threshold < math.inf:
+        raise ValueError(f"threshold={threshold!r}: expected a finite number, 0 or more")
+    if sizes is not None and (sizes.dtype != torch.int32 or sizes.shape != (len(q), kv_heads, num_buckets)):
+        raise ValueError(f"sizes is {sizes.dtype} {tuple(sizes.shape)}: expected int32 ({len(q)}, {kv_heads}, {num_buckets})")
+    if sizes is not None:
+        check_device("sizes", sizes, "q", q)
 
 
 def check_bucket_mass(

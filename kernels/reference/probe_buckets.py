@@ -3,12 +3,40 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.bucket_checks import check_probe_buckets
+from msattn.kernels.common.bucket_checks import SMALLEST_SUM, check_probe_buckets
 from msattn.kernels.common.checks import statistics_dtype
 
 
+def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:
+    """Returns the predicted attention of a bucket's keys, as a multiple of that of the mean key: ``[..., C]``.
+
+    ``scores [..., C]`` are probabilities up to a factor of each row, ``sizes [..., C]`` the numbers of keys. An empty
+    bucket has density 0, as have all buckets of a row of zeros.
+    """
+    per_key = torch.where(sizes > 0, scores / sizes.clamp(min=1), 0)
+    return per_key * (sizes.sum(-1, keepdim=True) / scores.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM))
+
+
+def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
+    """Returns the buckets whose density reaches ``threshold``, at most the ``most`` densest: int32 ``[..., most]``.
+
+    Free places hold -1.
+    """
+    densest = densities.topk(min(most, densities.shape[-1]), dim=-1, sorted=False)
+    return densest.indices.masked_fill(densest.values < threshold, -1).to(torch.int32)
+
+
 def probe_buckets(
-    q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, *, kv_heads: int, probes: int
+    q: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+    *,
+    kv_heads: int,
+    probes: int,
+    sizes: Tensor | None = None,
+    threshold: float | None = None,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.probe_buckets.probe_buckets`.
 
@@ -17,10 +45,12 @@ def probe_buckets(
     ValueError
         If an argument is invalid.
     """
-    check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes)
+    check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold)
     batch, classifiers = len(q), len(weight_in)
     rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries per classifier, D]
     logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
     probs = logits.to(statistics_dtype(q)).softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1).flatten(1, 2)  # [B, Hq, C]
     scores = probs.unflatten(1, (kv_heads, -1)).sum(2)
-    return scores.topk(probes, dim=-1, sorted=False).indices.int()
+    if sizes is None or threshold is None:
+        return scores.topk(probes, dim=-1, sorted=False).indices.int()
+    return dense_buckets(bucket_densities(scores, sizes), threshold, probes)

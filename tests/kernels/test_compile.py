@@ -185,7 +185,9 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
     weight_in = torch.zeros(classifiers, head_size, 100, dtype=dtype)
     weight_out = torch.zeros(classifiers, 100, num_buckets, dtype=dtype)
     bias_in, bias_out = (torch.zeros(classifiers, 1, size, dtype=dtype) for size in (100, num_buckets))
-    op.launch(torch.zeros(2, 4, 1, head_size, dtype=dtype), weight_in, bias_in, weight_out, bias_out, 2, 5)
+    given = torch.zeros(2, 4, 1, head_size, dtype=dtype), weight_in, bias_in, weight_out, bias_out, 2, 5
+    op.launch(*given)
+    op.launch(*given, torch.zeros(2, 2, num_buckets, dtype=torch.int32), 1.5)
 
 
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:

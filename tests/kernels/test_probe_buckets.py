@@ -63,6 +63,41 @@ def test_selects_the_best_buckets(
         assert (exact.gather(-1, got.long()) >= least * (1 - (1e-5 if dtype == FULL else 2e-2))).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("share_that_passes", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("batch", "q_heads", "kv_heads", "buckets", "dtype", "probes"),
+    [(1, 4, 2, 40, FULL, 40), (2, 7, 1, 100, FULL, 30), (3, 4, 4, 17, HALF, 17), (2, 2, 1, 300, HALF, 64)],
+)
+def test_selects_the_densest_buckets_that_reach_the_threshold(
+    batch: int, q_heads: int, kv_heads: int, buckets: int, dtype: torch.dtype, probes: int, share_that_passes: float,
+    backend: Backend, device: str,
+) -> None:  # fmt: skip
+    """Some buckets are empty, and others hold very many keys. Densities near the threshold may be on either side of it."""
+    given = inputs(batch, q_heads, kv_heads, 64, 32, buckets, dtype, device)
+    sizes = (torch.rand(batch, kv_heads, buckets, device=device) ** 6 * 10**5 - 10).clamp(min=0).int()
+    exact = reference.bucket_densities(scores(*given, kv_heads=kv_heads), sizes)
+    threshold = exact.flatten().quantile(1 - share_that_passes).item() if share_that_passes < 1 else 0.0
+    got = probe_buckets(*given, kv_heads=kv_heads, probes=probes, sizes=sizes, threshold=threshold, backend=backend)
+    assert got.dtype == torch.int32
+    assert got.shape == (batch, kv_heads, probes)
+    slack = 1e-4 if dtype == FULL else 3e-2
+    for chosen, density in zip(got.flatten(0, 1), exact.flatten(0, 1), strict=True):
+        taken = chosen[chosen >= 0].long()
+        assert len(taken.unique()) == len(taken)
+        assert (density[taken] >= threshold * (1 - slack)).all()
+        least = max(threshold, density.sort(descending=True).values[probes - 1].item())
+        assert torch.isin((density > least * (1 + slack)).nonzero().flatten(), taken).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_keys_there_is_no_dense_bucket(backend: Backend, device: str) -> None:
+    given = inputs(2, 4, 2, 64, 32, 20, FULL, device)
+    sizes = torch.zeros(2, 2, 20, dtype=torch.int32, device=device)
+    got = probe_buckets(*given, kv_heads=2, probes=5, sizes=sizes, threshold=1e-6, backend=backend)
+    assert (got == -1).all()
+
+
 @pytest.mark.parametrize("probes", [1, 3, 9])
 def test_ties_go_to_the_lowest_number(probes: int, device: str) -> None:
     q, *weights = (torch.zeros_like(x) for x in inputs(1, 2, 1, 16, 16, 9, FULL, device))
@@ -75,7 +110,9 @@ def test_ties_go_to_the_lowest_number(probes: int, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     given = inputs(1, 4, 2, 64, 32, 20, FULL, device)
-    torch.library.opcheck(module._operator, (*given, 2, 3, backend))
+    torch.library.opcheck(module._operator, (*given, 2, 3, None, None, backend))
+    sizes = torch.full((1, 2, 20), 7, dtype=torch.int32, device=device)
+    torch.library.opcheck(module._operator, (*given, 2, 3, sizes, 1.5, backend))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +120,12 @@ def test_operator(backend: Backend, device: str) -> None:
     [
         ({"probes": 21}, "probes=21"),
         ({"kv_heads": 3}, "kv_heads=3"),
+        ({"threshold": 0.5}, "threshold=0.5: expected with sizes"),
+        ({"sizes": torch.ones(1, 2, 20, dtype=torch.int32)}, "threshold=None"),
+        ({"sizes": torch.ones(1, 2, 20), "threshold": 0.5}, "sizes is torch.float32"),
+        ({"sizes": torch.ones(1, 2, 19, dtype=torch.int32), "threshold": 0.5}, "sizes is torch.int32 \\(1, 2, 19\\)"),
+        ({"sizes": torch.ones(1, 2, 20, dtype=torch.int32), "threshold": float("nan")}, "threshold=nan"),
+        ({"sizes": torch.ones(1, 2, 20, dtype=torch.int32, device="meta"), "threshold": 0.5}, "sizes.device=meta"),
         ({"bias_in": torch.zeros(2, 1, 31)}, "bias_in is torch.float32"),
         ({"weight_out": torch.zeros(2, 32, 20, dtype=HALF)}, "weight_out is torch.float16"),
     ],
@@ -102,8 +145,12 @@ def test_bf16_and_cuda_graph() -> None:
     got = probe_buckets(*given, kv_heads=8, probes=32)
     shared = (want[..., None] == got[..., None, :]).any(-1).float().mean()
     assert shared > 0.9  # bf16 hidden units reorder buckets that nearly tie
+    sizes = torch.full((1, 8, 1024), 100, dtype=torch.int32, device="cuda")
+    dense = probe_buckets(*given, kv_heads=8, probes=64, sizes=sizes, threshold=4.0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = probe_buckets(*given, kv_heads=8, probes=32)
+        dense_again = probe_buckets(*given, kv_heads=8, probes=64, sizes=sizes, threshold=4.0)
     graph.replay()
     assert torch.equal(again, got)
+    assert torch.equal(dense_again, dense)

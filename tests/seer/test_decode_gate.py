@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import msattn
+from msattn.kernels.reference import bucket_densities
 from msattn.trainer import artifacts
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.routing.buckets import bucket_densities
 from msattn.trainer.routing.calibrate import calibrate, threshold_at
 from msattn.trainer.routing.pages import far_probabilities, only_far
 from msattn.trainer.seer import query_maps

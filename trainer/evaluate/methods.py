@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from msattn.kernels.reference import bucket_densities, dense_buckets
 from msattn.trainer import artifacts, data
 from msattn.trainer.attach import attach
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
@@ -17,7 +18,7 @@ from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_length
 from msattn.trainer.routing import calibrate as key_calibrate
-from msattn.trainer.routing.buckets import bucket_densities, dense_buckets, serving, top_buckets
+from msattn.trainer.routing.buckets import serving, top_buckets
 from msattn.trainer.routing.calibrate import most_probes, threshold_at
 from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.saap.qmodel import QModel

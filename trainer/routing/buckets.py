@@ -7,14 +7,13 @@ import torch
 from annotated_types import Ge, Interval
 from torch import Tensor
 
+from msattn.kernels.reference import bucket_densities, dense_buckets
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
     from msattn.trainer.config.model import ModelPresets
     from msattn.trainer.models.tap import LayerInputs
-
-
-SMALLEST_SUM = 1e-30  # of the scores of a row
+    from msattn.trainer.saap.qmodel import QModel
 
 
 class Router(Protocol):
@@ -102,25 +101,6 @@ def top_buckets(scores: Tensor, probes: int) -> Tensor:
     return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
 
-def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:
-    """Returns the predicted attention of a bucket's keys, as a multiple of that of the mean key: fp32 ``[..., C]``.
-
-    ``scores`` fp32 ``[..., C]`` are probabilities up to a factor of each row, ``sizes [..., C]`` the numbers of keys. An empty
-    bucket has density 0, as have all buckets of a row of zeros.
-    """
-    per_key = torch.where(sizes > 0, scores / sizes.clamp(min=1), 0)
-    return per_key * (sizes.sum(-1, keepdim=True) / scores.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM))
-
-
-def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
-    """Returns the buckets whose density reaches ``threshold``, at most the ``most`` densest: int32 ``[..., most]``.
-
-    Free places hold -1.
-    """
-    densest = densities.topk(min(most, densities.shape[-1]), dim=-1, sorted=False)
-    return densest.indices.masked_fill(densest.values < threshold, -1).to(torch.int32)
-
-
 def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = False) -> Tensor:
     """Returns the buckets that the newest token visits, int32 ``[B, Hkv, probes]``; none for ``probes=0``.
 
@@ -137,14 +117,16 @@ def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = Fals
 
 
 def route_by_density(
-    router: Router, x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
+    router: "QModel", x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
 ) -> Tensor:
     """Returns the buckets whose density reaches ``threshold`` for the newest token: int32 ``[B, Hkv, most]``, -1 is none.
 
     ``x`` holds one query of each sequence. ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys in the buckets. Each query
     head has its own buckets with ``by_head``: ``[B, Hq, most]``.
     """
-    scores = (router.head_scores if by_head else router.scores)(x.layer, x.q_nope, x.q)
+    if not by_head:
+        return router.probe_dense(x.layer, x.q_nope, x.q, sizes, threshold, most)
+    scores = router.head_scores(x.layer, x.q_nope, x.q)
     sizes = sizes.repeat_interleave(scores.shape[1] // sizes.shape[1], 1)
     return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 

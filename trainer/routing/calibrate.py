@@ -17,10 +17,11 @@ from accelerate.utils import reduce
 from annotated_types import Interval
 from torch import Tensor
 
+from msattn.kernels.reference import bucket_densities
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import activity
-from msattn.trainer.routing.buckets import Router, bucket_densities
+from msattn.trainer.routing.buckets import Router
 from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 

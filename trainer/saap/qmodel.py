@@ -168,6 +168,16 @@ class QModel(artifacts.ArtifactModule):
         weights = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
         return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=probes)
 
+    def probe_dense(self, layer: int, q_nope: Tensor, q: Tensor, sizes: Tensor, threshold: float, most: int) -> Tensor:
+        """Returns the buckets whose density reaches ``threshold`` for one token: int32 ``[B, Hkv, most]``, -1 is none.
+
+        ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys. Of more than ``most`` buckets, the densest are returned.
+        """
+        queries = (q if self.rope else q_nope)[:, :, -1:]
+        weights = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
+        reach = {"sizes": sizes, "threshold": threshold}
+        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=min(most, self.num_buckets), **reach)
+
     def _folded_weights(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns one layer's weights in ``dtype``, with batch norm folded into the first product.
 

@@ -1,18 +1,23 @@
 """Decoding attention of an attached model over the buckets that a router chooses (SAAP, arXiv 2502.08246, section 5)."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from msattn.kernels.reference import bucket_densities, dense_buckets
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.routing.buckets import Router, bucket_densities, dense_buckets, route, route_by_density
+from msattn.trainer.routing.buckets import Router, route, route_by_density
 from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.serving.bucket_attention import decode_attention, decode_query_heads, queries_as_batch
 from msattn.trainer.serving.cache_layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
+
+if TYPE_CHECKING:
+    from msattn.trainer.saap.qmodel import QModel
 
 MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
 
@@ -96,7 +101,8 @@ class RoutedDecoding:
         if self.threshold is None:
             return route(self.router, x, self.probes, by_head=self.independent)
         sizes = x.cache.index.offsets.diff(dim=-1)
-        return route_by_density(self.router, x, sizes, self.threshold, self.probes, by_head=self.independent)
+        classifier = cast("QModel", self.router)  # the router of pages that reads shares is the case above
+        return route_by_density(classifier, x, sizes, self.threshold, self.probes, by_head=self.independent)
 
     def _visited_pages(self, router: PageRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key
