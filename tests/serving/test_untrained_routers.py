@@ -10,7 +10,9 @@ from transformers import DynamicCache
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.lsh import CollidingKeys
+from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.quest_pages import QuestPages
 from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.saap.window_pages import WindowPages
@@ -27,6 +29,10 @@ ROUTERS: dict[str, Any] = {
     "lsh": lambda layers: CollidingKeys(BUCKETS, layers, KV_HEADS, SIZE),
     "quest": lambda layers: QuestPages(BUCKETS, layers, KV_HEADS),
 }
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def decode(
@@ -100,19 +106,26 @@ def test_the_keys_that_are_read(name: str, lengths: tuple[int, ...], probes: int
             torch.testing.assert_close(out[row, 2 * head : 2 * head + 2, 0], weights @ keys.flip(-1))
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("threshold", [None, 1.0])
-def test_query_heads_choose_by_themselves(name: str, threshold: float | None) -> None:
+def classifiers(kv_heads: int) -> QModel:
+    """Classifiers that are the same whatever the number of key/value heads."""
+    centroids = torch.nn.functional.normalize(torch.randn(1, KV_HEADS, BUCKETS, SIZE, generator=generator(3)), dim=-1)
+    partition = KMeans(centroids.repeat_interleave(kv_heads // KV_HEADS, 1), [0])
+    return QModel(partition, HEADS, 8, seed=0).double().requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("name", [*ROUTERS, "classifiers", "classifiers by density"])
+def test_query_heads_choose_by_themselves(name: str) -> None:
     """Independent query heads read what they would read if each had a key/value head of its own."""
-    generator = torch.Generator().manual_seed(7)
-    k = torch.randn(2, KV_HEADS, 200, SIZE, generator=generator, dtype=torch.float64)
-    q = torch.randn(2, HEADS, 1, SIZE, generator=generator, dtype=torch.float64)
+    random = generator(7)
+    k = torch.randn(2, KV_HEADS, 200, SIZE, generator=random, dtype=torch.float64)
+    q = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64)
     padding, group = torch.tensor([0, 70], dtype=torch.int32), HEADS // KV_HEADS
-    router, alone = ROUTERS[name]([0]), ROUTERS[name]([0])
-    alone.kv_heads = HEADS
-    if name != "random" and threshold is not None:
-        pytest.skip("pages have no densities")
-    options = {"threshold": threshold} if threshold is not None else {}
+    options = {"threshold": 1.0} if name == "classifiers by density" else {}
+    if name in ROUTERS:
+        router, alone = ROUTERS[name]([0]), ROUTERS[name]([0])
+        alone.kv_heads = HEADS
+    else:
+        router, alone = classifiers(KV_HEADS), classifiers(HEADS)
     expected, counts, _ = decode(alone, k.repeat_interleave(group, 1), q, padding, 3, **options)
     out, summed, _ = decode(router, k, q, padding, 3, independent=True, **options)
     torch.testing.assert_close(out, expected)
