@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.bucket_checks import SMALLEST_SUM, check_probe_buckets
+from msattn.kernels.common.bucket_checks import check_probe_buckets
 from msattn.kernels.common.checks import resolve_backend
+from msattn.kernels.common.densities import SMALLEST_SUM
 from msattn.kernels.common.primitives import (
     LOG2_E,
     padded_head,

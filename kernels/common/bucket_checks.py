@@ -8,8 +8,6 @@ from torch import Tensor
 from msattn.kernels.common.checks import check_device, check_per_sequence, check_qkv, check_tokens, statistics_dtype
 from msattn.kernels.types import BucketIndex
 
-SMALLEST_SUM = 1e-30  # of the scores of a query group
-
 
 def check_bucket_decode(
     q: Tensor,

@@ -57,11 +57,11 @@ def write_pages(
     _check(k, v, keys, values, pages, offsets, ids, buckets)
     if resolve_backend(backend, k, "k") == "triton":
         with torch.cuda.device_of(k):
-            return launch(k, v, keys, values, pages, offsets, ids, buckets)
+            launch(k, v, keys, values, pages, offsets, ids, buckets)
+        return
     keys[pages, offsets], values[pages, offsets] = k.transpose(0, 1), v.transpose(0, 1)
     if ids is not None and buckets is not None:
         buckets[pages, offsets] = ids.T.to(buckets.dtype)
-    return None
 
 
 def _check(

@@ -26,7 +26,7 @@ from msattn.kernels.reference.paged_bucket_decode import paged_bucket_decode
 from msattn.kernels.reference.paged_bucket_sizes import paged_bucket_sizes
 from msattn.kernels.reference.paged_flash_decode import paged_flash_decode
 from msattn.kernels.reference.pool_blocks import pool_blocks
-from msattn.kernels.reference.probe_buckets import bucket_densities, dense_buckets, probe_buckets
+from msattn.kernels.reference.probe_buckets import probe_buckets
 
 __all__ = [
     "best_blocks",
@@ -34,14 +34,12 @@ __all__ = [
     "block_sparse_attention",
     "block_sparse_attention_backward",
     "bucket_decode",
-    "bucket_densities",
     "bucket_mass",
     "bucket_sums",
     "conv_attention",
     "conv_attention_backward",
     "conv_attention_forward",
     "conv_decode",
-    "dense_buckets",
     "flash_decode",
     "gate_scores",
     "head_mix_attention",

@@ -3,27 +3,9 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.bucket_checks import SMALLEST_SUM, check_probe_buckets
+from msattn.kernels.common.bucket_checks import check_probe_buckets
 from msattn.kernels.common.checks import statistics_dtype
-
-
-def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:
-    """Returns the predicted attention of a bucket's keys, as a multiple of that of the mean key: ``[..., C]``.
-
-    ``scores [..., C]`` are probabilities up to a factor of each row, ``sizes [..., C]`` the numbers of keys. An empty
-    bucket has density 0, as have all buckets of a row of zeros.
-    """
-    per_key = torch.where(sizes > 0, scores / sizes.clamp(min=1), 0)
-    return per_key * (sizes.sum(-1, keepdim=True) / scores.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM))
-
-
-def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
-    """Returns the buckets whose density reaches ``threshold``, at most the ``most`` densest: int32 ``[..., most]``.
-
-    Free places hold -1.
-    """
-    densest = densities.topk(min(most, densities.shape[-1]), dim=-1, sorted=False)
-    return densest.indices.masked_fill(densest.values < threshold, -1).to(torch.int32)
+from msattn.kernels.common.densities import bucket_densities, dense_buckets
 
 
 def probe_buckets(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from msattn.kernels import probe_buckets as module
 from msattn.kernels import reference
+from msattn.kernels.common.densities import bucket_densities
 from msattn.kernels.probe_buckets import probe_buckets
 from msattn.kernels.types import Backend
 
@@ -76,7 +77,7 @@ def test_selects_the_densest_buckets_that_reach_the_threshold(
     """Some buckets are empty, and others hold very many keys. Densities near the threshold may be on either side of it."""
     given = inputs(batch, q_heads, kv_heads, 64, 32, buckets, dtype, device)
     sizes = (torch.rand(batch, kv_heads, buckets, device=device) ** 6 * 10**5 - 10).clamp(min=0).int()
-    exact = reference.bucket_densities(scores(*given, kv_heads=kv_heads), sizes)
+    exact = bucket_densities(scores(*given, kv_heads=kv_heads), sizes)
     threshold = exact.flatten().quantile(1 - share_that_passes).item() if share_that_passes < 1 else 0.0
     got = probe_buckets(*given, kv_heads=kv_heads, probes=probes, sizes=sizes, threshold=threshold, backend=backend)
     assert got.dtype == torch.int32

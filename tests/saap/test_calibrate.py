@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from msattn.kernels.reference import bucket_densities, dense_buckets
+from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.routing.calibrate import SHARES, bucket_sizes, calibrate, most_probes, threshold_at, thresholds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import msattn
-from msattn.kernels.reference import bucket_densities
+from msattn.kernels.common.densities import bucket_densities
 from msattn.trainer import artifacts
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError

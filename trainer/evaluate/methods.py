@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from msattn.kernels.reference import bucket_densities, dense_buckets
+from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer import artifacts, data
 from msattn.trainer.attach import attach
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig

@@ -7,7 +7,7 @@ import torch
 from annotated_types import Ge, Interval
 from torch import Tensor
 
-from msattn.kernels.reference import bucket_densities, dense_buckets
+from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from accelerate.utils import reduce
 from annotated_types import Interval
 from torch import Tensor
 
-from msattn.kernels.reference import bucket_densities
+from msattn.kernels.common.densities import bucket_densities
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import activity

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from msattn.kernels.reference import bucket_densities, dense_buckets
+from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs

@@ -225,7 +225,7 @@ def test_cuda_graphs_give_the_tokens_of_dense_generate(cuda_graphs: bool) -> Non
 
 @pytest.mark.gpu
 def test_a_gpu_that_others_keep_busy() -> None:
-    """A pass finds what streams before it have filled."""
+    """Tokens are right where other processes delay the work of this one."""
     model, prompts = tiny_model(), ragged(12)
     model.to("cuda")
     expected = [alone(model, prompt) for prompt in prompts]

@@ -144,16 +144,16 @@ class PagedAttention:
         self._write(x, now)
         served = [*([] if now.decoded is None else [now.decoded]), *now.prompts]
         if len(served) == 1 and _are_all(served[0].tokens, x.q.shape[2]):
-            out = self._of(served[0], x, now)
+            out = self._attention(served[0], x, now)
         else:
             out = torch.zeros_like(x.q[0].transpose(0, 1))
             for rows in served:
-                out[rows.tokens] = self._of(rows, x, now)
+                out[rows.tokens] = self._attention(rows, x, now)
         if x.layer == now.state.last_pooled:
             self._mark_pooled(now)
         return out.transpose(0, 1)[None]
 
-    def _of(self, rows: Sequences | Prompts, x: LayerInputs, now: PagedPass) -> Tensor:
+    def _attention(self, rows: Sequences | Prompts, x: LayerInputs, now: PagedPass) -> Tensor:
         """Returns the attention of the tokens of ``rows``, ``[n, Hq, D]``."""
         return self._decoded(x, now, rows) if isinstance(rows, Sequences) else self._prompts(x, now, rows)
 
