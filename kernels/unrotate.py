@@ -77,14 +77,15 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Launches the kernel; the grid depends on shapes alone."""
     batch, heads, tokens, size = x.shape
     out, pairs = torch.empty_like(x), cos.shape[-1] // 2
-    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // triton.next_power_of_2(size)))
+    channels = triton.next_power_of_2(size)
+    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // channels))
     if out.numel():
         _unrotate_kernel[(triton.cdiv(tokens, rows), heads, batch)](
             x, cos, sin, out, tokens, *x.stride(), *out.stride(),
             *(stride for part in (cos, sin) for stride in (part.stride(0) if len(part) > 1 else 0, *part.stride()[1:])),
             SIZE=size, PAIRS=pairs, STEP=2 if interleaved else 1, GAP=1 if interleaved else pairs,
             BN=rows, BP=triton.next_power_of_2(pairs), BR=triton.next_power_of_2(max(1, size - 2 * pairs)),
-            num_warps=min(4, max(1, rows * size // WARP_ELEMENTS)), **pdl_args(x.device),
+            num_warps=min(4, max(1, rows * channels // WARP_ELEMENTS)), **pdl_args(x.device),
         )  # fmt: skip
     return out
 

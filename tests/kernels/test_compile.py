@@ -280,10 +280,10 @@ def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _unrotate(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import unrotate as op
 
-    rotated, interleaved = _choose([(head_size, False), (head_size // 2, True)], head_size, sm)
-    for tokens in (1, 100):
-        cos = torch.zeros(1, tokens, rotated, dtype=dtype)
-        op.launch(torch.zeros(2, 4, tokens, head_size, dtype=dtype), cos, cos, interleaved)
+    share, interleaved = _choose([(1, False), (2, True)], head_size, sm)
+    for tokens, size in ((1, head_size), (100, head_size), (100, head_size * 3 // 4)):
+        cos = torch.zeros(1, tokens, size // share, dtype=dtype)
+        op.launch(torch.zeros(2, 4, tokens, size, dtype=dtype), cos, cos, interleaved)
 
 
 def _write_pages(dtype: torch.dtype, head_size: int, sm: int) -> None:

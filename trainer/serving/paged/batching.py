@@ -144,7 +144,7 @@ class Managers:
         """Creates or resets what runs the passes, and waits for it.
 
         transformers creates and clears the tensors of passes in one stream, and fills them in another without waiting: on a GPU
-        that others keep busy, the first passes might find them cleared.
+        that others keep busy, the first passes found them cleared.
         """
         processor = create()
         if self.model.device.type == "cuda":
