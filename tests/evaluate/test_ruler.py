@@ -1,6 +1,7 @@
 """``eval=ruler``: scores by task, with dense and with sparse attention."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import answers, ruler
 from msattn.trainer.evaluate.answers import Question
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
+from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.seer.gate import Gate
@@ -36,6 +38,26 @@ def haystack(tmp_path: Path) -> str:
 def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     rows = json.loads((folder / "results.json").read_text())["rows"]
     return {(row["method"], row["setting"]): row for row in rows}
+
+
+def test_interval_of_the_ratio_is_of_paired_differences() -> None:
+    """A method that loses a tenth of each prompt's score loses exactly that, however much prompts differ."""
+    samples = {name: [Sample("", "", list("abcdefghij"))] * 3 for name in ("vt", "fwe")}
+    dense_texts = [" ".join("abcdefghij"[:number]) for number in (9, 5, 2, 8, 4, 2)]
+    texts = {"dense": dense_texts, "gate": [text[:-2] for text in dense_texts]}
+
+    def row(method: str, dense: EvalRow | None) -> EvalRow:
+        found = answers.Answers([], texts[method], 1.0, 1.0, {"sparsity": 0.5, "selectivity": 0.5})
+        return ruler.as_row(answers.Case(method, "", nullcontext), samples, found, 1000, dense)
+
+    dense = row("dense", None)
+    gate = row("gate", dense)
+    assert (dense.score, gate.score) == pytest.approx((0.5, 0.4))
+    assert (dense.ratio_to_dense, dense.extra["ratio_interval"]) == (1.0, [1.0, 1.0])
+    assert gate.extra["ratio_interval"] == pytest.approx([0.8, 0.8])
+    assert gate.extra["scores"]["vt"] == pytest.approx([0.8, 0.4, 0.1])
+    assert gate.interval is not None
+    assert gate.interval[1] - gate.interval[0] > 0.3
 
 
 @pytest.mark.slow
@@ -66,6 +88,7 @@ def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.
         assert row["extra"]["fwe"] == pytest.approx(2 / 3)
         assert row["score"] == pytest.approx((0.5 + 2 / 3) / 2)
         assert (row["samples"], row["ratio_to_dense"]) == (4, 1.0)
+        assert row["extra"]["ratio_interval"] == [1.0, 1.0]
         assert [example["correct"] for example in row["extra"]["examples"]] == [False, False]
     assert rows["random", "sparsity 0.9"]["sparsity"] > 0.5
     assert rows["random", "sparsity 0"]["sparsity"] == 0

@@ -30,15 +30,12 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def stratified_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """Returns the interval of the mean of the groups' means, for values in [0, 1] that are independent; clipped to [0, 1].
-
-    None if a group has fewer than two values.
-    """
+    """Returns the interval of the mean of the groups' means, for independent values; None if a group has fewer than two."""
     if min(map(len, groups)) < 2:
         return None
     center = fmean(map(fmean, groups))
     half = Z * math.sqrt(sum(variance(group) / len(group) for group in groups)) / len(groups)
-    return max(0.0, center - half), min(1.0, center + half)
+    return center - half, center + half
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

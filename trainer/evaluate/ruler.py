@@ -131,20 +131,25 @@ def is_complete(sample: ruler.Sample, text: str) -> bool:
 
 
 def as_row(case: Case, samples: dict[str, list[ruler.Sample]], answers: Answers, length: int, dense: EvalRow | None) -> EvalRow:
-    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself."""
+    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself.
+
+    The interval of the ratio is that of the paired differences: both answered the same prompts, so most of the spread cancels.
+    """
     texts = iter(answers.texts)
     scores = {name: [sample.score(next(texts)) for sample in drawn] for name, drawn in samples.items()}
     by_task = {name: fmean(each) for name, each in scores.items()}
-    score = fmean(by_task.values())
-    ratio = None if dense is None or not dense.score else score / dense.score
+    score, spread = fmean(by_task.values()), stratified_interval(list(scores.values()))
+    dense_score, dense_scores = (dense.score, dense.extra["scores"]) if dense else (score, scores)
+    pairs = [zip(own, dense_scores[name], strict=True) for name, own in scores.items()]
+    rise = stratified_interval([[a - b for a, b in each] for each in pairs])
     return EvalRow(
         task="ruler",
         method=case.method,
         setting=case.setting,
         score=score,
         score_name="RULER's average",
-        interval=stratified_interval(list(scores.values())),
-        ratio_to_dense=1.0 if dense is None else ratio,
+        interval=spread and (max(0.0, spread[0]), min(1.0, spread[1])),
+        ratio_to_dense=score / dense_score if dense_score else None,
         sparsity=answers.sparsity,
         selectivity=answers.selectivity,
         latency_s=answers.seconds,
@@ -154,6 +159,8 @@ def as_row(case: Case, samples: dict[str, list[ruler.Sample]], answers: Answers,
             "length": length,
             "latency_of": "a prompt and its answer, in batches",
             **by_task,
+            "ratio_interval": [1 + bound / dense_score for bound in rise] if rise and dense_score else None,
+            "scores": scores,
             "examples": examples(samples, answers.texts),
         },
     )
