@@ -195,10 +195,10 @@ def test_the_figures_of_the_readme() -> None:
         / second_turn("gate, untrained"),
         "Time to first token, speedup over FlashAttention-2": first_token,
         "Tokens per second of `generate`, speedup over dense attention with the same cache and graphs": long,
-        "The same, speedup over PyTorch's fastest kernel as a CUDA graph": batch,
+        "Tokens per second of `generate`, speedup over a step with PyTorch's fastest kernel as a CUDA graph": batch,
         "Perplexity relative to dense, trained gates": value("quality.csv", "ratio_to_dense", **gate),
         f"Needles found in wordings never trained, trained gates (dense: {prefill['dense']:g} %)": prefill["gate"],
-        "The same, query classifier (dense: 98 %)": needles("classifier", "1 probe"),
+        "The same, query classifier with one probe (dense: 98 %)": needles("classifier", "1 probe"),
     }
     for name, exact in expected.items():
         assert_rounded(table[name][1], exact)
