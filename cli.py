@@ -101,14 +101,14 @@ def options(version: Version = False) -> None:
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
     """Turns Ctrl-C and SIGTERM into exit codes, and prints the message of the job, e.g. the path of its checkpoint."""
-    from msattn.trainer.errors import Terminated, print_once
+    from msattn.trainer.errors import report_error
 
     try:
         yield
     except KeyboardInterrupt as stop:
-        print_once(f"interrupted{f': {stop}' if stop.args else ''}")
+        code = report_error(stop)
         handle(end_silently)
-        raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from stop
+        raise typer.Exit(code) from stop
 
 
 def _run(
@@ -291,33 +291,14 @@ def _open_streams() -> None:
 
 
 def _main(arguments: list[str]) -> NoReturn:
-    from msattn.trainer.errors import Fault, UserError, exit_process, print_once
+    from msattn.trainer.errors import Fault, UserError, exit_process, named_output_errors, report_error
 
     try:
-        with _named_output_errors():
+        with named_output_errors():
             code = app(arguments or ["--help"], prog_name="msattn", standalone_mode=False)
-    except (UserError, typer.TyperException) as error:
-        message = str(error) if isinstance(error, UserError) else error.format_message()
-        print_once(" ".join(message.split()))
-        code = 2
-    except Fault as error:
-        if str(error):
-            print_once(" ".join(str(error).split()))
-        code = 1
+    except typer.TyperException as error:
+        code = report_error(UserError(error.format_message()))
+    except (UserError, Fault) as error:
+        code = report_error(error)
     handle(end_silently)
     exit_process(code if isinstance(code, int) else 0)
-
-
-@contextmanager
-def _named_output_errors() -> Iterator[None]:
-    """Raises UserError or OutputClosed if standard output cannot be written."""
-    from msattn.trainer.errors import output_error
-
-    try:
-        yield
-    except OSError as error:
-        if (found := output_error()) is None:
-            raise
-        raise found from error
-    if (found := output_error()) is not None:
-        raise found

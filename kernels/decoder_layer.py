@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import FLOATS, check_device, check_no_gradient, check_qkv, resolve_backend
-from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.common.primitives import WARP_ELEMENTS, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 from msattn.kernels.types import Backend
 
 MAX_ROW = 2**14  # elements: one program holds a whole row
 FEW_ELEMENTS = 2**20  # up to here small tiles use more SMs; beyond, large tiles start fewer programs
 SMALL_TILE, LARGE_TILE = 512, 4096
-WARP_ELEMENTS = 512  # two 16-byte loads for each thread in 16 bits
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None = None) -> Tensor:

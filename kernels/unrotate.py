@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import check_device, check_no_gradient, check_tokens, resolve_backend, statistics_dtype
-from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, row_tile, tl, triton
 from msattn.kernels.types import Backend
-
-TILE_ELEMENTS = 2048  # of a program
-WARP_ELEMENTS = 512
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend | None = None) -> Tensor:
@@ -38,7 +35,7 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, 
     Returns
     -------
     Tensor ``[B, H, N, D]``
-        In the dtype of x.
+        In the dtype of x; x itself if r is 0.
 
     Raises
     ------
@@ -77,15 +74,14 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Launches the kernel; the grid depends on shapes alone."""
     batch, heads, tokens, size = x.shape
     out, pairs = torch.empty_like(x), cos.shape[-1] // 2
-    channels = triton.next_power_of_2(size)
-    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // channels))
+    rows, _, warps = row_tile(tokens, size)
     if out.numel():
         _unrotate_kernel[(triton.cdiv(tokens, rows), heads, batch)](
             x, cos, sin, out, tokens, *x.stride(), *out.stride(),
             *(stride for part in (cos, sin) for stride in (part.stride(0) if len(part) > 1 else 0, *part.stride()[1:])),
             SIZE=size, PAIRS=pairs, STEP=2 if interleaved else 1, GAP=1 if interleaved else pairs,
             BN=rows, BP=triton.next_power_of_2(pairs), BR=triton.next_power_of_2(max(1, size - 2 * pairs)),
-            num_warps=min(4, max(1, rows * channels // WARP_ELEMENTS)), **pdl_args(x.device),
+            num_warps=warps, **pdl_args(x.device),
         )  # fmt: skip
     return out
 

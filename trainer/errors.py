@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -99,6 +99,19 @@ def output_error() -> UserError | OutputClosed | None:
     return None
 
 
+@contextmanager
+def named_output_errors() -> Iterator[None]:
+    """Raises UserError or OutputClosed if standard output cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        if (found := output_error()) is None:
+            raise
+        raise found from error
+    if (found := output_error()) is not None:
+        raise found
+
+
 def free_space(path: Path) -> str:
     """Returns a clause that tells the free space of the disk of ``path``, which need not exist."""
     folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path(path.anchor or "."))
@@ -154,6 +167,34 @@ def exit_process(code: int) -> NoReturn:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os._exit(code)
     sys.exit(code)
+
+
+def report_error(error: BaseException) -> int:
+    """Prints the line of an error of this module or of a KeyboardInterrupt, and returns the exit code of the process.
+
+    Notes of the exception, such as the traceback of another process, follow the line.
+    """
+    line, stopped = " ".join(str(error).split()), isinstance(error, KeyboardInterrupt)
+    if stopped:
+        line = f"interrupted: {line}" if line else "interrupted"
+    if line:
+        print_once("\n".join([line, *getattr(error, "__notes__", [])]))
+    if stopped:
+        return 143 if isinstance(error, Terminated) else 130
+    return 1 if isinstance(error, Fault) else 2
+
+
+def run_program(program: Callable[[], int | None]) -> NoReturn:
+    """Runs ``program`` and ends the process with the exit code that it returns, where None is 0, or with that of its error.
+
+    Programs of ``python -m`` thus have the exit codes of ``msattn``: 1 fault, 2 user error, 130 interrupted, 143 terminated.
+    """
+    try:
+        with named_output_errors():
+            code = program() or 0
+    except (UserError, Fault, TrainingDiverged, KeyboardInterrupt) as error:
+        code = report_error(error)
+    exit_process(code)
 
 
 def _first_to_print(line: str) -> bool:

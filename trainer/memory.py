@@ -1,5 +1,6 @@
-"""Free memory of this process, of the machine or of its container."""
+"""Free memory of this process, of the machine or of its container, and its release."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,14 @@ def free_memory() -> int:
     import psutil
 
     return max(0, min((psutil.virtual_memory().available, *_left_in_groups())))
+
+
+def release_memory() -> None:
+    """Collects garbage, such as the reference cycles of a Trainer or of CUDA graphs, and empties the CUDA cache."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _left_in_groups() -> Iterator[int]:

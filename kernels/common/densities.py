@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-SMALLEST_SUM = 1e-30  # of the scores of a row
+SMALLEST_SUM = 1e-30  # of the scores of a row: rows of zeros get densities of 0 instead of NaN
 
 
 def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:
 
 
 def dense_buckets(densities: Tensor, threshold: float, most: int) -> Tensor:
-    """Returns the buckets whose density reaches ``threshold``, at most the ``most`` densest: int32 ``[..., most]``.
+    """Returns the buckets whose density reaches ``threshold``, at most the ``most`` densest: int32 ``[..., min(most, C)]``.
 
     Free places hold -1.
     """

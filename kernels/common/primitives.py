@@ -35,6 +35,8 @@ else:
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2))
+TILE_ELEMENTS = 2048  # of a program that moves rows
+WARP_ELEMENTS = 512  # two 16-byte loads for each thread in 16 bits
 
 
 # --- on the host ---
@@ -66,6 +68,13 @@ def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> 
     # Descriptors require strides that are multiples of 16 bytes; the stride of a size-1 dimension is arbitrary in PyTorch.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, heads, rows, cols or padded_head(x.shape[-1])])
+
+
+def row_tile(tokens: int, channels: int) -> tuple[int, int, int]:
+    """Returns tokens, padded channels and warps of a program that moves rows of ``channels``; each is a power of two."""
+    padded = triton.next_power_of_2(channels)
+    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // padded))
+    return rows, padded, min(4, max(1, rows * padded // WARP_ELEMENTS))
 
 
 def num_sms(device: torch.device) -> int:

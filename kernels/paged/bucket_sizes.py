@@ -69,20 +69,20 @@ def launch(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> 
     table = table if table.stride(1) == 1 else table.contiguous()
     sizes = table.new_zeros((batch, kv_heads, num_buckets))
     _count_kernel[(triton.cdiv(pages * page_size, SPAN), kv_heads, batch)](
-        buckets, table, kv_len, sizes, *buckets.stride(), table.stride(0), num_buckets,
+        buckets, table, kv_len, sizes, *buckets.stride(), table.stride(0), pages * page_size, num_buckets,
         PAGE=page_size, SPAN=SPAN, BINS=min(MAX_BINS, triton.next_power_of_2(num_buckets)), num_warps=8,
     )  # fmt: skip
     return sizes
 
 
-@triton.jit(do_not_specialize=["num_buckets"])
+@triton.jit(do_not_specialize=["capacity", "num_buckets"])
 def _count_kernel(
-    buckets, table, kv_len, sizes, stride_p, stride_s, stride_h, stride_t, num_buckets,
+    buckets, table, kv_len, sizes, stride_p, stride_s, stride_h, stride_t, capacity, num_buckets,
     PAGE: tl.constexpr, SPAN: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of a span to ``sizes [B, Hkv, C]``."""
     kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin, end = tl.program_id(0) * SPAN, tl.load(kv_len + batch)
+    begin, end = tl.program_id(0) * SPAN, tl.minimum(tl.load(kv_len + batch), capacity)
     if begin >= end:
         return
     position = begin + tl.arange(0, SPAN)

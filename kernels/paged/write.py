@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import check_device, check_no_gradient, resolve_backend
-from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, row_tile, tl, triton
 from msattn.kernels.types import Backend
-
-TILE_ELEMENTS = 2048  # of a program
-WARP_ELEMENTS = 512
 
 
 def write_pages(
@@ -38,7 +35,8 @@ def write_pages(
     keys, values : Tensor ``[P, page_size, Hkv, D]``
         The cache, in the dtype of k. Written at the slots of the tokens only. Any strides.
     pages, offsets : Tensor int64 ``[T]``
-        Page of each token, and its slot in the page. Of tokens with the same slot, as those of padding, any one is written.
+        Page of each token, and its slot in the page. A slot that several tokens share, as those of
+        padding, has undefined content.
     ids : Tensor int32 or int64 ``[Hkv, T]``, optional
         Bucket of each key.
     buckets : Tensor int16 ``[P, page_size, Hkv]``, optional
@@ -109,13 +107,12 @@ def launch(
 ) -> None:
     """Launches the kernel; the grid depends on shapes alone."""
     heads, tokens, size = k.shape
-    padded = triton.next_power_of_2(size)
-    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // padded))
+    rows, padded, warps = row_tile(tokens, size)
     _write_kernel[(triton.cdiv(tokens, rows), heads)](
         k, v, keys, values, pages, offsets, ids, buckets, tokens,
         *k.stride(), *v.stride(), *keys.stride(), *values.stride(), pages.stride(0), offsets.stride(0),
         *((0, 0) if ids is None else ids.stride()), *((0, 0, 0) if buckets is None else buckets.stride()),
-        SIZE=size, BT=rows, BD=padded, num_warps=min(4, max(1, rows * padded // WARP_ELEMENTS)), **pdl_args(k.device),
+        SIZE=size, BT=rows, BD=padded, num_warps=warps, **pdl_args(k.device),
     )  # fmt: skip
 
 

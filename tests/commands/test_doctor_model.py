@@ -1,6 +1,7 @@
 """``msattn doctor MODEL``: figures from the configuration alone, artifacts of the same shape, narrow terminals, refusals."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands.doctor_model import doctor_model
+from msattn.trainer.commands.jobs import Command
 from msattn.trainer.models import EMBEDDED
 from tests.factory import tiny_config
 from tests.running import exit_code
@@ -33,7 +35,7 @@ def test_a_folder_without_weights(here: Path) -> None:
     assert rows["artifacts"] == "none in outputs"
     assert rows["next"].splitlines()[:2] == [
         "msattn generate --model mine select=quest --prompt-file FILE",
-        "msattn train-gate --model mine",
+        "msattn train-gate --model mine --data FILE",
     ]
 
 
@@ -42,6 +44,19 @@ def test_a_packaged_model_needs_no_download(here: Path, monkeypatch: pytest.Monk
     rows = dict(doctor_model("llama3"))
     assert rows["KV cache"] == "128 KiB a token, 16,384 MiB in full (16 bits)"
     assert "beyond" not in rows["faster from"].splitlines()[0]
+
+
+@pytest.mark.parametrize("model", ["mine", "llama3"])
+def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """All but the jobs themselves, which would load the model."""
+    ran = []
+    monkeypatch.setattr(Command, "run", lambda command, cfg, arguments: ran.append(command.config))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write_config(here / "mine")
+    (here / "text.txt").write_text("def main(): ...")
+    for line in dict(doctor_model(model))["next"].replace("FILE", "text.txt").splitlines():
+        assert exit_code(*shlex.split(line)[1:]) == 0, line
+    assert ran == ["generate", "train_gate", "fit_kmeans", "train_qmodel", "eval"]
 
 
 def test_models_with_a_sliding_window_say_so(here: Path) -> None:

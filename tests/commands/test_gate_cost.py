@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from msattn.trainer.commands import gate_cost as cost
-from msattn.trainer.commands.gate_cost import measure, one_graph
+from msattn.trainer.commands.gate_cost import CostRow, measure, one_graph
 from msattn.trainer.config import LOSSES, DataConfig, GateConfig, ModelConfig, TrainConfig, TrainGateConfig
+from msattn.trainer.errors import run_program
 from msattn.trainer.models.tap import run_backbone
 from msattn.trainer.seer.distillation import GateDistiller
 from msattn.trainer.seer.gate import Gate
@@ -127,9 +128,28 @@ def test_rows_have_ratios_to_inference_and_maxpool(tmp_path, monkeypatch, capsys
     assert float(step["over_maxpool"]) == pytest.approx(seconds["train-gate"] / seconds["forward, maxpool"])
     assert step["peak_gib"] == ""
     assert (rows["one graph"]["note"], seconds["one graph"]) == ("out of memory", 0)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
     shown = capsys.readouterr().out
     assert "CPU times say nothing about GPUs" in shown
     assert "out of memory" in shown
+
+
+def test_an_interrupted_run_keeps_the_earlier_table_and_its_own_rows(tmp_path, monkeypatch):
+    def interrupted(cfg):
+        yield CostRow("forward, SDPA", 1, 96, "small", "CPU", seconds=1.0)
+        raise KeyboardInterrupt
+
+    cfg = small_config(tmp_path)
+    table = cfg.folder / "cost" / "train_gate.csv"
+    table.parent.mkdir(parents=True)
+    table.write_text("earlier rows")
+    monkeypatch.setattr(cost, "measure", interrupted)
+    partial = table.with_name("train_gate.partial.csv")
+    with pytest.raises(KeyboardInterrupt, match=f"1 rows are in {partial}"):
+        cost.cost(cfg)
+    assert table.read_text() == "earlier rows"
+    with partial.open() as file:
+        assert [row["seconds"] for row in csv.DictReader(file)] == ["1.0"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +159,7 @@ def test_rows_have_ratios_to_inference_and_maxpool(tmp_path, monkeypatch, capsys
 def test_user_errors_are_one_line(override, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cost", override, f"outputs='{tmp_path}'", "device=cpu"])
     with pytest.raises(SystemExit) as stopped:
-        cost.main()
+        run_program(cost.main)
     error = capsys.readouterr().err
     assert stopped.value.code == 2
     assert message in error

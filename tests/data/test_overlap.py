@@ -14,7 +14,7 @@ from msattn.trainer.commands import overlap
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.overlap import SAMPLED, WINDOW, check_heldout, shared_windows, windows
 from msattn.trainer.data.sources import Document, documents
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, run_program
 
 
 def prose(seed: int, words: int = 20_000) -> str:
@@ -115,7 +115,7 @@ def test_a_held_out_split_is_compared_over_its_first_documents(tmp_path: Path, m
 
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        overlap.main(arguments)
+        run_program(lambda: overlap.main(arguments))
     return int(ended.value.code or 0)
 
 

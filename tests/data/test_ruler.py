@@ -46,6 +46,29 @@ def test_samples_nearly_fill_their_length(name: str, length: int, seed: int) -> 
         assert sample.score("nothing of it") == 0.0
 
 
+@pytest.mark.parametrize("name", RULER_TASKS)
+def test_no_sample_is_longer_than_the_shortest_length(name: str) -> None:
+    """The shortest length that is accepted is that of the longest of the smallest samples."""
+    seeds = [(0, number) for number in range(8)]
+    with pytest.raises(ValueError, match="the shortest prompt has") as refused:
+        TASKS[name].size(seeds, HAYSTACK, 1, count)
+    length = int(re.findall(r"has (\d+) tokens", str(refused.value))[0])
+    samples = TASKS[name].samples(seeds, HAYSTACK, length, count)
+    assert max(count(sample.prompt + sample.begun) for sample in samples) + TASKS[name].new_tokens <= length
+
+
+def test_a_haystack_needs_the_words_of_the_longest_sample() -> None:
+    """With fewer words than the longest list has, the search for its size refuses the haystack, as drawing samples does."""
+    seeds = [(0, 1)]
+    needed = 10 + TASKS["cwe"].size(seeds, Haystack([], WORDS[:1500]), 12000, count)
+    assert needed > 500
+    enough = Haystack([], WORDS[: needed + needed // 50 + 1])
+    assert len(TASKS["cwe"].samples(seeds, enough, 12000, count)) == 1
+    for ask in (TASKS["cwe"].size, TASKS["cwe"].samples):
+        with pytest.raises(ruler.TooFewWords, match="are needed"):
+            ask(seeds, Haystack([], WORDS[: needed - needed // 50]), 12000, count)
+
+
 @pytest.mark.parametrize("name", [name for name in RULER_TASKS if name.startswith("niah")])
 def test_needles_state_the_answers_of_the_asked_keys(name: str) -> None:
     sample = draw(name, 3000)

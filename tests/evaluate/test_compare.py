@@ -9,10 +9,11 @@ import torch
 from rich.console import Console
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.report import compare, files
+from msattn.trainer.evaluate.report import compare
 from msattn.trainer.evaluate.report.context import Context, context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.storage.documents import finite
 
 
 def needle(method: str, score: float) -> EvalRow:
@@ -34,7 +35,7 @@ def earlier(tmp_path: Path) -> str:
     folder = tmp_path / "<eval>"
     folder.mkdir()
     document = asdict(about(1)) | {"rows": [asdict(ROWS[0]), asdict(replace(ROWS[1], score=0.5)), asdict(ROWS[2])]}
-    (folder / "results.json").write_text(json.dumps(files.finite(document)))
+    (folder / "results.json").write_text(json.dumps(finite(document)))
     return str(folder)
 
 

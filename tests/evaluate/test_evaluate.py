@@ -11,7 +11,8 @@ import torch
 from msattn.trainer import data, models
 from msattn.trainer.config import ArtifactsConfig, DataConfig, PerplexityConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import methods
+from msattn.trainer.evaluate import methods, perplexity
+from msattn.trainer.evaluate.perplexity import PerplexityRun
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.loading import Loaded
@@ -120,6 +121,13 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_a_users_error() -> None:
+    """For example fp16 that overflows."""
+    run = PerplexityRun(losses=[float("nan")], seconds=[1.0], peak_mb=1.0, sparsity=0.5)
+    with pytest.raises(UserError, match=r"gate sparsity 0\.5: the loss is nan; dtype=float32 may help"):
+        perplexity.as_row("perplexity", "gate", "sparsity 0.5", run, run, 1.0, 64)
+
+
 def test_evaluation_reads_only_held_out_documents(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * 300)

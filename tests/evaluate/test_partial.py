@@ -11,6 +11,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import needle, perplexity, ruler
+from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import PerplexityRun
 from msattn.trainer.evaluate.row import EvalRow
@@ -136,6 +137,18 @@ def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatc
     with pytest.raises(UserError, match=r"hash\.gate=0, not "):
         evaluate(replace(cfg, resume=True))
     path.unlink()
+
+
+def test_changed_text_is_another_setting(tmp_path: Path) -> None:
+    (tmp_path / "held.txt").write_text("one text")
+    (tmp_path / "hay.txt").write_text("words")
+    cfg = config(tmp_path, str(tmp_path / "held.txt"), tasks=["ruler"], ruler=RulerConfig(haystack=str(tmp_path / "hay.txt")))
+    found = [texts_hash(cfg)]
+    for name in ("held.txt", "hay.txt"):
+        assert texts_hash(cfg) == found[-1]
+        (tmp_path / name).write_text("another text")
+        found.append(texts_hash(cfg))
+    assert len(set(found)) == 3
 
 
 def test_ctrl_c_says_how_many_rows_are_kept(

@@ -21,6 +21,7 @@ from msattn.trainer.evaluate.report.context import context
 from msattn.trainer.evaluate.report.examples import examples
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.storage.documents import finite
 
 
 def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
@@ -312,4 +313,4 @@ def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: 
 
 
 def test_json_has_null_for_infinity_and_nan() -> None:
-    assert report.finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}
+    assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}

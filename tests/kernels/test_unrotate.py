@@ -59,7 +59,7 @@ def test_agrees_with_fp64(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 63, 65, 111, 4095])
 def test_full_product(dtype: torch.dtype, tokens: int, poisoned: None) -> None:
-    for size, heads, interleaved in itertools.product([64, 80, 128, 256], [1, 4, 7], [False, True]):
+    for size, heads, interleaved in itertools.product([64, 80, 96, 128, 256], [1, 4, 7], [False, True]):
         for rotated in {size, size // 2, size // 4}:
             x = torch.randn(2, heads, tokens, size, device="cuda").to(dtype)
             cos, sin = angles(2, tokens, rotated, "cuda", interleaved=interleaved)

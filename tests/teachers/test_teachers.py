@@ -21,22 +21,25 @@ from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig, ModelConfig
 from msattn.trainer.data.chunking import encode
-from msattn.trainer.data.sources import Document, documents
+from msattn.trainer.data.sources import Document, documents, local_documents
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT, NAMES, TaskSequences
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.embedded import EMBEDDED_MODEL
+from msattn.trainer.errors import Fault, Terminated, TrainingDiverged, UserError, run_program
 from msattn.trainer.models.loading import Loaded, load
 from msattn.trainer.teachers import figures, train
 from msattn.trainer.teachers import text as texts_of
 from msattn.trainer.teachers.plans import PLANS, Plan, Stage
 from msattn.trainer.teachers.text import StageDataset, Texts
-from msattn.trainer.teachers.tokenizer import END_OF_TEXT, VOCAB_SIZE, load_tokenizer, train_tokenizer
+from msattn.trainer.teachers.tokenizer import load_tokenizer
 from msattn.trainer.teachers.train import WeightedLanguageModel
 from tests.jobs import Job, LaunchedJob
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
+VOCAB_SIZE, END_OF_TEXT = 4096, "<|endoftext|>"
 TINY = partial(
     Plan,
+    name="tiny",
     stages=(
         Stage(192, 2, 2, {"needles": 0.4, "pairs": 0.2, "copies": 0.2}, warmup_steps=1),
         Stage(256, 2, 2, {"needles": 0.4, "pairs": 0.2, "copies": 0.2}, schedule="cosine"),
@@ -117,16 +120,6 @@ def test_digits_are_single_tokens_and_no_special_token_is_added() -> None:
     assert not [token for token in TOKENIZER.get_vocab() if re.search(r"\d.*\d|\w\d|\d\w", token)]
     assert TOKENIZER("12")["input_ids"] == ids_of("12")
     assert TOKENIZER.bos_token_id == TOKENIZER.eos_token_id == TOKENIZER.convert_tokens_to_ids(END_OF_TEXT) == 0
-
-
-def test_tokenizer_training_is_deterministic() -> None:
-    corpus = [document.text for document in library(3)]
-    first, second = (train_tokenizer(corpus, vocab_size=400) for _ in range(2))
-    assert first.get_vocab() == second.get_vocab()
-    assert len(first) == 400
-    sample = f"naïve 2026\t\r\n  {corpus[0][:200]}"
-    assert first.decode(first.encode(sample)) == sample
-    assert not [token for token in first.get_vocab() if re.search(r"\d\d", token)]
 
 
 def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
@@ -212,27 +205,129 @@ def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytes
         patch.setattr(WeightedLanguageModel, "forward", killed)
         with pytest.raises(RuntimeError, match="killed"):
             run_recipe(workspace, "cut")
-    cut = run_recipe(workspace, "cut", "--resume", "--test", str(workspace / "test"), "--haystack", str(workspace / "test"))
+    test = str(workspace / "test")
+    cut = run_recipe(workspace, "cut", "--resume", "--test", test, "--haystack", test)
     assert (cut / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
 
     facts = json.loads((cut / "model" / "training.json").read_text())
     assert set(facts["figures"]) == {"test_bits_per_byte", "haystack_needles_1", "haystack_needles_8"}
     assert facts["tokens"] == 2 * 2 * 192 + 2 * 2 * 256
+    assert (facts["plan"]["name"], facts["tokenizer"]) == ("tiny", "embedded")
     steps = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4]
     made = load(ModelConfig(name="made", path=str(cut / "model")), device="cpu", dtype="float32")
     assert made.model.num_parameters() == facts["parameters"]
     assert isinstance(made.tokenizer, PreTrainedTokenizerFast)
+    heldout = {"--test": encode(local_documents("--test", test), TOKENIZER)}
+    again = figures.held_out_metrics(made.model, made.tokenizer, 256, heldout)  # pyrefly: ignore[bad-argument-type]
+    assert again["test_bits_per_byte"] == pytest.approx(facts["figures"]["test_bits_per_byte"], rel=1e-6)
+
+
+def trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the training by the untrained model."""
+    monkeypatch.setattr(train, "train", lambda plan, texts, tokenizer, out, **_: (train.build_model(plan, tokenizer), 60.0))
+
+
+def test_an_interrupted_write_keeps_the_earlier_model(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(monkeypatch)
+    model = run_recipe(workspace, "out") / "model"
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(workspace, "out", "--seed", "1")
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+    run_recipe(workspace, "out", "--seed", "1")
+    assert json.loads((model / "training.json").read_text())["plan"]["seed"] == 1
+    assert (model / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
+def test_a_tokenizer_of_ones_own_is_recorded(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(monkeypatch)
+    own = workspace / "own"
+    TOKENIZER.save_pretrained(own)
+    model = run_recipe(workspace, "made", "--tokenizer", str(own)) / "model"
+    assert json.loads((model / "training.json").read_text())["tokenizer"] == str(own)
+    capsys.readouterr()
+    settings = json.loads((own / "tokenizer_config.json").read_text())
+    (own / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": None}))
+    assert "a BOS and an EOS token" in refused(workspace, capsys, "--tokenizer", str(own))
+    line = refused(workspace, capsys, "--tokenizer", "/nowhere")
+    assert line.startswith("msattn: --tokenizer=/nowhere: the folder has no tokenizer")
 
 
 def refused(workspace: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Returns the only line of a run that ends before it trains."""
     with pytest.raises(SystemExit) as stopped:
-        run_recipe(workspace, "out", *arguments)
+        run_program(lambda: run_recipe(workspace, "out", *arguments) and None)
     assert stopped.value.code == 2
     assert not (workspace / "out").exists()
     (line,) = capsys.readouterr().err.splitlines()
     return line
+
+
+@pytest.mark.parametrize("option", ["--test", "--haystack"])
+def test_short_held_out_text_is_refused_before_training(
+    workspace: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "test" / "other.txt").write_text("Too short.")
+    count = len(encode(local_documents(option, str(workspace / "test")), TOKENIZER))
+    line = refused(workspace, capsys, option, str(workspace / "test"))
+    assert line == f"msattn: {option}: {count} tokens; --plan tiny needs at least 257"
+
+
+def test_short_training_text_is_refused_before_training(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book = workspace / "books" / "book.txt"
+    (workspace / "books" / "code-short.txt").write_text("x = 1\n")
+    assert re.search(r"--text, code: \d tokens; --plan tiny needs at least 257", refused(workspace, capsys))
+    (workspace / "books" / "code-short.txt").unlink()
+    book.write_text(book.read_text()[:20_000])
+    assert re.search(r"--text, the last 2% of each book: \d+ tokens; --plan tiny needs", refused(workspace, capsys))
+    book.write_text("x")
+    assert "--text, books: " in refused(workspace, capsys)
+
+
+def test_a_device_and_a_folder_that_cannot_be_used_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"^--device=tpu: accepted are auto, cpu, cuda"):
+        run_recipe(workspace, "out", "--device", "tpu")
+    (workspace / "foreign" / "model").mkdir(parents=True)
+    (workspace / "foreign" / "model" / "code.py").touch()
+    with pytest.raises(UserError, match=r"holds files that are not an artifact; choose another --out$"):
+        run_recipe(workspace, "foreign")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            KeyboardInterrupt("saved; resume=true continues from there"),
+            130,
+            "interrupted: saved; --resume continues from there",
+        ),
+        (Terminated("saved"), 143, "interrupted: saved"),
+        (TrainingDiverged("the loss is not finite"), 2, "the loss is not finite"),
+        (Fault("a data worker was lost"), 1, "a data worker was lost"),
+        (UserError("no checkpoint; resume=false starts again"), 2, "no checkpoint; no --resume starts again"),
+    ],
+)
+def test_training_that_ends_early_is_one_line(
+    error: BaseException,
+    code: int,
+    line: str,
+    workspace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any, tracker: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "fit", fail)
+    with pytest.raises(SystemExit) as stopped:
+        run_program(lambda: run_recipe(workspace, "out") and None)
+    assert stopped.value.code == code
+    assert capsys.readouterr().err == f"msattn: {line}\n"
 
 
 @pytest.mark.parametrize("option", ["--test", "--haystack"])
@@ -280,19 +375,21 @@ def test_recipe_needs_one_number_of_steps_per_stage(workspace: Path, capsys: pyt
 TWO_PROCESSES = """
 import itertools, json, sys
 from msattn.trainer.data.sources import documents
+from msattn.trainer.errors import run_program
 from msattn.trainer.teachers import text, train
 from msattn.trainer.teachers.plans import PLANS, Plan, Stage
 
 text.documents = lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3)
 train.DEV_PROMPTS = 2
 PLANS["embedded"] = Plan(
+    name="tiny",
     architecture=json.loads(sys.argv[1]),
     stages=tuple(Stage(length, 4, 2, {"needles": 0.4}, warmup_steps=1, micro_batch=2) for length in (192, 256)),
     lr=2e-3,
     log_every=1,
     eval_every=1,
 )
-train.main(sys.argv[2:])
+run_program(lambda: train.main(sys.argv[2:]))
 """
 
 

@@ -94,12 +94,12 @@ def test_metrics_are_written_at_once_to_a_file_in_a_new_folder(tmp_path: Path) -
         tracker.offset = 100
         tracker.log({"loss": 1}, 5)
         tracker.image("grid", tmp_path / "none.png")  # ignored without wandb
-        tracker.summary({"best": 0.5})
+        tracker.summary({"best": 0.5, "by_task": {"needle": float("nan")}})
     found = metrics_lines(folder)
     assert [line.get("step") for line in found] == [10, 20, 105, None]
     assert (found[0]["loss"], found[0]["recall"], found[1]["loss"], found[2]["loss"]) == (2.5, None, None, 1.0)
     assert 0 <= found[0]["seconds"] <= found[2]["seconds"]
-    assert found[3] == {"summary": {"best": 0.5}}
+    assert found[3] == {"summary": {"best": 0.5, "by_task": {"needle": None}}}
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:

@@ -1,10 +1,16 @@
 """The comparison of speed: ``python -m msattn.trainer.serving.vllm.speed``."""
 
 import json
+import os
+import pickle
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from msattn.trainer.errors import Fault, UserError, run_program
 from msattn.trainer.serving.vllm import speed
 from tests.vllm.engines import EVERY_KEY, MODEL
 
@@ -16,6 +22,7 @@ def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "figures.json"
     arguments = (str(MODEL), "--msattn", json.dumps(EVERY_KEY), "--engine", json.dumps(engine))
     speed.main([*arguments, *OPTIONS, "--json", str(file)])
+    assert list(tmp_path.iterdir()) == [file]
     written = json.loads(file.read_text())
     assert (written["length"], written["requests"], written["new"]) == (300, 2, 4)
     dense, sparse = written["figures"]["vLLM"], written["figures"]["msattn"]
@@ -35,12 +42,52 @@ def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.Ca
         (["--msattn", "{}", "--new", "1"], "--new=1: accepted are at least 2"),
         (["--msattn", "{}", "--length", "0"], "--length=0: accepted are at least 1"),
         (["--msattn", "{}", "--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
+        (["--msattn", "{}", "--json", "/dev/null"], "--json=/dev/null: accepted is a regular file"),
+        (["--msattn", "{}", "--json", "/tmp"], "--json=/tmp: accepted is a regular file"),
         (["--msattn", "{}", "--length", "5000"], "vLLM: "),  # the model has 4096 positions
+        (["--msattn", "{}", "--engine", '{"enforce_eagre": true}'], "--engine=enforce_eagre: vLLM has no such parameter (did"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        speed.main([str(MODEL), *arguments])
+        run_program(lambda: speed.main([str(MODEL), *arguments]))
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_measured", killed)
+    arguments = [str(MODEL), "--msattn", "{}", "--json", str(tmp_path / "figures.json")]
+    with pytest.raises(UserError, match=r"^vLLM: the engine's process ended, probably for lack of memory; a smaller --length"):
+        speed.main(arguments)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "figures.json").write_text("earlier")
+    with pytest.raises(UserError):
+        speed.main(arguments)
+    assert (tmp_path / "figures.json").read_text() == "earlier"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ValueError("first\nsecond"), UserError, "first"),
+        (OSError("no such model"), UserError, "no such model"),
+        (torch.OutOfMemoryError("CUDA out of memory"), UserError, "too little memory (CUDA out of memory); a smaller --length"),
+        (KeyError("tokens"), Fault, "KeyError: 'tokens'"),
+    ],
+)
+def test_errors_of_the_engine(error: Exception, kind: type, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(speed, "measure", fail)
+    found = pickle.loads(pickle.dumps(speed._measured()))
+    assert type(found) is kind
+    assert str(found).startswith(message)
+    notes = getattr(found, "__notes__", [])
+    assert ["in fail" in note and "raise error" in note for note in notes] == [True] * (kind is Fault)

@@ -1,7 +1,6 @@
 """Atomic writing of artifacts."""
 
 import json
-import math
 import os
 import platform
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from msattn.trainer.artifacts.manifest import (
     describe_tensor,
 )
 from msattn.trainer.errors import UserError
+from msattn.trainer.storage.documents import finite
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import check_no_link, current_folder, replace_folder
 
@@ -111,7 +111,7 @@ def write(
         "data": data,
         "seed": seed,
         "versions": versions(),
-        "metrics": _finite(dict(metrics)),
+        "metrics": finite(metrics),
         "details": dict(details),
         "tensors": {name: describe_tensor(tensor) for name, tensor in stored.items()},
         "content_hash": content_hash(stored),
@@ -130,15 +130,6 @@ def write(
             for name, content in files.items():
                 (new / name).write_bytes(content)
     return folder
-
-
-def _finite(figures: Any) -> Any:
-    """Replaces NaN and infinity by None, as JSON has neither."""
-    if isinstance(figures, Mapping):
-        return {key: _finite(value) for key, value in figures.items()}
-    if isinstance(figures, list | tuple):
-        return [_finite(value) for value in figures]
-    return None if isinstance(figures, float) and not math.isfinite(figures) else figures
 
 
 def print_summary(folder: Path, metrics: Mapping[str, float]) -> None:

@@ -97,10 +97,18 @@ def _wandb() -> Check:
     installed = _package("wandb")
     if installed is None:
         return Check("wandb", "not installed; metrics are still written to metrics.jsonl", False, "pip install 'wandb>=0.31'")
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    key = bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text(errors="ignore"))
+    key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has_wandb()
     mode = "API key found, runs are online" if key else "no API key, runs are offline"
     return Check("wandb", f"{installed} ({mode})", key, "" if key else "wandb login")
+
+
+def _netrc_has_wandb() -> bool:
+    """Returns whether the user's netrc names W&B; one that cannot be read has no key."""
+    netrc = Path(os.path.expanduser(os.environ.get("NETRC", "~/.netrc")))
+    try:
+        return netrc.is_file() and "wandb" in netrc.read_text(errors="ignore")
+    except OSError:
+        return False
 
 
 def _embedded_model() -> Check:

@@ -74,7 +74,7 @@ def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> I
     yield from _break_even(cfg, key_bytes, length)
     found = list(_artifacts(cfg, config, outputs))
     yield "artifacts", "\n".join(found) or f"none in {outputs}"
-    yield "next", "\n".join(_next(cfg.model.argument, bool(found)))
+    yield "next", "\n".join(_next(cfg, trained=bool(found)))
 
 
 def _refusal(config: "PreTrainedConfig") -> str | None:
@@ -157,8 +157,10 @@ def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path)
         yield from (f"{kind}: shipped with msattn" for kind in artifacts.artifacts_of_run(artifacts.SHIPPED))
 
 
-def _next(argument: str, trained: bool) -> list[str]:
-    """Returns the commands that come next."""
+def _next(cfg: "GenerateConfig", *, trained: bool) -> list[str]:
+    """Returns the commands that come next; FILE stands for a file of the user."""
+    argument = cfg.model.argument
+    text = " --data FILE" if cfg.data.source is None else ""  # the presets name none, and training refuses to choose
     trials = [f"msattn generate {argument} select=quest --prompt-file FILE"]
-    training = [f"msattn {command} {argument}" for command in ("train-gate", "fit-kmeans", "train-qmodel")]
+    training = [f"msattn {command} {argument}{text}" for command in ("train-gate", "fit-kmeans", "train-qmodel")]
     return [*([] if trained else trials + training), f"msattn eval {argument}"]

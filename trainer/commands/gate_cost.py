@@ -9,13 +9,13 @@ uses the model, chunk length and gate of ``msattn train-gate`` with random token
     train-gate             a training step: forward pass, block maps, gradients of the gates, AdamW
     one graph              a step that keeps the losses of all layers in one autograd graph until one backward pass
 
-Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv`` as they are measured.
+Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv``; during the run to ``train_gate.partial.csv`` beside it,
+which remains if the run is interrupted.
 """
 
 import csv
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from msattn.kernels.bench.timing import peak_memory_gb, time_ms
 from msattn.trainer import models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import TrainGateConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import run_program, write_error
 from msattn.trainer.evaluate.report.context import CPU_NOTE
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
@@ -36,6 +36,8 @@ from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distillation import GateDistiller, gate_loss
 from msattn.trainer.seer.gate import Gate
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import replace_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,34 +180,36 @@ def cost(cfg: TrainGateConfig) -> Path:
     Raises
     ------
     UserError : as :func:`measure`, or a folder that cannot be written.
+    KeyboardInterrupt : the message names the file with the rows that were measured.
     """
     from rich.console import Console
 
     console = Console()
     path = cfg.folder / "cost" / "train_gate.csv"
+    partial = path.with_name("train_gate.partial.csv")
     rows: list[CostRow] = []
-    with _row_writer(path, cfg.outputs) as write, console.status("inference") as status:
-        for row in measure(cfg):
-            rows.append(row)
-            write(row)
-            status.update(f"{row.variant}: done")
+    with locked(path), console.status("inference") as status:
+        try:
+            for row in measure(cfg):
+                rows.append(row)
+                _write_csv(partial, rows)
+                status.update(f"{row.variant}: done")
+        except KeyboardInterrupt as stop:
+            raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
+        partial.replace(path)
     _print_table(rows, console)
     console.print(f"Results: [bold]{path}[/bold]", soft_wrap=True)
     return path
 
 
-@contextmanager
-def _row_writer(path: Path, outputs: str) -> Iterator[Callable[[CostRow], Any]]:
-    """Opens a line-buffered CSV file and yields a function that writes a row."""
+def _write_csv(path: Path, rows: list[CostRow]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w", newline="", encoding="utf-8", buffering=1)
+        with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(CostRow.__dataclass_fields__))
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
     except OSError as error:
-        raise UserError(f"outputs={outputs}: {path} cannot be written ({error.strerror})") from error
-    with file:
-        writer = csv.DictWriter(file, list(CostRow.__dataclass_fields__))
-        writer.writeheader()
-        yield lambda row: writer.writerow(asdict(row))
+        raise write_error(path, error, resumes=False) from error
 
 
 def _print_table(rows: list[CostRow], console: Any) -> None:
@@ -228,13 +232,14 @@ def _print_table(rows: list[CostRow], console: Any) -> None:
 
 
 def main() -> None:
-    """Runs the command line."""
-    try:
-        cost(compose("train-gate", sys.argv[1:]))
-    except UserError as error:
-        print(f"msattn: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    """Runs the command line.
+
+    Raises
+    ------
+    UserError : as :func:`compose` and :func:`cost`.
+    """
+    cost(compose("train-gate", sys.argv[1:]))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -7,9 +7,11 @@ from typing import Any
 
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.commands.keys import CommandKeys, Group, Key, as_override, group_options, keys_of
-from msattn.trainer.config import known_keys, nearest
+from msattn.trainer.config import AnswerConfig, known_keys, nearest
 from msattn.trainer.errors import UserError
 
+# Not shown for commands that answer prompts: they read no text and write no artifacts, and experiments are about those that do.
+UNUSED = ("data", "experiment", "overwrite", "resume")
 Section = tuple[str, list[tuple[str, str]]]  # a heading; terms and their explanations
 
 OVERRIDES: Section = (
@@ -64,8 +66,8 @@ def command_page(command: str) -> list[Section]:
     """Returns the groups and keys of ``command``, those that matter first at the beginning."""
     known, first = keys_of(command), COMMANDS[command].first
     rows = [_group_row(known.groups[name]) if name in known.groups else _key_row(known.keys[name]) for name in first]
-    groups = [_options(group) for group in known.groups.values() if len(group.options) > 1]
-    others = [_key_row(key) for name, key in known.keys.items() if name not in first]
+    groups = [_options(group) for name, group in known.groups.items() if len(group.options) > 1 and _uses(command, name)]
+    others = [_key_row(key) for name, key in known.keys.items() if name not in first and _uses(command, name)]
     return [(f"Main keys, {_defaults(known)}", rows), *groups, (f"Other keys, {_defaults(known)}", others)]
 
 
@@ -88,9 +90,9 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
     """
     name = topic.replace("/", ".")
     accepted = {command: known_keys(COMMANDS[command].schema) for command in COMMANDS}
-    using = [command for command, keys in accepted.items() if name in keys]
+    using = [command for command, keys in accepted.items() if name in keys and _uses(command, name)]
     if topic in group_options() and not using:  # experiment, a group that only sets keys of others
-        using = [command for command in COMMANDS if topic in keys_of(command).groups]
+        using = [command for command in COMMANDS if topic in keys_of(command).groups and _uses(command, topic)]
     if not using:
         topics = [*commands, *group_options(), *chain.from_iterable(accepted.values())]
         raise UserError(f"help {topic}: no command, group or key has this name{nearest(topic, topics)}")
@@ -112,6 +114,11 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
     heading = f"Keys, {_defaults(known)} in msattn {using[0]}"
     rows: list[Section] = [(heading, [_key_row(key) for key in keys.values()])] if keys else []
     return [*options, *rows, see]
+
+
+def _uses(command: str, name: str) -> bool:
+    """Returns whether the job of ``command``, which accepts the group or key ``name``, has a use for it."""
+    return not (issubclass(COMMANDS[command].schema, AnswerConfig) and name.partition(".")[0] in UNUSED)
 
 
 def _leaves_below(name: str, keys: list[str]) -> Iterator[str]:

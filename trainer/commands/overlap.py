@@ -7,31 +7,31 @@ training texts. Exit code 0 without one, 1 with some, 2 for a path that cannot b
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from itertools import chain
 
 from msattn.trainer.data.overlap import SAMPLED, WINDOW, shared_windows
 from msattn.trainer.data.sources import local_documents
-from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.errors import run_program
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code.
+
+    Raises
+    ------
+    UserError : a path cannot be read.
+    """
     parser = argparse.ArgumentParser(prog="python -m msattn.trainer.commands.overlap", description="Compare texts.")
     parser.add_argument("train", nargs="+", help="training texts: files, folders or globs")
     parser.add_argument("--heldout", nargs="+", required=True, help="texts that training must not see")
     args = parser.parse_args(arguments)
-    try:
-        train = chain.from_iterable(local_documents("train", path) for path in args.train)
-        heldout = chain.from_iterable(local_documents("--heldout", path) for path in args.heldout)
-        shared, total = shared_windows(train, heldout)
-    except UserError as error:
-        print_once(str(error))
-        sys.exit(2)
+    train = chain.from_iterable(local_documents("train", path) for path in args.train)
+    heldout = chain.from_iterable(local_documents("--heldout", path) for path in args.heldout)
+    shared, total = shared_windows(train, heldout)
     print(f"{shared:,} of {total:,} windows of {WINDOW} characters are also in the training texts (one in {SAMPLED} sampled)")
-    sys.exit(1 if shared else 0)
+    return 1 if shared else 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

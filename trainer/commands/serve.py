@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from msattn.trainer.training.tracker import Tracker
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
-MIN_TRANSFORMERS = "5.23"
 WAITING_CONNECTIONS = 1024
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -49,13 +48,9 @@ def check_libraries() -> None:
     """Raises UserError if the extra is not installed, transformers is too old, or there are several processes."""
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
-    import transformers
+    from msattn.trainer.serving.paged.batching import check_version
 
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < tuple(map(int, MIN_TRANSFORMERS.split("."))):
-        raise UserError(
-            f"serve: needs transformers {MIN_TRANSFORMERS} or newer, and {transformers.__version__} is installed; "
-            "pip install -U 'msattn[serve]'"
-        )
+    check_version("serve")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("serve: runs in one process; start it without torchrun")
 

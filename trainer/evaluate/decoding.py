@@ -6,7 +6,6 @@ uses only with a copy of the cache for each token, are measured without this cop
 which leaves out all work of the host.
 """
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, w
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.memory import release_memory
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import dense_attention, tap
 from msattn.trainer.models.timing import TokenClock
@@ -95,7 +95,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             progress.advance(bar)
             if case.largest_batch is not None and batch > case.largest_batch:
                 continue
-            free_memory()
+            release_memory()  # of the last measurement's cache and graphs
             try:
                 done.append((case, case.measure(batch, length)))
             except BackendUnavailable as reason:
@@ -126,13 +126,6 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
             measure = partial(_measure_attached, model, attached, tokens, seed)
             cases.append(DecodingCase(routing.name_at(setting), label, "generate", measure))
     return cases
-
-
-def free_memory() -> None:
-    """Collects the cache and the graphs of the last measurement, so that the next one has all memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:

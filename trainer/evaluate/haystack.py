@@ -1,10 +1,13 @@
 """The text that tasks evaluate on: held-out documents, and the haystacks in which needles are hidden."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 
 from msattn.trainer import data
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.data.overlap import check_apart, check_heldout
+from msattn.trainer.data.sources import source_identity
 
 HELD_OUT_TASKS = ("perplexity", "recall", "documents", "analysis")  # always read the held-out documents
 HAYSTACK_TASKS = ("needle", "ruler")  # read a haystack, or else the held-out documents
@@ -27,6 +30,13 @@ def check_texts(cfg: EvalRunConfig) -> None:
     if cfg.data.source is not None:  # else nobody has named the text that artifacts were trained on
         for path, task in {path: task for task, path in haystacks.items() if path is not None}.items():
             check_apart(cfg.data, _source(path), f"eval.{task}.haystack={path}")
+
+
+def texts_hash(cfg: EvalRunConfig) -> str:
+    """Returns a hash that changes when the text on which the tasks evaluate does (not for datasets of unknown version)."""
+    haystacks = {getattr(cfg.eval, task).haystack for task in HAYSTACK_TASKS} - {None}
+    found = [source_identity(each, heldout=True) for each in (cfg.data, *map(_source, sorted(haystacks)))]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
 def _source(path: str) -> DataConfig:

@@ -6,9 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msattn import __version__
 from msattn.trainer import artifacts
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError, write_error
+from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.storage.replace import replace_file
 from msattn.trainer.training.checkpoints import flatten_settings
@@ -84,7 +86,8 @@ def settings_of(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") 
     hashes = {label: manifest["content_hash"] for label, manifest in found.manifests.items()}
     alone = {key: value for key, value in given.items() if key not in groups and key != "model"}
     device = {"device": loaded.model.device.type, "dtype": str(loaded.model.dtype)}
-    return alone | device | flatten_settings(**groups | {"model": model, "hash": hashes})
+    content = {"version": __version__, "texts": texts_hash(cfg)}
+    return alone | device | content | flatten_settings(**groups | {"model": model, "hash": hashes})
 
 
 def _line(value: Any) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import ComparedMethods
@@ -148,11 +149,11 @@ def as_row(
 
     Raises
     ------
-    ArithmeticError : the loss is not finite.
+    UserError : the loss is not finite.
     """
     loss, spread = fmean(run.losses), mean_interval(run.losses)
     if not math.isfinite(loss):
-        raise ArithmeticError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")
+        raise UserError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")
     difference = [a - b for a, b in zip(run.losses, dense.losses, strict=True)]
     ratio_spread = mean_interval(difference)
     return EvalRow(

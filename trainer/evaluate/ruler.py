@@ -83,20 +83,23 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length
     room, count = _room(cfg, tokenizer, length), partial(_count, tokenizer)
     found = {}
     for name in cfg.eval.ruler.tasks:
-        number = list(ruler.TASKS).index(name)
-        seeds = [(cfg.seed, length, number, sample) for sample in range(cfg.eval.ruler.samples)]
         with _refused(length, name):
-            found[name] = ruler.TASKS[name].samples(seeds, hay, room, count)
+            found[name] = ruler.TASKS[name].samples(_seeds(cfg, length, name), hay, room, count)
     return found
+
+
+def _seeds(cfg: EvalRunConfig, length: int, name: str) -> list[tuple[int, ...]]:
+    number = list(ruler.TASKS).index(name)
+    return [(cfg.seed, length, number, sample) for sample in range(cfg.eval.ruler.samples)]
 
 
 def check_sizes(cfg: EvalRunConfig, tokenizer: Any) -> None:
     """Raises UserError if the haystack has too few words, or a length is too short for a task."""
-    hay = read_haystack(cfg)
+    hay, count = read_haystack(cfg), partial(_count, tokenizer)
     for length in cfg.eval.ruler.lengths:
         for name in cfg.eval.ruler.tasks:
             with _refused(length, name):
-                ruler.TASKS[name].check(hay, _room(cfg, tokenizer, length), partial(_count, tokenizer))
+                ruler.TASKS[name].size(_seeds(cfg, length, name), hay, _room(cfg, tokenizer, length), count)
 
 
 @contextmanager

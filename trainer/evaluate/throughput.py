@@ -19,10 +19,11 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.evaluate.cost import cost
-from msattn.trainer.evaluate.decoding import ALWAYS_DENSE, TRANSFORMERS, free_memory, untrained_router
+from msattn.trainer.evaluate.decoding import ALWAYS_DENSE, TRANSFORMERS, untrained_router
 from msattn.trainer.evaluate.latency import untrained_gate
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.memory import release_memory
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.paged.batching import batching_config
 
@@ -85,7 +86,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         prompts = _random_prompts(model, requests, length, cfg.seed)
         done: dict[ThroughputCase, ThroughputRun] = {}
         for case in cases:
-            free_memory()
+            release_memory()  # of the last measurement's cache and graphs
             done[case] = measure(model, case.attached, prompts, settings)
             progress.advance(bar)
         dense = {

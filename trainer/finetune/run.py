@@ -22,6 +22,7 @@ from msattn.trainer.config import FinetuneConfig
 from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations
+from msattn.trainer.memory import release_memory
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.distillation import gate_recall
 from msattn.trainer.seer.gate import Gate
@@ -31,7 +32,7 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
 from msattn.trainer.training.checkpoints import TrainingResult, flatten_settings
 from msattn.trainer.training.distributed import rank_shard
-from msattn.trainer.training.loop import fit, release_memory
+from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:

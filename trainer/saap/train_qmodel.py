@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.memory import free_memory
+from msattn.trainer.memory import free_memory, release_memory
 from msattn.trainer.routing.buckets import layer_index, serving
 from msattn.trainer.routing.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.saap.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
@@ -31,7 +31,7 @@ from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.saap.targets import TargetCache
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
-from msattn.trainer.training.loop import fit, release_memory
+from msattn.trainer.training.loop import fit
 from msattn.trainer.training.parts import FinishedParts, layer_part
 from msattn.trainer.training.tracker import Tracker
 

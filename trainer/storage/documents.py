@@ -1,4 +1,4 @@
-"""Reading of JSON and YAML that others may have written: bounded in size and depth, plain values, checked types."""
+"""JSON and YAML: reading what others may have written, bounded in size and depth, with checked types; values that JSON has."""
 
 import json
 import math
@@ -167,3 +167,12 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
         raise UserError(f"{where} has the value {value}, accepted are finite numbers")  # JSON's 1e999 is infinite
     elif value is not None and not isinstance(value, str | int | float | bool):
         raise UserError(f"{where} has the value {value!r:.40}, accepted are strings, numbers, true, false and null")
+
+
+def finite(value: Any) -> Any:
+    """Returns ``value`` with None for infinity and NaN, which JSON lacks, and strings as keys."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,6 @@
 """Figures of a teacher: bits per byte of text, and needles in wordings that it has not seen."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from msattn.trainer.data.chunking import encode
-from msattn.trainer.data.sources import local_documents
 from msattn.trainer.data.tasks.sequences import Tokens, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, Wording
 from msattn.trainer.teachers.text import crop_from
@@ -88,18 +86,16 @@ def evaluate(
 
 
 def held_out_metrics(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seq_len: int, test: str | None, haystack: str | None
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seq_len: int, heldout: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
-    """Returns bits per byte of ``test`` and needle accuracy in ``haystack``.
+    """Returns bits per byte of ``--test`` and needle accuracy in ``--haystack``, for those whose tokens ``heldout`` has.
 
-    Both are folders with text that was not trained on.
+    Training must not have seen either text.
     """
     metrics: dict[str, float] = {}
-    if test is not None:
-        tokens = encode(local_documents("--test", test), tokenizer)
-        metrics["test_bits_per_byte"] = bits_per_byte(model, tokens, seq_len, tokenizer)
-    if haystack is not None:
-        tokens = encode(local_documents("--haystack", haystack), tokenizer)
-        prompts = needle_prompts(tokens, seq_len, tokenizer, samples=TEST_PROMPTS, seed=2)
+    if "--test" in heldout:
+        metrics["test_bits_per_byte"] = bits_per_byte(model, heldout["--test"], seq_len, tokenizer)
+    if "--haystack" in heldout:
+        prompts = needle_prompts(heldout["--haystack"], seq_len, tokenizer, samples=TEST_PROMPTS, seed=2)
         metrics |= {f"haystack_needles_{count}": needle_accuracy(model, *prompts[count]) for count in prompts}
     return metrics

@@ -29,8 +29,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """All settings of a teacher except the text. Rows of the tokenizer's digits are single tokens."""
+    """All settings of a teacher except the text and the tokenizer."""
 
+    name: str
     architecture: dict[str, Any]
     stages: tuple[Stage, ...]
     lr: float
@@ -60,6 +61,7 @@ ALL_TASKS = {
 
 # 5.8 million parameters, 4096 tokens: learns retrieval on short sequences with many tasks; the last stage is mostly text.
 EMBEDDED = Plan(
+    name="embedded",
     architecture={
         "hidden_size": 256,
         "intermediate_size": 768,
@@ -80,6 +82,7 @@ EMBEDDED = Plan(
 # 100 million parameters, 32,768 tokens, all tasks. Retrieval is learned on short sequences, where a step sees many exercises;
 # later stages have as many tokens in a step.
 LAB = Plan(
+    name="lab",
     architecture={
         "hidden_size": 768,
         "intermediate_size": 2816,
@@ -100,4 +103,4 @@ LAB = Plan(
     eval_every=1000,
 )
 
-PLANS = {"embedded": EMBEDDED, "lab": LAB}
+PLANS = {plan.name: plan for plan in (EMBEDDED, LAB)}

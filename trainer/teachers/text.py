@@ -40,15 +40,22 @@ def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
     }
 
 
-def check_unseen(sources: Mapping[str, Sequence[Document]], heldout: Mapping[str, str | None]) -> None:
+def check_unseen(sources: Mapping[str, Sequence[Document]], heldout: Mapping[str, str]) -> None:
     """Raises UserError if much of the text of a folder of ``heldout``, by the name of its option, is in ``sources``.
 
     Warns if some of it is (:func:`msattn.trainer.data.overlap.refuse_shared`).
     """
     for option, path in heldout.items():
-        if path is not None:
-            counts = shared_windows(chain.from_iterable(sources.values()), local_documents(option, path))
-            refuse_shared(*counts, f"{option}={path}", "the training text")
+        counts = shared_windows(chain.from_iterable(sources.values()), local_documents(option, path))
+        refuse_shared(*counts, f"{option}={path}", "the training text")
+
+
+def check_lengths(tokens: Mapping[str, np.ndarray], plan: Plan) -> None:
+    """Raises UserError if ``tokens``, named by option and text, are too few for the longest sequences of ``plan``."""
+    needed = plan.stages[-1].seq_len + 1
+    for text, ids in tokens.items():
+        if len(ids) < needed:
+            raise UserError(f"{text}: {len(ids):,} tokens; --plan {plan.name} needs at least {needed:,}")
 
 
 class Texts:
@@ -79,6 +86,11 @@ class Texts:
         """Prints a line for each source that ``plan`` reads too often: all sequences are crops of text, or tasks within one."""
         for share, (name, tokens) in zip(self._shares, self.tokens.items(), strict=True):
             warn_of_epochs(f"the {len(tokens):,} tokens of {name}", share * plan.tokens / len(tokens), "--steps")
+
+    def by_name(self) -> dict[str, np.ndarray]:
+        """Returns the tokens of all parts, by a name for messages."""
+        sources = {f"--text, {name}": tokens for name, tokens in self.tokens.items()}
+        return {**sources, f"--text, the last {DEV_SHARE:.0%} of each book": self.dev}
 
     def crop(self, rng: np.random.Generator, length: int) -> Tokens:
         """Returns ``length`` consecutive training tokens from a random position."""

@@ -11,33 +11,50 @@ Several GPUs share the batches under ``torchrun --nproc-per-node N -m msattn.tra
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from msattn.trainer import artifacts
 from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.config.values import one_of
+from msattn.trainer.data.chunking import encode
+from msattn.trainer.data.sources import local_documents
 from msattn.trainer.data.tasks.sequences import TaskSequences
 from msattn.trainer.embedded import EMBEDDED_MODEL
-from msattn.trainer.errors import UserError, exit_process, print_once
+from msattn.trainer.errors import Fault, UserError, run_program
 from msattn.trainer.models.devices import resolve_device
 from msattn.trainer.models.tap import use_dense_attention
+from msattn.trainer.signals import raised
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import replace_folder
 from msattn.trainer.teachers.figures import bfloat16_autocast, evaluate, held_out_metrics, needle_prompts
 from msattn.trainer.teachers.plans import PLANS, Plan
-from msattn.trainer.teachers.text import StageDataset, Texts, check_unseen, read_sources
-from msattn.trainer.teachers.tokenizer import load_tokenizer, train_tokenizer
-from msattn.trainer.training.distributed import init_process_state
+from msattn.trainer.teachers.text import StageDataset, Texts, check_lengths, check_unseen, read_sources
+from msattn.trainer.teachers.tokenizer import load_own_tokenizer, load_tokenizer
+from msattn.trainer.training.distributed import fail_together, init_process_state
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
+RECORD = "training.json"  # origin of the model; a folder without this file was not written here and is never replaced
+OPTIONS = {  # keys of the configuration in messages of shared code: options of this program
+    "resume=true": "--resume",
+    "resume=false": "no --resume",
+    "name= or outputs=": "--out",
+    "another name=": "another --out",
+    "outputs=": "--out=",
+    "device=": "--device=",
+}
 DEV_PROMPTS = 32
 
 
@@ -103,7 +120,7 @@ def train(
     module = WeightedLanguageModel(model)
     ranks = PartialState().num_processes
     tasks, seconds = TaskSequences(tokenizer, texts.crop), 0.0
-    with Tracker.start(TrackerConfig("none"), folder=out, run_name="embedded", config=asdict(plan)) as tracker:
+    with Tracker.start(TrackerConfig("none"), folder=out, run_name=plan.name, config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
             _print(f"stage {number + 1}: {stage}")
             prompts = needle_prompts(texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1)
@@ -139,21 +156,23 @@ def train(
     return model, seconds
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> LlamaForCausalLM:
-    """Writes fp16 weights and the tokenizer; returns the model as it will be loaded."""
-    model.half().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model.float()
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], folder: Path) -> None:
+    """Replaces ``folder`` by one with fp16 weights, the tokenizer and ``record``."""
+    with replace_folder(folder) as new:
+        model.half().save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Runs the command line; errors are those of :func:`run`, with this program's options in their messages."""
     parser = argparse.ArgumentParser(prog="python -m msattn.trainer.teachers.train", description="Train a teacher.")
     parser.add_argument("--plan", choices=PLANS, default="embedded", help="the model and its training")
     parser.add_argument("--text", nargs="+", required=True, help="files or folders of books to train on")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
     parser.add_argument("--test", help="folder of held-out texts for the final bits per byte")
     parser.add_argument("--haystack", help="folder of held-out texts for the final needle accuracy")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, instead of that of the embedded model")
     parser.add_argument("--steps", nargs="+", type=int, help="optimizer steps of each stage, instead of the plan's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -167,11 +186,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(args.steps) != len(plan.stages):
             parser.error(f"--steps: give {len(plan.stages)} numbers, one per stage")
         plan = replace(plan, stages=tuple(replace(s, steps=n) for s, n in zip(plan.stages, args.steps, strict=True)))
-    try:
+    with _options_in_messages(), fail_together(), raised():
         run(args, plan)
-    except UserError as error:
-        print_once(str(error))
-        exit_process(2)
+
+
+@contextmanager
+def _options_in_messages() -> Iterator[None]:
+    """Replaces keys of the configuration in the messages of errors by :data:`OPTIONS`."""
+    try:
+        yield
+    except (UserError, Fault, KeyboardInterrupt) as error:
+        for key, option in OPTIONS.items():
+            error.args = tuple(str(part).replace(key, option) for part in error.args)
+        raise
 
 
 def run(args: argparse.Namespace, plan: Plan) -> None:
@@ -179,39 +206,57 @@ def run(args: argparse.Namespace, plan: Plan) -> None:
 
     Raises
     ------
-    UserError : a text cannot be read, or much of a held-out one is also training text; the device cannot be had.
+    UserError : as :func:`read_texts`; the tokenizer cannot be read, the device cannot be had, the folder cannot be written.
+    Fault, TrainingDiverged, KeyboardInterrupt : as :func:`fit`.
     """
-    sources = read_sources(args.text)
-    check_unseen(sources, {"--test": args.test, "--haystack": args.haystack})
-    if (EMBEDDED_MODEL / "tokenizer.json").exists():
-        tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    else:
-        tokenizer = train_tokenizer(document.text for found in sources.values() for document in found)
-    texts = Texts(sources, tokenizer)
-    counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
-    texts.warn_of_repeats(plan)
-    device = resolve_device(args.device)
+    one_of("device", args.device, ("auto", "cpu", "cuda"))
+    device, folder = resolve_device(args.device), args.out / "model"
+    artifacts.check_writable(folder, overwrite=True, marker=RECORD)
+    tokenizer = load_own_tokenizer(args.tokenizer) if args.tokenizer else load_tokenizer(EMBEDDED_MODEL)
+    texts, heldout = read_texts(args, plan, tokenizer)
     processes = init_process_state(device)
+    counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
     _print(f"tokens of text: {counts}, held out: {len(texts.dev)}")
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked data workers would wait for threads that they lack
     compiled = device.type == "cuda" and not args.no_compile
     options = {"device": device, "workers": args.workers, "compiled": compiled, "resume": args.resume}
-    model, seconds = train(plan, texts, tokenizer, args.out, **options)
-    if not processes.is_main_process:
-        return
-    record: dict[str, Any] = {
-        "plan": asdict(plan),
-        "parameters": model.num_parameters(),
-        "tokens": plan.tokens,
-        "minutes": round(seconds / 60, 1),
-        "processes": processes.num_processes,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
-    model = save(model, tokenizer, args.out / "model")
-    record["figures"] = held_out_metrics(model, tokenizer, plan.stages[-1].seq_len, args.test, args.haystack)
-    (args.out / "model" / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    with locked(folder):
+        model, seconds = train(plan, texts, tokenizer, args.out, **options)
+        if not processes.is_main_process:
+            return
+        for weight in model.parameters():  # figures are those of the weights in the file; frequencies of RoPE stay exact
+            weight.data = weight.half().float()
+        record = {
+            "plan": asdict(plan),
+            "tokenizer": str(args.tokenizer or "embedded"),
+            "parameters": model.num_parameters(),
+            "tokens": plan.tokens,
+            "minutes": round(seconds / 60, 1),
+            "processes": processes.num_processes,
+            "versions": artifacts.versions(),
+            "figures": held_out_metrics(model, tokenizer, plan.stages[-1].seq_len, heldout),
+        }
+        save(model, tokenizer, record, folder)
     _print(json.dumps(record["figures"], indent=2))
+
+
+def read_texts(args: argparse.Namespace, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> tuple[Texts, dict[str, np.ndarray]]:
+    """Returns the tokens of the training text, and those of ``--test`` and ``--haystack`` by option.
+
+    Raises
+    ------
+    UserError : as :func:`read_sources`, :func:`check_unseen` and :func:`check_lengths`.
+    """
+    sources = read_sources(args.text)
+    paths = {"--test": args.test, "--haystack": args.haystack}
+    heldout = {option: path for option, path in paths.items() if path is not None}
+    check_unseen(sources, heldout)
+    tokens = {option: encode(local_documents(option, path), tokenizer) for option, path in heldout.items()}
+    texts = Texts(sources, tokenizer)
+    check_lengths(tokens | texts.by_name(), plan)
+    texts.warn_of_repeats(plan)
+    return texts, tokens
 
 
 def _print(line: str) -> None:
@@ -220,4 +265,4 @@ def _print(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

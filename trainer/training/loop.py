@@ -6,7 +6,6 @@ checkpoint on Ctrl-C or SIGTERM. A step does not synchronize with the device: lo
 logging and before a checkpoint.
 """
 
-import gc
 import os
 import signal
 import sys
@@ -175,12 +174,6 @@ def _is_lost_worker(error: BaseException) -> bool:
     if isinstance(error, ConnectionError | EOFError):
         return output_error() is None  # else a line could not be printed
     return str(error).startswith("DataLoader worker (pid")
-
-
-def release_memory() -> None:
-    """Collects garbage and empties the CUDA cache; the Trainer and its callbacks form reference cycles."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 class _Arguments(TrainingArguments):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.storage.documents import finite
 from msattn.trainer.training.wandb_run import WandbRun
 
 
@@ -82,8 +82,7 @@ class Tracker:
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Records ``metrics`` (name -> number) at optimizer step ``step``."""
         step += self.offset
-        # JSON has neither NaN nor infinity.
-        numbers = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        numbers = {name: float(value) for name, value in metrics.items()}
         self._write({"step": step, "seconds": round(time.time() - self._started, 3), **numbers})
         if self._run is not None:
             self._run.log(metrics, step)
@@ -132,7 +131,7 @@ class Tracker:
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
             return
-        line = (json.dumps(record) + "\n").encode()
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         end = self._file.seek(0, os.SEEK_END)
         reason = None
         try:

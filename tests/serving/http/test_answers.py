@@ -96,6 +96,25 @@ def test_each_request_samples_in_its_own_way(embedded: Loaded, client: OpenAI) -
     assert len({text, *hot}) == 3
 
 
+def test_parameters_at_the_ends_of_their_ranges(embedded: Loaded, served: Running) -> None:
+    """In float32, the manager would divide by a temperature of zero, and its thread would end."""
+    request = {"model": "tiny", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+    greedy: list[dict[str, Any]] = [
+        *({"temperature": temperature} for temperature in (-0.0, 5e-324, 1e-40, 1e-37, 9e-6)),
+        {"temperature": 2, "top_p": 5e-324},
+        {"temperature": 1e-40, "top_p": 5e-324},
+        {"top_p": 1},
+        {"seed": -(10**400)},
+        {"stop": ["x" * 1000] * 16},
+        {"presence_penalty": -0.0, "frequency_penalty": 0},
+    ]
+    text = expected(embedded, encoded(embedded, PROMPT))
+    for change in greedy:
+        answer = served.post(json=request | change)
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, text), change
+    assert served.post(json=request | {"temperature": 2, "top_p": 1}).status_code == 200
+
+
 def test_the_text_ends_where_the_model_ends_it(embedded: Loaded, served: Running, client: OpenAI) -> None:
     """The token that ends a text counts, and is no text."""
     tokens = encoded(embedded, PROMPT)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from msattn.trainer.commands import serve
 from msattn.trainer.errors import Fault, UserError
 from msattn.trainer.models import Loaded
 from msattn.trainer.serving.http import cache, supervisor
+from msattn.trainer.serving.paged import batching
 from tests.running import exit_code
 from tests.serving.http.running import KEY, SECONDS, Running, configuration, eventually, greedy, running, small_loaded
 
@@ -60,6 +62,31 @@ def test_a_full_queue_refuses_requests(small: Loaded) -> None:
             thread.join(SECONDS)
         assert client.completions.create(**WORDS, max_tokens=1).usage.completion_tokens == 1
         assert served.metric('requests_total{outcome="refused"}') == 1
+
+
+def test_bodies_that_arrive_count_as_waiting(small: Loaded) -> None:
+    """Their clients have sent one byte. Those that leave make room."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    with running(small, configuration("server.max_waiting=2")) as served:
+
+        def status() -> int:
+            return served.post(json=WORDS | {"max_tokens": 1}).status_code
+
+        with ExitStack() as connections:
+            for _ in range(2):
+                connection = connections.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS))
+                connection.sendall(head)
+            eventually(lambda: status() == 429)
+            assert served.metric("requests_waiting") == 0
+        eventually(lambda: status() == 200)
+
+
+def test_a_model_may_give_its_sampling_in_integers(small: Loaded) -> None:
+    """JSON has ``"temperature": 1``, which the manager refuses."""
+    small.model.generation_config.update(do_sample=True, temperature=1, top_p=1)
+    with running(small, configuration()) as served:
+        answer = served.post(json={"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.slow
@@ -270,8 +297,8 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("MSATTN_API_KEY", "")
     assert command()[0] == 2
     monkeypatch.delenv("MSATTN_API_KEY")
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.1")
-    assert "needs transformers 5.23 or newer, and 5.22.1 is installed; pip install -U 'msattn[serve]'" in command()[1]
+    monkeypatch.setattr(batching.transformers, "__version__", "5.22.1")
+    assert "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U 'transformers>=5.23'" in command()[1]
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert command() == (2, "msattn: serve: fastapi is not installed; pip install 'msattn[serve]'\n")
 

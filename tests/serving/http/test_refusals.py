@@ -131,6 +131,14 @@ def test_a_body_that_is_no_request(served: Running, body: bytes, says: str) -> N
     assert says in problem(answer)["message"]
 
 
+@pytest.mark.parametrize("depth", [300, 600, 900])
+def test_nesting_is_refused_at_any_depth(served: Running, depth: int) -> None:
+    """At some, the JSON can be read, but not searched for surrogates."""
+    answer = served.post(content=b'{"user": ' + b"[" * depth + b"]" * depth + b"}")
+    assert answer.status_code == 400
+    assert problem(answer)["type"] == "invalid_request_error"
+
+
 def test_other_statuses(served: Running, client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="model=gpt-4: no such model; this server has tiny") as caught:
         client.completions.create(model="gpt-4", prompt="a")

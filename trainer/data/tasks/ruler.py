@@ -23,8 +23,12 @@ Count = Callable[[str], int]  # the number of tokens of a text
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NUMBER_DIGITS = 7
-SMALLEST = 8  # sentences, words or needles of a sample
+SMALLEST = 8  # sentences, words or needles from which on the size of a sample is searched
 FEWEST_WORDS = 500  # of a haystack
+
+
+class TooFewWords(ValueError):
+    """The haystack has fewer different words than a sample needs."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Haystack:
 
     @classmethod
     def from_text(cls, text: str) -> "Haystack":
-        """Raises ValueError for a text with fewer than :data:`FEWEST_WORDS` distinct words."""
+        """Raises TooFewWords for a text with fewer than :data:`FEWEST_WORDS` distinct words."""
         found = text.split()
         words = sorted({word for word in found if re.fullmatch("[a-z]{4,9}", word)})
         if len(words) < FEWEST_WORDS:
-            raise ValueError(f"the haystack has {len(words)} different words, but {FEWEST_WORDS} are needed")
+            raise TooFewWords(f"the haystack has {len(words)} different words, but {FEWEST_WORDS} are needed")
         return cls(found, words)
 
     def passage(self, rng: Rng, count: int) -> list[str]:
@@ -78,41 +82,64 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """A task: ``make(rng, haystack, length, size)`` draws a sample of ``size`` sentences, words or needles."""
+    """A task.
+
+    Attributes
+    ----------
+    make : ``make(rng, haystack, length, size)`` draws a sample of ``size`` sentences, words or needles.
+    new_tokens : number of tokens that are generated.
+    smallest : fewest sentences, words or needles of a sample.
+    """
 
     make: Callable[[Rng, Haystack, int, int], Sample]
-    new_tokens: int  # that are generated
+    new_tokens: int
+    smallest: int = SMALLEST
 
     def samples(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> list[Sample]:
         """Draws a sample for each of ``seeds`` that has with its new tokens at most ``length`` tokens, and nearly as many.
 
         Raises
         ------
-        ValueError : as :meth:`check`, or the haystack has too few words.
+        ValueError : as :meth:`size`.
         """
+        size = self.size(seeds, haystack, length, count)
+        return [self._longest(partial(self._draw, haystack, length, count, seed), size, length) for seed in seeds]
 
-        def draw(seed: Sequence[int], size: int) -> tuple[Sample, int]:
-            made = self.make(np.random.default_rng(seed), haystack, length, size)
-            return made, count(made.prompt + made.begun) + self.new_tokens
+    def size(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> int:
+        """Returns how many sentences, words or needles fit in the sample of the first of ``seeds``, or up to 2 % less.
 
-        self.check(haystack, length, count)
-        low, high = SMALLEST, 16
-        while draw(seeds[0], high)[1] <= length:
+        Raises
+        ------
+        ValueError : a sample cannot be as short as ``length`` tokens.
+        TooFewWords : the haystack's words do not suffice for one of ``length`` tokens.
+        """
+        draw = partial(self._draw, haystack, length, count)
+        if (shortest := max(draw(seed, self.smallest)[1] for seed in seeds)) > length:
+            raise ValueError(f"length={length}: the shortest prompt has {shortest} tokens with those of the answer")
+
+        def fits(size: int) -> bool:
+            try:
+                return draw(seeds[0], size)[1] <= length
+            except TooFewWords:
+                return False
+
+        low, high = SMALLEST, 2 * SMALLEST
+        while fits(high):
             low, high = high, 2 * high
         while high - low > max(1, low // 50):
             middle = (low + high) // 2
-            low, high = (middle, high) if draw(seeds[0], middle)[1] <= length else (low, middle)
-        return [self._longest(partial(draw, seed), low, length) for seed in seeds]
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        draw(seeds[0], high)  # raises if it has too few words, instead of too many tokens
+        return low
 
-    def check(self, haystack: Haystack, length: int, count: Count) -> None:
-        """Raises ValueError if a sample cannot be as short as ``length`` tokens."""
-        made = self.make(np.random.default_rng(0), haystack, length, SMALLEST)
-        if (shortest := count(made.prompt + made.begun) + self.new_tokens) > length:
-            raise ValueError(f"length={length}: the shortest prompt has {shortest} tokens with those of the answer")
+    def _draw(self, haystack: Haystack, length: int, count: Count, seed: Sequence[int], size: int) -> tuple[Sample, int]:
+        """Returns a sample and its tokens with those of the answer."""
+        made = self.make(np.random.default_rng(seed), haystack, length, size)
+        return made, count(made.prompt + made.begun) + self.new_tokens
 
     def _longest(self, draw: Callable[[int], tuple[Sample, int]], size: int, length: int) -> Sample:
         """Returns the first sample of ``size``, or a little less, that has at most ``length`` tokens."""
-        while (found := draw(size))[1] > length and size > SMALLEST:
+        while (found := draw(size))[1] > length and size > self.smallest:
             size -= max(1, size // 50)
         return found[0]
 
@@ -197,7 +224,7 @@ def common_words(rng: Rng, haystack: Haystack, length: int, size: int) -> Sample
 
 def _word_list(rng: Rng, haystack: Haystack, number: int, often: int, seldom: int, common: int = 10) -> Sample:
     if number > len(haystack.words):
-        raise ValueError(f"the haystack has {len(haystack.words)} different words, but {number} are needed")
+        raise TooFewWords(f"the haystack has {len(haystack.words)} different words, but {number} are needed")
     drawn = [haystack.words[i] for i in rng.permutation(len(haystack.words))[:number]]
     listed = drawn[:common] * often + drawn[common:] * seldom
     context = " ".join(f"{place}. {listed[i]}" for place, i in enumerate(rng.permutation(len(listed)), 1))
@@ -233,7 +260,7 @@ TASKS = {
     "niah_multivalue": Task(partial(needles, around="essay", values=4), 128),
     "niah_multiquery": Task(partial(needles, around="essay", queries=4), 128),
     "vt": Task(variable_tracking, 30),
-    "cwe": Task(common_words, 120),
+    "cwe": Task(common_words, 120, smallest=1),
     "fwe": Task(frequent_words, 50),
 }
 

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from msattn.trainer.evaluate.report.compare import Comparison
 from msattn.trainer.evaluate.report.context import Context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.storage.documents import finite
 
 NUMBER_LIST = re.compile(r"\[\s+((?:-?\d[^\[\]\s]*|null,?)(?:\s+(?:-?\d[^\[\]\s]*|null,?))*)\s+\]")
 
@@ -29,15 +29,6 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Com
     write_csv(folder / "results.csv", rows)
     (folder / "report.html").write_text(page(rows, asdict(about), figures, comparison), encoding="utf-8")
     return figures
-
-
-def finite(value: Any) -> Any:
-    """Returns ``value`` with None for infinity and NaN, which JSON lacks."""
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:

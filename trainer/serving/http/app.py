@@ -59,10 +59,10 @@ class Service:
         """
         from fastapi.responses import JSONResponse, StreamingResponse
 
-        self.engine.check_accepts()
-        data, loop = await self._body(request), asyncio.get_running_loop()
-        call, prompt, max_tokens = await loop.run_in_executor(self._encoding, self._read, data, chat)
-        generation = self.engine.submit(prompt, max_tokens, self._sampling(call))
+        with self.engine.arrival():
+            data, loop = await self._body(request), asyncio.get_running_loop()
+            call, prompt, max_tokens = await loop.run_in_executor(self._encoding, self._read, data, chat)
+            generation = self.engine.submit(prompt, max_tokens, self._sampling(call))
         request.state.generation = generation
         watcher = asyncio.create_task(_end_with_client(request, generation))
         self._watchers.add(watcher)  # the event loop keeps weak references alone

@@ -183,11 +183,12 @@ def _parse(data: bytes) -> dict[str, Any]:
         raise bad_value(None, "the body is not UTF-8") from error
     try:
         parsed = json.loads(text)
+        is_text = _is_unicode(parsed)
     except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits
         raise bad_value(None, "the body is not JSON, or nested too deeply") from error
     if not isinstance(parsed, dict):
         raise bad_value(None, "the body is not a JSON object")
-    if not _is_unicode(parsed):
+    if not is_text:
         raise bad_value(None, "the body holds half of a surrogate pair, which is no text")
     return parsed
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from msattn.trainer.serving.sparse import Sparse
 
+# Below this temperature, a token whose logit is 0.001 less than the greatest has e^-100 of its probability, so sampling takes
+# the likeliest token but for ties. vLLM has the same limit. The manager divides logits by the temperature in float32, where
+# below about 1e-37 they become infinite, which ends its thread.
+GREEDY_BELOW = 1e-5
 GREEDY = {"temperature": 1.0, "top_p": -1.0}  # top-p sampling keeps the likeliest token; none other can reach such a share
 STOP_SECONDS = 10.0  # for the pass of the model that runs when the manager is stopped
 
@@ -35,7 +39,7 @@ class Pages(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of tokens of a request: ``temperature=0`` takes the likeliest one."""
+    """The choice of tokens of a request: a temperature below :data:`GREEDY_BELOW` takes the likeliest one."""
 
     temperature: float
     top_p: float
@@ -43,7 +47,7 @@ class Sampling:
     @property
     def arguments(self) -> dict[str, float]:
         """The arguments of the manager's processors."""
-        return GREEDY if self.temperature == 0 else {"temperature": self.temperature, "top_p": self.top_p}
+        return GREEDY if self.temperature < GREEDY_BELOW else {"temperature": self.temperature, "top_p": self.top_p}
 
 
 class Generation:
@@ -125,11 +129,13 @@ class Engine:
         self.longest = longest_request(loaded.model, cfg.server)
         self.draining = False
         self._open: dict[str, Generation] = {}
+        self._arriving = 0  # requests without a Generation, whose body is read or whose prompt is encoded
         self._names = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         own: Any = loaded.model.generation_config
         sampled = own is not None and own.do_sample
-        self.default = Sampling((own.temperature if sampled else None) or 1.0, (own.top_p if sampled else None) or 1.0)
+        temperature, top_p = (own.temperature, own.top_p) if sampled else (None, None)
+        self.default = Sampling(float(temperature or 1), float(top_p or 1))  # the manager refuses an integer, as 1 in JSON
         self._manager = self._create_manager()
 
     def _create_manager(self) -> Any:
@@ -190,27 +196,42 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """The number of requests without a token."""
+        """The number of submitted requests without a token."""
         return sum(each.first_token is None for each in list(self._open.values()))
 
-    def check_accepts(self) -> None:
-        """Raises ApiError if no request can be taken now."""
+    @contextmanager
+    def arrival(self) -> Iterator[None]:
+        """Keeps a place among the waiting requests for one from its arrival until it is submitted, inside the context.
+
+        Raises
+        ------
+        ApiError : no request can be taken now.
+        """
+        self._check_runs()
+        most = self._cfg.server.max_waiting
+        if self._arriving + self.waiting >= most:
+            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full", headers=OVERLOADED)
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+
+    def _check_runs(self) -> None:
+        """Raises ApiError if the server stops or has failed."""
         if self.draining:
             raise unavailable("the server is shutting down")
         if self.fault is not None:
             raise unavailable("the server has failed and is ending")
-        most = self._cfg.server.max_waiting
-        if self.waiting >= most:
-            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full", headers=OVERLOADED)
 
     def submit(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Generation:
         """Begins a request.
 
         Raises
         ------
-        ApiError : as :meth:`check_accepts`.
+        ApiError : the server stops or has failed.
         """
-        self.check_accepts()
+        self._check_runs()
         self._loop = asyncio.get_running_loop()
         generation = Generation(self, f"request-{next(self._names)}", len(prompt))
         self._open[generation.name] = generation

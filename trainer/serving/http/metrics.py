@@ -51,7 +51,7 @@ class Metrics:
         pages = self._engine.pages()
         state = {
             "requests_running": ("Requests with a first token that have not ended", self._engine.running),
-            "requests_waiting": ("Requests without a first token", self._engine.waiting),
+            "requests_waiting": ("Submitted requests without a first token", self._engine.waiting),
             "cache_pages_used": ("Pages of the KV cache that requests use", pages.used),
             "cache_pages_cached": ("Unused pages that are kept for prompts with the same beginning", pages.cached),
             "cache_pages_total": ("Pages of the KV cache", pages.total),

@@ -38,7 +38,7 @@ def batching_config(**options: Any) -> "ContinuousBatchingConfig":
     ------
     UserError : transformers is too old.
     """
-    _check_version()
+    check_version("generate_batch")
     from transformers import ContinuousBatchingConfig
 
     own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
@@ -87,7 +87,7 @@ class Managers:
         ------
         UserError : the version of transformers, the model, what is attached or a value of the configuration is not supported.
         """
-        _check_version()
+        check_version("generate_batch")
         check_attached(self.model, self.sparse)
         config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
         check_config(config, self.sparse)
@@ -183,6 +183,15 @@ def _ended() -> None:
     raise UserError("generate_batch: this manager has ended with its attached context; create another one")
 
 
+def check_version(caller: str) -> None:
+    """Raises UserError, which names the ``caller``, if transformers is too old."""
+    installed, needed = transformers.__version__, ".".join(map(str, NEEDED))
+    if tuple(map(int, installed.split(".")[:2])) < NEEDED:
+        raise UserError(
+            f"{caller}: needs transformers {needed} or newer, {installed} is installed; pip install -U 'transformers>={needed}'"
+        )
+
+
 def check_attached(model: Any, sparse: "Sparse") -> None:
     """Raises UserError unless what is attached to ``model`` can be served over pages."""
     if not is_tapped(model.config):
@@ -240,12 +249,6 @@ def check_prompt(ids: Sequence[int], config: Any) -> None:
     require(len(ids) > 0, "input_ids", list(ids), "accepted is one token or more")
     require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"accepted are 0 to {size - 1}")
     check_length(config, len(ids), f"prompt of {len(ids)} tokens")
-
-
-def _check_version() -> None:
-    installed = transformers.__version__
-    if tuple(map(int, installed.split(".")[:2])) < NEEDED:
-        raise UserError(f"generate_batch: needs transformers {'.'.join(map(str, NEEDED))} or newer, {installed} is installed")
 
 
 def _has_window(config: Any) -> bool:

@@ -36,7 +36,7 @@ class PagedState:
     buckets : by layer, int16 ``[P, page_size, Hkv]``, the bucket of each slot.
     pooled : by layer, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``, pooled keys before RoPE of whole blocks.
     last_pooled : the last layer with pooled keys; -1 without any.
-    is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer.
+    is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer; with gates only.
     """
 
     def __init__(

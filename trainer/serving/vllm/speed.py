@@ -10,19 +10,26 @@ config.json.
 import argparse
 import json
 import os
-import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import fields
+from importlib.util import find_spec
+from inspect import signature
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from msattn.trainer.config.values import require
-from msattn.trainer.errors import UserError, first_line, print_once, write_error
+from msattn.trainer.config.values import nearest, require
+from msattn.trainer.errors import Fault, UserError, first_line, run_program, write_error
 from msattn.trainer.serving.vllm.engine import KEY
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import replace_file
 
 FIGURES = {  # key: title
     "tokens_per_s": "new tokens a second, all requests",
@@ -34,43 +41,54 @@ FIGURES = {  # key: title
     "sparsity": "share of the blocks left out by prompts",
     "selectivity": "share of the keys read by new tokens",
 }
+LESS_MEMORY = "a smaller --length, fewer --requests or a lower gpu_memory_utilization in --engine need less"
 WARM_UP = 4  # new tokens of the requests that compile kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Runs the command line.
+
+    Raises
+    ------
+    UserError : an option is refused, vLLM is not installed, the file of the figures cannot be written; as :func:`_in_process`.
+    Fault : as :func:`_in_process`.
+    """
     args = _parser().parse_args(arguments)
-    try:
-        _compare(args)
-    except UserError as error:
-        print_once(str(error))
-        sys.exit(2)
-
-
-def _compare(args: argparse.Namespace) -> None:
     options, engine = _mapping("--msattn", args.msattn), _mapping("--engine", args.engine)
     for name in ("length", "requests", "new"):
         least = 1 + (name == "new")  # the time of a token is that between two
         require(getattr(args, name) >= least, f"--{name}", getattr(args, name), f"accepted are at least {least}")
-    if args.json:
-        _write(args.json, "")  # what cannot be written is refused before the engines run
+    if find_spec("vllm") is None:
+        raise UserError("vLLM is not installed; run pip install 'msattn[vllm]', in an environment of its own")
+    file = Path(args.json).resolve() if args.json else None  # of a link, the target is replaced
+    if file is not None:
+        _check_writable(file)  # before the engines run
     requests = args.length, args.requests, args.new
     found = {
         "vLLM": _in_process(args.model, engine, None, *requests),
         "msattn": _in_process(args.model, engine, options, *requests),
     }
     _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")
-    if args.json:
-        _write(args.json, json.dumps({**vars(args), "figures": found}, indent=2) + "\n")
+    if file is not None:
+        _write(file, json.dumps({**vars(args), "figures": found}, indent=2) + "\n")
 
 
-def _write(path: str, text: str) -> None:
-    """Writes or, with an empty ``text``, only tries to: the file's content stays."""
+def _check_writable(path: Path) -> None:
+    """Raises UserError if ``path`` cannot become a regular file. Leaves nothing in its folder."""
     try:
-        with open(path, "w" if text else "a", encoding="utf-8") as file:
-            file.write(text)
+        require(path.is_file() or not path.exists(), "--json", path, "accepted is a regular file")
+        with TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
-        raise write_error(Path(path), error, resumes=False) from error
+        raise write_error(path, error, resumes=False) from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with locked(path), replace_file(path) as new:
+            new.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise write_error(path, error, resumes=False) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,21 +118,35 @@ def _in_process(*arguments: Any) -> dict[str, float | None]:
 
     Raises
     ------
-    UserError : vLLM or msattn refuses the model, the lengths or an option, or the engine fails.
+    UserError : vLLM or msattn refuses the model, the lengths or an option; there is too little memory.
+    Fault : the engine fails. The traceback is a note.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        found, error = pool.submit(_measured, *arguments).result()
-    if error:
-        raise UserError(f"{'vLLM' if arguments[2] is None else 'msattn'}: {error}")
+    name = "vLLM" if arguments[2] is None else "msattn"
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found = pool.submit(_measured, *arguments).result()
+    except BrokenProcessPool as error:
+        raise UserError(f"{name}: the engine's process ended, probably for lack of memory; {LESS_MEMORY}") from error
+    if isinstance(found, Exception):
+        found.args = (f"{name}: {found}",)
+        raise found
     return found
 
 
-def _measured(*arguments: Any) -> tuple[dict[str, float | None], str]:
-    """Returns :func:`measure`, or the first line of the error: vLLM's exceptions cannot all be sent to another process."""
+def _measured(*arguments: Any) -> dict[str, float | None] | UserError | Fault:
+    """Returns :func:`measure`, or its error as one of ours: vLLM's exceptions cannot all be sent to another process."""
+    from torch import OutOfMemoryError
+
     try:
-        return measure(*arguments), ""
+        return measure(*arguments)
+    except (MemoryError, OutOfMemoryError) as error:
+        return UserError(f"too little memory ({first_line(error)}); {LESS_MEMORY}")
+    except (ValueError, OSError) as error:  # OSError: there is no such model
+        return UserError(first_line(error))
     except Exception as error:
-        return {}, first_line(error)
+        fault = Fault(f"{type(error).__name__}: {first_line(error)}")
+        fault.add_note(traceback.format_exc().rstrip())
+        return fault
 
 
 def measure(
@@ -123,11 +155,15 @@ def measure(
     """Returns the :data:`FIGURES` of an engine: vLLM's own, or with ``options`` of msattn. It takes the process's GPUs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's errors are those of this process
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the statistics of the workers
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.llm import LLM
 
     from msattn.trainer.serving.vllm.backend import clear_stats, stats
     from msattn.trainer.serving.vllm.plugin import backend_name
 
+    accepted = [*signature(LLM).parameters, *(each.name for each in fields(EngineArgs))]
+    for key in engine:
+        require(key in accepted, "--engine", key, f"vLLM has no such parameter{nearest(key, accepted)}")
     given: dict[str, Any] = {"max_model_len": length + new, "max_num_seqs": requests, "enable_prefix_caching": False}
     if options is not None:
         given |= {"attention_backend": backend_name(), "block_size": 64, "additional_config": {KEY: dict(options)}}
@@ -186,4 +222,4 @@ def _show(found: Mapping[str, Mapping[str, float | None]], title: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

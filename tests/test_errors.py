@@ -1,0 +1,88 @@
+"""Exit codes and lines of the programs that ``python -m`` runs."""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from msattn.trainer.errors import Fault, OutputClosed, Terminated, TrainingDiverged, UserError, run_program
+
+
+def ended(program: Callable[[], int | None]) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        run_program(program)
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("--text=x:\n no such file"), 2, "msattn: --text=x: no such file\n"),
+        (TrainingDiverged("the loss is not finite"), 2, "msattn: the loss is not finite\n"),
+        (Fault("a data worker was lost"), 1, "msattn: a data worker was lost\n"),
+        (OutputClosed(), 1, ""),
+        (KeyboardInterrupt(), 130, "msattn: interrupted\n"),
+        (KeyboardInterrupt("3 rows are kept"), 130, "msattn: interrupted: 3 rows are kept\n"),
+        (Terminated(), 143, "msattn: interrupted\n"),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program() -> None:
+        raise error
+
+    assert ended(program) == code
+    assert capsys.readouterr().err == line
+
+
+def test_notes_follow_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    fault = Fault("KeyError: 'x'")
+    fault.add_note("Traceback:\n  in f")
+
+    def program() -> None:
+        raise fault
+
+    assert ended(program) == 1
+    assert capsys.readouterr().err == "msattn: KeyError: 'x'\nTraceback:\n  in f\n"
+
+
+def test_a_program_returns_its_exit_code() -> None:
+    assert ended(lambda: None) == 0
+    assert ended(lambda: 1) == 1
+    with pytest.raises(ZeroDivisionError):  # a defect keeps its traceback
+        run_program(lambda: 1 // 0)
+
+
+def test_a_closed_output_ends_a_program_without_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert ended(lambda: print("lost")) == 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "line"),
+    [
+        ("commands.overlap", ["/nowhere", "--heldout", "/nowhere"], "msattn: --heldout=/nowhere: no such file"),
+        ("commands.gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
+        ("teachers.train", ["--text", "/nowhere", "--out", "/nowhere", "--device", "tpu"], "msattn: --device=tpu: "),
+        ("serving.vllm.speed", ["model", "--msattn", "{"], "msattn: --msattn {: no JSON"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_each_program_reports_a_mistake_in_one_line(
+    module: str, arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(f"msattn.trainer.{module}", run_name="__main__")
+    assert stopped.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(line)
