@@ -1,6 +1,7 @@
 """Visible blocks, policies, scorers, recall, sparsity."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,6 +206,28 @@ def test_any_policy_reads_the_diagonal_and_no_invisible_block(num_queries, num_k
     assert (mask <= visible).all()
     assert (diagonal <= mask).all()
     assert torch.equal(mask.any(-1), visible.any(-1).expand(mask.shape[:-1]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.lists(st.integers(0, 100), min_size=1, max_size=3),
+    st.sampled_from(FREE_POLICIES),
+    st.integers(1, 200),
+)
+def test_rows_of_the_last_queries_read_every_block(num_queries, num_keys, padding, policy, dense_queries):
+    padding = [p % num_keys for p in padding]
+    x = layer_inputs(num_queries, num_keys, padding)
+    keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
+    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, **keys)
+    few, more = (select.Selection.from_config(each) for each in (cfg, replace(cfg, dense_queries=dense_queries)))
+    mask, visible = more.blocks(x) > 0, geometry(num_queries, num_keys, padding)[0]
+    for b, pad in enumerate(padding):
+        queries = min(num_queries, num_keys - pad)  # that are not padding
+        first_row = max(0, queries - dense_queries) // BLOCK
+        assert torch.equal(mask[b, :, first_row:], visible[b, :, first_row:].expand_as(mask[b, :, first_row:]))
+        assert torch.equal(mask[b, :, :first_row], few.blocks(x)[b, :, :first_row] > 0)
 
 
 @pytest.mark.parametrize("scorer", BASELINES)

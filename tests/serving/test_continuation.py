@@ -61,6 +61,22 @@ def test_only_the_last_block_of_a_chunk_reads_otherwise() -> None:
     assert same.tolist() == [True] * 5 + [False] + [True] * 4
 
 
+@torch.no_grad()
+def test_the_last_queries_of_a_pass_can_read_every_block() -> None:
+    """The last 20 of 75 tokens are in the last two blocks; a pass of as few tokens is dense by choice."""
+    model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 4 * BLOCK + 11)
+    dense = model(ids).logits
+    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.9, dense_below=0, dense_queries=20)) as sparse:
+        same = torch.isclose(model(ids).logits, dense, rtol=1e-4, atol=1e-4).all(-1)[0]
+        assert same[3 * BLOCK :].all()
+        assert not same[BLOCK : 3 * BLOCK].all()
+        assert sparse.stats()["dense_by_choice"] == 0
+        torch.testing.assert_close(
+            run_in_passes(model, ids, [3 * BLOCK + 7, 20])[:, -20:], dense[:, -20:], rtol=1e-4, atol=1e-4
+        )
+        assert sparse.stats()["dense_by_choice"] == 1
+
+
 @pytest.mark.parametrize("scores", ["quest", "mean_pool", "sink_local", "oracle"])
 @torch.no_grad()
 def test_training_free_selections_continue_a_cache(scores: str) -> None:

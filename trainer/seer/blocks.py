@@ -83,32 +83,50 @@ class Candidates:
 
 
 def candidate_blocks(
-    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device, sink_blocks: int = 0
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    kv_start: Tensor | None,
+    device: torch.device,
+    sink_blocks: int = 0,
+    dense_queries: int = 0,
 ) -> Candidates:
-    """Returns the visible blocks, of which the diagonal ones and the first ``sink_blocks`` must be read.
+    """Returns the visible blocks, of which some must be read.
+
+    Those are the diagonal ones, the first ``sink_blocks``, and all in the rows of the last ``dense_queries`` queries.
 
     Without padding the result depends only on shapes and is cached for the other layers, because computing it takes longer than
     the selection.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if kv_start is not None or capturing:  # tensors captured in a CUDA graph have no values until its replay
-        return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, sink_blocks)
+        return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, sink_blocks, dense_queries)
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
-        return _unpadded_candidates(num_queries, num_keys, block_size, device, sink_blocks)
+        return _unpadded_candidates(num_queries, num_keys, block_size, device, sink_blocks, dense_queries)
 
 
 @lru_cache(maxsize=4)
 def _unpadded_candidates(
-    num_queries: int, num_keys: int, block_size: int, device: torch.device, sink_blocks: int
+    num_queries: int, num_keys: int, block_size: int, device: torch.device, sink_blocks: int, dense_queries: int
 ) -> Candidates:
-    return _candidate_blocks(num_queries, num_keys, block_size, None, device, sink_blocks)
+    return _candidate_blocks(num_queries, num_keys, block_size, None, device, sink_blocks, dense_queries)
 
 
 def _candidate_blocks(
-    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device, sink_blocks: int
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    kv_start: Tensor | None,
+    device: torch.device,
+    sink_blocks: int,
+    dense_queries: int,
 ) -> Candidates:
     visible, always = visible_and_diagonal(num_queries, num_keys, block_size, kv_start, device)
     always[..., :sink_blocks] = visible[..., :sink_blocks]
+    if dense_queries:
+        last = row_span(num_queries, num_keys, block_size, kv_start, device).last
+        is_dense = last > last.amax(1, keepdim=True) - dense_queries
+        always |= visible & is_dense[:, None, :, None]
     return Candidates(visible, always)
 
 

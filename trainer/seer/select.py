@@ -186,11 +186,13 @@ class Selection:
     scorer : source of the block scores.
     sink_blocks : number of leading blocks that every row reads. They and the row's own (diagonal) block count towards the
         policy's share.
+    dense_queries : number of last queries of a pass whose rows read every block.
     """
 
     policy: Policy | Sequence[Policy]
     scorer: Scorer
     sink_blocks: int = 0
+    dense_queries: int = 0
 
     @property
     def block_size(self) -> int:
@@ -229,7 +231,7 @@ class Selection:
         """
         scorer = scorer or _scorer(cfg, gate)
         table = gate.thresholds if cfg.scores == "gate" and gate is not None else thresholds
-        return cls(_policy(cfg, scorer.block_size, table), scorer, cfg.sink_blocks)
+        return cls(_policy(cfg, scorer.block_size, table), scorer, cfg.sink_blocks, cfg.dense_queries)
 
     def blocks(self, x: "LayerInputs") -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
@@ -245,7 +247,8 @@ class Selection:
 
     def candidates(self, x: "LayerInputs") -> Candidates:
         """Returns the blocks to select from."""
-        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.sink_blocks)
+        always = self.sink_blocks, self.dense_queries
+        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, *always)
 
 
 def _scorer(cfg: SelectConfig, gate: "Gate | None") -> Scorer:

@@ -124,6 +124,19 @@ def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
         assert together(model, sparse, prompts) == expected
 
 
+def test_the_last_queries_read_every_block() -> None:
+    """A prompt that is no longer than these is dense by choice."""
+    model, prompts = tiny_model(), prompts_of(150, 190, 97, 2 * BLOCK)
+    attached = {"gate": gate_for(model), "select": SelectConfig(sparsity=0.8, dense_below=0, dense_queries=2 * BLOCK)}
+    with attach(model, **attached, **ROUTED):
+        expected = [alone(model, prompt) for prompt in prompts]
+    with attach(model, **attached, **ROUTED) as sparse:
+        assert together(model, sparse, prompts) == expected
+        stats = sparse.stats()
+    assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, LAYERS)
+    assert 0.2 < stats["sparsity"] < 0.6
+
+
 def test_a_shared_prefix_selects_as_one_pass(events: Counter[str]) -> None:
     """Later prompts score the blocks of a prefix by the pooled keys that the first one has left."""
     model, prompts = tiny_model(), prompts_of(3 * PAGE + 5, 190, 150, 4 * PAGE, prefix=3 * PAGE)

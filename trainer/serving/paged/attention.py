@@ -213,15 +213,19 @@ class PagedAttention:
 
     def _count_dense(self, prompts: Prompts) -> None:
         for item in prompts.items:
-            self.statistics.count("dense_by_choice" if item.keys < self.dense_below else "dense_fallbacks")
+            self.statistics.count("dense_by_choice" if self._is_dense_by_choice(item) else "dense_fallbacks")
             self.statistics.add("sparsity", 0.0)
+
+    def _is_dense_by_choice(self, item: Prompt) -> bool:
+        assert self.selection is not None
+        return item.keys < self.dense_below or item.queries <= self.selection.dense_queries
 
     def _is_sparse(self, state: PagedState, item: Prompt) -> bool:
         """Returns whether a sequence reads the blocks of the selection, whose gate needs all keys before RoPE.
 
         Those that are not pooled yet are of this pass, or can be recovered.
         """
-        if self.selection is None or item.keys < self.dense_below:
+        if self.selection is None or self._is_dense_by_choice(item):
             return False
         return self.gate is None or self.rotation is not None or item.pooled * state.block_size == item.keys - item.queries
 
