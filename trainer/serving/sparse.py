@@ -73,7 +73,8 @@ class Sparse(NotCopied):
             ``measure_recall``).
             ``recall``: their mean, or the one that was measured.
             ``dense_fallbacks``: layer passes that were dense because sparse attention does not support them.
-            ``dense_by_choice``: layer passes that were dense because that is faster at their length.
+            ``dense_by_choice``: layer passes that were dense because that is faster at their length, or because of
+            ``dense_queries`` of the selection.
             ``graph_steps``, ``eager_steps``: on a GPU, passes over one token of each sequence that replayed a CUDA graph, and
             that launched kernels one by one.
             ``selection_s``, ``attention_s``: total seconds of selecting what to read, and of attention (with
