@@ -142,7 +142,8 @@ def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatc
 def test_changed_text_is_another_setting(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("one text")
     (tmp_path / "hay.txt").write_text("words")
-    cfg = config(tmp_path, str(tmp_path / "held.txt"), tasks=["ruler"], ruler=RulerConfig(haystack=str(tmp_path / "hay.txt")))
+    tasks = ["perplexity", "ruler"]
+    cfg = config(tmp_path, str(tmp_path / "held.txt"), tasks=tasks, ruler=RulerConfig(haystack=str(tmp_path / "hay.txt")))
     found = [texts_hash(cfg)]
     for name in ("held.txt", "hay.txt"):
         assert texts_hash(cfg) == found[-1]

@@ -24,7 +24,7 @@ def check_texts(cfg: EvalRunConfig) -> None:
     ``data.heldout_split`` is compared where training text is read too, as for calibration: a dataset of held-out text alone has
     no training split.
     """
-    haystacks = {task: getattr(cfg.eval, task).haystack for task in HAYSTACK_TASKS if task in cfg.eval.tasks}
+    haystacks = _haystacks(cfg)
     if cfg.data.heldout_path is not None and (None in haystacks.values() or {*HELD_OUT_TASKS} & {*cfg.eval.tasks}):
         check_heldout(cfg.data)
     if cfg.data.source is not None:  # else nobody has named the text that artifacts were trained on
@@ -33,10 +33,18 @@ def check_texts(cfg: EvalRunConfig) -> None:
 
 
 def texts_hash(cfg: EvalRunConfig) -> str:
-    """Returns a hash that changes when the text on which the tasks evaluate does (not for datasets of unknown version)."""
-    haystacks = {getattr(cfg.eval, task).haystack for task in HAYSTACK_TASKS} - {None}
-    found = [source_identity(each, heldout=True) for each in (cfg.data, *map(_source, sorted(haystacks)))]
+    """Returns a hash that changes when the local text on which the tasks evaluate does."""
+    haystacks = _haystacks(cfg)
+    reads_heldout = None in haystacks.values() or bool({*HELD_OUT_TASKS} & {*cfg.eval.tasks})
+    own = [cfg.data] if reads_heldout and cfg.data.source != "hub" else []
+    texts = [*own, *(_source(path) for path in haystacks.values() if path is not None)]
+    found = [source_identity(each, heldout=True) for each in texts]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+
+def _haystacks(cfg: EvalRunConfig) -> dict[str, str | None]:
+    """Returns the haystack of each task that reads one; None for the held-out documents."""
+    return {task: getattr(cfg.eval, task).haystack for task in HAYSTACK_TASKS if task in cfg.eval.tasks}
 
 
 def _source(path: str) -> DataConfig:
