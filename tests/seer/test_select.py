@@ -189,14 +189,12 @@ def test_nucleus_is_the_smallest_set_with_the_mass():
     assert torch.equal(select.Nucleus(1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
+# numbers of queries and keys, padding of each sequence
+PLACES = (st.integers(1, 90), st.integers(1, 90), st.lists(st.integers(0, 100), min_size=1, max_size=3))
+
+
 @settings(deadline=None, max_examples=40)
-@given(
-    st.integers(1, 90),
-    st.integers(1, 90),
-    st.lists(st.integers(0, 100), min_size=1, max_size=3),
-    st.sampled_from(FREE_POLICIES),
-    st.integers(0, 3),
-)
+@given(*PLACES, st.sampled_from(FREE_POLICIES), st.integers(0, 3))
 def test_any_policy_reads_the_diagonal_and_no_invisible_block(num_queries, num_keys, padding, policy, sink_blocks):
     x = layer_inputs(num_queries, num_keys, [p % num_keys for p in padding])
     keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
@@ -209,13 +207,7 @@ def test_any_policy_reads_the_diagonal_and_no_invisible_block(num_queries, num_k
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.integers(1, 90),
-    st.integers(1, 90),
-    st.lists(st.integers(0, 100), min_size=1, max_size=3),
-    st.sampled_from(FREE_POLICIES),
-    st.integers(1, 200),
-)
+@given(*PLACES, st.sampled_from(FREE_POLICIES), st.integers(1, 200))
 def test_rows_of_the_last_queries_read_every_block(num_queries, num_keys, padding, policy, dense_queries):
     padding = [p % num_keys for p in padding]
     x = layer_inputs(num_queries, num_keys, padding)

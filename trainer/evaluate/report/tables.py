@@ -30,8 +30,8 @@ SAMPLE_UNITS |= {"documents": "documents per row", "harness": "samples per row",
 SAMPLE_UNITS["throughput"] = "requests per row"
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
-    *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection"),
-    *("launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests", "its interval", "vs dense"),
+    *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection", "launched by"),
+    *("break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests", "vs dense, 95 %", "vs dense"),
 )
 
 
@@ -93,7 +93,7 @@ def _ruler(rows: list[EvalRow]) -> dict[str, list[str]]:
         "average": [_percent(row.score) for row in rows],
         "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
         "vs dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
-        "its interval": [_interval(row.extra["ratio_interval"], "{:.3f}") for row in rows],
+        "vs dense, 95 %": [_interval(row.extra["ratio_interval"], "{:.3f}") for row in rows],
         **{task: [_percent(row.extra.get(task)) for row in rows] for task in RULER_TASKS},
     }
 
