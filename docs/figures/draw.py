@@ -40,10 +40,10 @@ THEMES = {
 }
 
 
-def read(name: str, task: str) -> Rows:
-    """The rows of one task in one CSV file."""
+def read(name: str) -> Rows:
+    """The rows of one CSV file."""
     with (FOLDER / name).open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["task"] == task]
+        return list(csv.DictReader(file))
 
 
 def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[float]]:
@@ -54,7 +54,7 @@ def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[
 
 def draw_prefill(axes: Axes, theme: Theme) -> None:
     """Seconds to the first token against prompt length, dense and at three sparsities."""
-    rows = [row for row in read("speed.csv", "latency") if not row["situation"]]  # whole prompts
+    rows = [row for row in read("speed.csv") if not row["situation"]]  # whole prompts
     for kernel, style in (("flash", "--"), ("cuDNN", ":")):
         x, y = series(rows, "length", "score", method=f"dense, {kernel}")
         axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
@@ -71,7 +71,7 @@ def draw_prefill(axes: Axes, theme: Theme) -> None:
 
 def draw_decode(axes: Axes, theme: Theme) -> None:
     """Tokens per second of ``generate`` against cache length, dense and routed; of SDPA's kernels, a step as a CUDA graph."""
-    rows = [row for row in read("decode.csv", "decoding") if row["batch"] == "1"]
+    rows = [row for row in read("decode.csv") if row["batch"] == "1"]
     for kernel, style, shift in (("flash", "--", -7), ("cuDNN", ":", 0)):
         x, y = series(rows, "length", "score", method=f"dense, {kernel}")
         axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
@@ -90,7 +90,8 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
 
 def draw_quality(axes: Axes, theme: Theme) -> None:
     """Perplexity over dense against the share of blocks read: the gate and training-free selections, all calibrated."""
-    rows = read("teacher.csv", "perplexity")
+    rows = [row for row in read("teacher.csv") if row["task"] == "perplexity" and row["dense_queries"] == "0"]
+    rows = [row for row in rows if row["seed"] in ("", "0")]
     names = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
     lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(names.items(), theme.baselines, strict=True)]
     lines += [("gate", "gate", theme.ours, "-", 2.0), ("oracle", "true block map", theme.peer, ":", 1.2)]
@@ -98,38 +99,60 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
         x, y = series(rows, "selectivity", "ratio_to_dense", method=method, select="calibrated")
         axes.plot(x, y, style, color=color, linewidth=width, marker="o", markersize=3, label=name)
     axes.axhline(1, color=theme.grid, linewidth=1)
-    axes.set(title="Perplexity over dense", xlabel="share of visible blocks that is read (%)", ylabel="ratio")
-    axes.set_xticks([0.05, 0.1, 0.2, 0.5], ["5", "10", "20", "50"])
+    axes.set(title="Perplexity over dense", ylabel="ratio")
+    share_ticks(axes)
     axes.set_ylim(0.995, 1.08)
     axes.legend(frameon=False, fontsize=8, labelcolor=theme.text)
 
 
-def draw_ruler(axes: Axes, theme: Theme) -> None:
-    """RULER's average at 4096 tokens against the share of the keys that new tokens read: classifiers and other routers."""
-    rows = [row for row in read("ruler.csv", "ruler") if row["length"] == "4096"]
-    names = {"Quest pages": "Quest pages", "LSH": "LSH", "k-means": "k-means of keys", "sink and window": "first and last keys"}
+def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
+    """RULER's average at 16,384 tokens against the share of blocks read: gates of three seeds and training-free selections."""
+    names = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
+    rows = [row for row in read("ruler.csv") if row["length"] == "16384" and row["dense_queries"] in ("", "0")]
     for (method, name), color in zip(names.items(), theme.baselines, strict=True):
-        axes.plot(
-            *series(rows, "selectivity", "score", method=method, seed="0"),
-            "--",
-            color=color,
-            marker="o",
-            markersize=3,
-            label=name,
-        )
-    for seed in ("0", "1"):
-        label = "classifier, two seeds" if seed == "0" else None
-        x, y = series(rows, "selectivity", "score", method="classifier", seed=seed)
-        axes.plot(x, y, color=theme.ours, linewidth=2, marker="o", markersize=3, label=label)
-        x, y = series(rows, "selectivity", "score", method="classifier, calibrated", seed=seed)
-        axes.plot(x, y, "*", color=theme.ours, markersize=9, label="classifier, calibrated" if seed == "0" else None)
-    axes.axhline(
-        series(rows, "length", "score", method="dense", seed="0")[1][0], color=theme.peer, linestyle=":", label="dense"
-    )
-    axes.set(title="RULER at 4096 tokens", xlabel="share of the keys that new tokens read (%)", ylabel="answers found (%)")
-    axes.set_xticks([0.08, 0.1, 0.12, 0.14, 0.16], ["8", "10", "12", "14", "16"])
-    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8], ["0", "20", "40", "60", "80"])
+        draw_line(axes, series(rows, "selectivity", "score", method=method, select="topk"), color, name)
+    draw_line(axes, series(rows, "selectivity", "score", method="oracle", select="topk"), theme.peer, "true block map", ":")
+    draw_seeds(axes, theme, rows, "gate", "gate, three seeds", select="topk")
+    draw_dense(axes, theme, rows)
+    axes.set(title="RULER, 16,384 tokens, sparse prompts", ylabel="answers found (%)")
+    share_ticks(axes)
+    axes.set_yticks([0.4, 0.5, 0.6, 0.7], ["40", "50", "60", "70"])
     axes.legend(frameon=False, fontsize=8, labelcolor=theme.text, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw_ruler_keys(axes: Axes, theme: Theme) -> None:
+    """RULER's average at 16,384 tokens against the share of the keys that new tokens read: classifiers and other routers."""
+    names = {"Quest pages": "Quest pages", "LSH": "LSH", "sink and window": "first and last keys"}
+    rows = [row for row in read("ruler.csv") if row["length"] == "16384" and row["dense_queries"] == ""]
+    for (method, name), color in zip(names.items(), theme.baselines, strict=False):
+        draw_line(axes, series(rows, "selectivity", "score", method=method), color, name)
+    draw_line(axes, series(rows, "selectivity", "score", method="k-means", seed="0"), theme.baselines[3], "k-means of keys")
+    draw_seeds(axes, theme, rows, "classifier", "classifier, three seeds")
+    found = series(rows, "selectivity", "score", method="classifier, calibrated")
+    axes.plot(*found, "*", color=theme.ours, markersize=9, label="the same, calibrated")
+    draw_dense(axes, theme, rows)
+    axes.set(title="RULER, 16,384 tokens, sparse decoding", ylabel="answers found (%)")
+    axes.set_xlabel("share of the keys that new tokens read (%)")
+    axes.set_xticks([0.02, 0.04, 0.06, 0.08, 0.1], ["2", "4", "6", "8", "10"])
+    axes.set_yticks([0, 0.2, 0.4, 0.6], ["0", "20", "40", "60"])
+    axes.legend(frameon=False, fontsize=8, labelcolor=theme.text, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw_line(axes: Axes, points: tuple[list[float], list[float]], color: str, label: str, style: str = "--") -> None:
+    """One method without training."""
+    axes.plot(*points, style, color=color, linewidth=1.2, marker="o", markersize=3, label=label)
+
+
+def draw_seeds(axes: Axes, theme: Theme, rows: Rows, method: str, label: str, **where: str) -> None:
+    """One line for the artifacts of each seed."""
+    for seed in ("0", "1", "2"):
+        x, y = series(rows, "selectivity", "score", method=method, seed=seed, **where)
+        axes.plot(x, y, color=theme.ours, linewidth=1.5, marker="o", markersize=3, label=label if seed == "0" else None)
+
+
+def draw_dense(axes: Axes, theme: Theme, rows: Rows) -> None:
+    """RULER's average with dense attention, as a line."""
+    axes.axhline(series(rows, "length", "score", method="dense")[1][0], color=theme.peer, linewidth=0.8, label="dense")
 
 
 def label_end(axes: Axes, x: list[float], y: list[float], text: str, color: str, shift: float = 0) -> None:
@@ -141,6 +164,13 @@ def length_ticks(axes: Axes, lengths: list[float]) -> None:
     """Ticks at lengths in thousands of tokens; on a linear axis at the longer ones alone."""
     shown = [length for length in lengths if axes.get_xscale() == "log" or length >= lengths[-1] / 4]
     axes.set_xticks(shown, [f"{length / 1024:g}k" for length in shown])
+    axes.minorticks_off()
+
+
+def share_ticks(axes: Axes) -> None:
+    """A logarithmic axis for the share of blocks that is read."""
+    axes.set(xlabel="share of visible blocks that is read (%)", xscale="log")
+    axes.set_xticks([0.05, 0.1, 0.2, 0.5], ["5", "10", "20", "50"])
     axes.minorticks_off()
 
 
@@ -179,7 +209,13 @@ def figure(draw: Callable[[Axes, Theme], None], theme: Theme) -> Figure:
 
 def main() -> None:
     """Writes ``<name>-<theme>.svg`` for every figure and theme."""
-    figures = {"prefill": draw_prefill, "decode": draw_decode, "quality": draw_quality, "ruler": draw_ruler}
+    figures = {
+        "prefill": draw_prefill,
+        "decode": draw_decode,
+        "quality": draw_quality,
+        "ruler-blocks": draw_ruler_blocks,
+        "ruler-keys": draw_ruler_keys,
+    }
     for name, draw in figures.items():
         for label, theme in THEMES.items():
             with styled(theme):

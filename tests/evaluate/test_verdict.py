@@ -218,3 +218,29 @@ def test_differences_within_the_intervals_are_called_so() -> None:
     assert "finds more (90 %), within the 95 % intervals" in sentence
     (sentence,) = verdict([gate, needle("mean_pool", "sparsity 0.9", 0.2, 0.1, interval=(0.05, 0.4))])
     assert "intervals" not in sentence
+
+
+def losses(ratio: float, values: list[float]) -> EvalRow:
+    extra = {"losses": values, "ratio_interval": [ratio - 0.1, ratio + 0.1]}
+    return perplexity("gate" if ratio < 1.05 else "mean_pool", "sparsity 0.9", ratio, 0.1, extra=extra)
+
+
+def test_rows_of_the_same_samples_are_compared_in_pairs() -> None:
+    """The intervals overlap; the differences of each sample are nearly the same, or differ in sign."""
+    gate = losses(1.02, [2.0, 3.0, 4.0])
+    (sentence,) = verdict([gate, losses(1.06, [2.05, 3.04, 4.05])])
+    assert "intervals" not in sentence
+    (sentence,) = verdict([gate, losses(1.06, [2.5, 2.9, 4.0])])
+    assert "within the 95 % intervals" in sentence
+
+
+def test_scores_of_the_same_prompts_are_compared_in_pairs() -> None:
+    def ruler(method: str, scores: list[float]) -> EvalRow:
+        extra = {"scores": {"vt": scores, "cwe": scores}}
+        return row("ruler", method, "sparsity 0.9", sum(scores) / 4, 0.1, interval=(0.1, 0.9), extra=extra)
+
+    gate = ruler("gate", [0.9, 0.1, 0.8, 0.2])
+    (sentence,) = verdict([gate, ruler("quest", [0.8, 0.0, 0.7, 0.0])])
+    assert "intervals" not in sentence
+    (sentence,) = verdict([gate, ruler("quest", [1.0, 0.0, 0.2, 0.4])])
+    assert "within the 95 % intervals" in sentence

@@ -141,4 +141,4 @@ def test_the_figures_are_drawn_from_the_kept_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(tmp_path / "figures/draw.py")], check=True)
     drawn = {path.name for path in (tmp_path / "figures").glob("*.svg")}
     assert drawn == {path.name for path in (ROOT / "docs/figures").glob("*.svg")}
-    assert len(drawn) == 8
+    assert len(drawn) == 10

@@ -38,17 +38,22 @@ def value(file: str, column: str, **where: str) -> float:
     return float(row[column])
 
 
-def lines(document: str, heading: str) -> list[list[str]]:
-    """Returns the cells of the table whose first line begins with ``heading``, without that line and the next."""
+def lines(document: str, heading: str, section: str = "") -> list[list[str]]:
+    """Returns the cells of the table whose first line begins with ``heading``, without that line and the next.
+
+    It is the only one of the document, or the first one after ``section``.
+    """
     text = (ROOT / document).read_text(encoding="utf-8")
-    (start,) = [match.start() for match in re.finditer(rf"^{re.escape(heading)}", text, flags=re.MULTILINE)]
+    text = text[text.index(section) :]
+    start, *others = [match.start() for match in re.finditer(rf"^{re.escape(heading)}", text, flags=re.MULTILINE)]
+    assert section or not others, f"{document}: several tables begin with {heading}"
     table = text[start:].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def cells(document: str, heading: str) -> dict[str, list[str]]:
+def cells(document: str, heading: str, section: str = "") -> dict[str, list[str]]:
     """Returns the lines of a table by their first cells."""
-    return {first: rest for first, *rest in lines(document, heading)}
+    return {first: rest for first, *rest in lines(document, heading, section)}
 
 
 def prose(document: str) -> str:
@@ -95,11 +100,14 @@ def quality(file: str, name: str, task: str, sparsity: str, column: str) -> floa
 
 
 def test_perplexities_of_the_lab_teacher() -> None:
-    table = cells("docs/results.md", "| blocks chosen by | 50 % sparse |")
+    table = cells("docs/results.md", "| blocks chosen by | 50 % sparse |", section="**Lab teacher**")
     assert set(table) == set(METHODS)
     for name, shown in table.items():
+        select, method = METHODS[name]
+        where = {"select": select, "task": "perplexity", "method": method, "dense_queries": "0"}
+        where["seed"] = "0" if method == "gate" else ""
         for cell, sparsity in zip(shown, SPARSITIES, strict=True):
-            assert_rounded(cell, quality("teacher.csv", name, "perplexity", sparsity, "ratio_to_dense"))
+            assert_rounded(cell, value("teacher.csv", "ratio_to_dense", setting=f"sparsity {sparsity}", **where))
 
 
 def test_perplexities_of_the_embedded_model() -> None:
@@ -130,44 +138,67 @@ def test_needles_by_probes() -> None:
             assert_rounded(cell, 100 * value("quality.csv", column, task="needle", method=ROUTERS[name], setting=setting))
 
 
-RULER = {  # of the tables of RULER: method in the file
-    "gate, calibrated": "gate",
-    "gate, top-k": "gate, top-k",
-    "gate, top-k (seeds 0, 1)": "gate, top-k",
-    "vertical-slash, calibrated": "vertical_slash",
-    "Quest bounds, calibrated": "quest",
-    "mean pooling, calibrated": "mean_pool",
+ROUTERS_OF_RULER = {  # of the tables of RULER: method in the file
     "classifier, calibrated": "classifier, calibrated",
     "classifier": "classifier",
     "Quest pages": "Quest pages",
     "LSH": "LSH",
     "k-means of keys before RoPE": "k-means",
     "window of first and last keys": "sink and window",
+    "random buckets": "random buckets",
 }
+KEYS = {
+    "3 % of far keys": 3,
+    "about 2 % of keys": 3,
+    "about 5 % of keys": 6,
+    "about 10 % of keys": 10.5,
+}  # read, with the window
 
 
-def assert_ruler(name: str, length: str, reads: str, scores: str) -> None:
-    """Asserts that a method finds ``scores`` at the shares ``reads``, those of the first seed; seeds are divided by commas."""
-    found = [row for row in rows("ruler.csv") if row["method"] == RULER[name] and row["length"] == length.replace(",", "")]
-    for read, of_seeds in zip(reads.split(" / "), scores.split(" / "), strict=True):
-        seeds = sorted({row["seed"] for row in found})
-        first = [row for row in found if row["seed"] == seeds[0]]
-        nearest = min(first, key=lambda row: abs(100 * float(row["selectivity"]) - float(read)))
-        assert_rounded(read, 100 * float(nearest["selectivity"]))
-        for seed, score in zip(seeds, of_seeds.split(", "), strict=True):
-            (row,) = [row for row in found if row["seed"] == seed and row["setting"] == nearest["setting"]]
-            assert_rounded(score, 100 * float(row["score"]))
+def ruler(column: str, **where: str) -> float:
+    """Returns the mean of a column over the seeds of one method and setting, at 16,384 tokens."""
+    found = [row for row in rows("ruler.csv") if row["length"] == "16384" and all(row[key] == x for key, x in where.items())]
+    assert len(found) == len({row["seed"] for row in found}) > 0, where
+    return sum(float(row[column]) for row in found) / len(found)
 
 
-def test_answers_to_ruler() -> None:
-    for name, length, reads, scores, dense in lines("docs/results.md", "| blocks chosen by | tokens |"):
-        assert_ruler(name, length, reads, scores)
-        seed = "0" if length == "4,096" else "1"
-        assert_rounded(dense, 100 * value("ruler.csv", "score", method="dense", length=length.replace(",", ""), seed=seed))
-    for name, *cells in lines("docs/results.md", "| new tokens read by |"):
-        for length, reads, scores in (("16384", *cells[:2]), ("4096", *cells[2:])):
-            if reads:
-                assert_ruler(name, length, reads, scores)
+def assert_blocks(name: str, shown: list[str], dense_queries: str = "0") -> None:
+    """Asserts a line of RULER's scores by sparsity; a name may end in a seed, else the seeds' mean is meant."""
+    method, _, seed = name.partition(", seed ")
+    where = {"select": "topk", "method": METHODS.get(method, ("", method))[1], "dense_queries": dense_queries}
+    for cell, sparsity in zip(shown, SPARSITIES, strict=True):
+        assert_rounded(cell, 100 * ruler("score", setting=f"sparsity {sparsity}", **where, **({"seed": seed} if seed else {})))
+
+
+def test_answers_to_ruler_by_blocks() -> None:
+    for document, section in (("docs/results.md", "**RULER**"), ("docs/measurements.md", "### RULER")):
+        for name, *shown in lines(document, "| blocks chosen by | 50 % sparse |", section):
+            assert_blocks(name, shown)
+    for name, *shown in lines("docs/measurements.md", "| blocks chosen by, last 64 queries dense |"):
+        assert_blocks(name, shown, dense_queries="64")
+    assert f"dense attention {100 * ruler('score', method='dense'):.1f}" in prose("docs/results.md")
+
+
+def settings(method: str) -> list[str]:
+    """Returns the settings of a router, by the keys that it reads."""
+    return [setting for setting in KEYS if ("far" in setting) == ("calibrated" in method)]
+
+
+def test_answers_to_ruler_by_keys() -> None:
+    for name, *shown in lines("docs/results.md", "| new tokens read by | 3 % of the keys |"):
+        method = ROUTERS_OF_RULER[name]
+        for cell, setting in zip(filter(None, shown), settings(method), strict=True):
+            assert_rounded(cell, 100 * ruler("score", method=method, setting=setting))
+            assert 100 * ruler("selectivity", method=method, setting=setting) == pytest.approx(KEYS[setting], abs=0.6)
+
+
+def test_answers_to_ruler_by_keys_of_each_seed() -> None:
+    for name, *shown in lines("docs/measurements.md", "| new tokens read by | keys read (%) |"):
+        router, _, seed = name.replace("the same", "classifier, calibrated").partition(", seed ")
+        method, shown = ROUTERS_OF_RULER[router], list(filter(None, shown))
+        for read, score, setting in zip(shown[::2], shown[1::2], settings(method), strict=True):
+            assert_rounded(read, 100 * ruler("selectivity", method=method, setting=setting, seed=seed))
+            assert_rounded(score, 100 * ruler("score", method=method, setting=setting, seed=seed))
 
 
 def needles(method: str, setting: str) -> float:
@@ -186,11 +217,11 @@ def test_the_figures_of_the_readme() -> None:
     batch = value("decode.csv", "times_cuDNN", length="131072", batch="6", setting="32 probes")
     gate = {"select": "calibrated", "task": "perplexity", "method": "gate", "setting": "sparsity 0.8"}
     prefill = {method: 100 * value("needles.csv", "score", method=method) for method in ("dense", "gate")}
-    ruler = {"length": "16384", "seed": "1"}
-    long_dense = 100 * value("ruler.csv", "score", method="dense", **ruler)
+    gates = {"select": "calibrated", "method": "gate", "setting": "sparsity 0.9", "dense_queries": "0"}
+    read = f"{100 * ruler('selectivity', method='classifier, calibrated'):.1f}"
     expected = {
-        f"RULER's answers, trained gates (dense: {long_dense:.1f} %)": 100
-        * value("ruler.csv", "score", method="gate", setting="sparsity 0.95", **ruler),
+        f"RULER's answers, trained gates (dense: {100 * ruler('score', method='dense'):.1f} %)": 100 * ruler("score", **gates),
+        "The same, calibrated query classifiers": 100 * ruler("score", method="classifier, calibrated"),
         "A second turn of 8k tokens, speedup over dense attention": second_turn("dense, flash")
         / second_turn("gate, untrained"),
         "Time to first token, speedup over FlashAttention-2": first_token,
@@ -202,6 +233,7 @@ def test_the_figures_of_the_readme() -> None:
     }
     for name, exact in expected.items():
         assert_rounded(table[name][1], exact)
+    assert table["The same, calibrated query classifiers"][0].startswith(read)
     assert needles("dense", "") == pytest.approx(98)
 
 

@@ -174,5 +174,6 @@ def as_row(
             "length": length,
             "bits_per_byte": loss * bits_per_byte_of_nats,
             "ratio_interval": ratio_spread and [math.exp(bound) for bound in ratio_spread],
+            "losses": run.losses,
         },
     )

@@ -6,8 +6,9 @@ trained method reads the fewest keys, at the longest prompt, and names the metho
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval
 from msattn.trainer.evaluate.report.style import is_of_one_prompt, is_trained, method_title
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
@@ -164,11 +165,26 @@ def _against(method: str, found: dict[str, EvalRow], subject: dict[str, EvalRow]
 
 
 def _told_apart(one: EvalRow, other: EvalRow) -> bool:
-    """Returns whether the 95 % intervals of two rows do not overlap; True if a row has none."""
+    """Returns whether two rows differ: by the 95 % interval of differences on the same samples, else if their own do not overlap.
+
+    True if a row has no interval.
+    """
+    if (difference := _difference(one.extra, other.extra)) is not None:
+        return not difference[0] <= 0 <= difference[1]
     bounds = [row.extra.get("ratio_interval") or row.interval for row in (one, other)]
     if bounds[0] is None or bounds[1] is None:
         return True
     return bounds[0][1] < bounds[1][0] or bounds[1][1] < bounds[0][0]
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float] | None:
+    """Returns the 95 % interval of the mean difference between the samples of two rows; None if they do not have them."""
+    if "losses" in one and "losses" in other:
+        return mean_interval([a - b for a, b in zip(one["losses"], other["losses"], strict=True)])
+    if "scores" in one and "scores" in other:
+        tasks = [zip(scores, other["scores"][task], strict=True) for task, scores in one["scores"].items()]
+        return stratified_interval([[a - b for a, b in pairs] for pairs in tasks])
+    return None
 
 
 def _other_reads(theirs: float, mine: float) -> str:
