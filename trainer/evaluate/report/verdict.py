@@ -165,7 +165,7 @@ def _against(method: str, found: dict[str, EvalRow], subject: dict[str, EvalRow]
 
 
 def _told_apart(one: EvalRow, other: EvalRow) -> bool:
-    """Returns whether two rows differ: by the 95 % interval of differences on the same samples, else if their own do not overlap.
+    """Returns whether two rows differ: by the 95 % interval of differences on the same samples, else by their own intervals.
 
     True if a row has no interval.
     """
