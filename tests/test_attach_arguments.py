@@ -54,6 +54,7 @@ def served(sparse: Sparse) -> tuple[int, int, int, frozenset[int]]:
     return sparse.routed.probes, sparse.routed.recent, sparse.routed.sink, sparse.routed.layers
 
 
+@pytest.mark.slow
 def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
     with msattn.attach(embedded, qmodel="embedded") as sparse:
         assert served(sparse) == (2, 256, 1, {1, 2, 3, 4, 5})

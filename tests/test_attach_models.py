@@ -137,6 +137,7 @@ def test_models_of_the_same_shape_are_served(make: Callable[[Path], Any], tmp_pa
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_threads_share_an_attached_model(family: str) -> None:
     model = tiny_model(family)

@@ -278,6 +278,7 @@ def test_a_weight_that_is_not_finite_is_reported(here: Path, rejected: Callable[
     assert not (here / "outputs/tiny/new/gate").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -58,6 +58,7 @@ def resumed(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_damaged_files(tries: Tries, stopped: Path, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     wanted = final_weights(whole)

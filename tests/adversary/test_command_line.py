@@ -141,6 +141,7 @@ def fits(found: Any, value: Any, kind: Any) -> bool:
     return type(found) is kind and found == value and (kind is not str or found.isprintable())
 
 
+@pytest.mark.slow
 def test_values_of_every_key(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MSATTN_HOSTILE", "from the environment")
     for key, text in tries.chosen([(key, text) for key in KEYS for text in VALUES]):

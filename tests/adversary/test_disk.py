@@ -164,6 +164,7 @@ def test_disks_that_are_read_only(tries: Tries, work: Path, tmp_path: Path, whol
         tries.record(f"{command}, read-only", fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("descriptor", [1, 2], ids=["stdout", "stderr"])
 def test_outputs_that_are_full(tries: Tries, work: Path, tmp_path: Path, descriptor: int) -> None:
     """A full stdout is named on stderr; a full stderr changes nothing."""

@@ -73,6 +73,7 @@ def attempt(tries: Tries, models: Models, cache: Path, case: str, *damages: Dama
     tries.python(case, lambda: load_folder(NAME), served, accepted=accepted)
 
 
+@pytest.mark.slow
 def test_undamaged(tries: Tries, models: Models, cache: Path) -> None:
     for form, change in forms().items():
         attempt(tries, models, cache, form, change, accepted=True)

@@ -194,6 +194,7 @@ def forms() -> dict[str, Damage]:
     return {"whole": lambda at: None, "in parts": shard, **pickles}
 
 
+@pytest.mark.slow
 def test_undamaged(tries: Tries, models: Models) -> None:
     """Every family, in each form, is served."""
     for family, (form, change) in product(FAMILIES, forms().items()):  # always all

@@ -124,6 +124,7 @@ def test_signals_in_training(tries: Tries, job: Path, whole: dict[str, torch.Ten
         tries.record(case, fault or resumed_fault(job, whole))
 
 
+@pytest.mark.slow
 def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: dict[str, torch.Tensor]) -> None:
     """One line names the loss and the checkpoint."""
     draw = random.Random(4)

@@ -207,6 +207,7 @@ def test_tokenizers(tries: Tries, models: Models) -> None:
         attempt(tries, models, f"tokenizer {name}", edited(VOCABULARY, key, value=value))
 
 
+@pytest.mark.slow
 def test_chat_templates(tries: Tries, models: Models) -> None:
     for name, template in tries.chosen(TEMPLATES.items()):
         accepted = True if name in SERVED else None

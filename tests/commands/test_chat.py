@@ -184,6 +184,7 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, at: int, times: int) -> Non
     monkeypatch.setattr(TextStreamer, "put", pressed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_stops_the_answer_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], times: int) -> None:
     talk = conversation(*ROUTED)

@@ -132,6 +132,7 @@ def test_a_run_writes_its_configuration(msattn, here: Path, job: list) -> None:
     assert yaml.safe_load((run / ".hydra/overrides.yaml").read_text()) == ["train.steps=3", "outputs=out", "name=mine"]
 
 
+@pytest.mark.slow
 def test_a_sweep_names_its_jobs_by_number(msattn, here: Path, job: list) -> None:
     code, _, err = msattn("train-gate", "-m", "train.lr=1e-3,1e-4")
     assert (code, err) == (0, "")

@@ -46,6 +46,7 @@ def test_a_packaged_model_needs_no_download(here: Path, monkeypatch: pytest.Monk
     assert "beyond" not in rows["faster from"].splitlines()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mine", "llama3"])
 def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """All but the jobs themselves, which would load the model."""

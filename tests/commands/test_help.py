@@ -45,6 +45,7 @@ def test_help_of_a_command(page, monkeypatch: pytest.MonkeyPatch, width: int) ->
     assert max(map(len, out.splitlines())) < width
 
 
+@pytest.mark.slow
 def test_help_leaves_out_what_a_command_does_not_use(page) -> None:
     """Commands that answer prompts read no text and write no artifacts."""
     topics = [page("help", topic)[1] for topic in ("data", "data.path", "experiment", "resume")]
@@ -81,6 +82,7 @@ def test_a_group(page) -> None:
         assert text in out
 
 
+@pytest.mark.slow
 def test_a_group_with_keys_of_one_command(page) -> None:
     out = page("help", "train")[1]
     assert "msattn finetune: shard weights" in out

@@ -90,6 +90,7 @@ def test_evaluation_refuses_held_out_text_of_the_training(task: str, msattn: Cal
     assert lines[0].startswith("msattn: data.heldout_path=overlap.txt: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["needle", "ruler"])
 def test_evaluation_refuses_a_haystack_of_training_text(task: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
     given = [*SMALL, f"eval.tasks=[{task}]", "eval.baselines=[]", "data.heldout_path=heldout.txt"]

@@ -187,6 +187,7 @@ def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pyt
     assert [name for name, _ in seen] == ["mine", "0", "1"], "the fixed name of a YAML is replaced by job numbers"
 
 
+@pytest.mark.slow
 def test_a_tracker_groups_an_experiment_or_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.chdir(tmp_path)

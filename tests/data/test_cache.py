@@ -162,6 +162,7 @@ def test_threads_make_an_entry_once(tmp_path: Path) -> None:
     assert made == [1]
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_nothing_that_is_read(tmp_path: Path) -> None:
     script = (
         "import os, sys, numpy as np\nfrom msattn.trainer.data import cache\n"

@@ -68,6 +68,7 @@ def test_modules_of_the_library_by_name() -> None:
         DataConfig("stdlib", path="books/")
 
 
+@pytest.mark.slow
 def test_stdlib_source_is_the_interpreters_library() -> None:
     train, heldout = sides(DataConfig("stdlib"))
     names = [document.name for document in [*train, *heldout]]

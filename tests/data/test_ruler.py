@@ -31,6 +31,7 @@ def test_the_configuration_names_all_tasks() -> None:
     assert tuple(TASKS) == RULER_TASKS
 
 
+@pytest.mark.slow
 @given(st.sampled_from(RULER_TASKS), st.sampled_from([1000, 2000, 6000]), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_samples_nearly_fill_their_length(name: str, length: int, seed: int) -> None:

@@ -317,6 +317,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).write_text(" ".join(words), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("text")
 def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     succeed("eval", *SMALL, f"outputs={tmp_path}")

@@ -128,6 +128,7 @@ def test_a_loss_that_is_not_finite_is_a_users_error() -> None:
         perplexity.as_row("perplexity", "gate", "sparsity 0.5", run, run, 1.0, 64)
 
 
+@pytest.mark.slow
 def test_evaluation_reads_only_held_out_documents(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * 300)

@@ -113,6 +113,7 @@ def log_likelihood(loaded: Loaded, tokens: list[int], first: int) -> float:
     return float(found.gather(1, torch.tensor(tokens[first:])[:, None]).sum())
 
 
+@pytest.mark.slow
 def test_dense_and_sparse_on_the_same_samples(
     folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +343,7 @@ def exit_code_of_harness(*arguments: str) -> int:
     return exit_code("eval", "eval=harness", "tracker=none", "device=cpu", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

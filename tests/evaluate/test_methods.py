@@ -23,6 +23,7 @@ from msattn.trainer.serving.loading import LOADERS
 from tests.evaluate.runs import config
 
 
+@pytest.mark.slow
 def test_shipped_artifacts_replace_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     paths, notes = _artifact_paths(compose("eval"))
@@ -102,6 +103,7 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     )
 
 
+@pytest.mark.slow
 def test_rows_of_calibrated_baselines_keep_their_names(tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, tasks=["perplexity", "recall"], baselines=["quest"])
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))

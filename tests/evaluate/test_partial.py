@@ -124,6 +124,7 @@ def test_what_cannot_be_resumed_is_refused_and_stays(content: str, message: str,
     assert path.read_bytes() == content.encode("utf-8", "surrogateescape")
 
 
+@pytest.mark.slow
 def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(trained, text, tasks=["perplexity"], baselines=[])
     monkeypatch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
@@ -152,6 +153,7 @@ def test_changed_text_is_another_setting(tmp_path: Path) -> None:
     assert len(set(found)) == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_many_rows_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "eval/results.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "path", "split"),
     [

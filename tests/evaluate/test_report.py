@@ -117,6 +117,7 @@ def test_cost_measures_memory_and_time() -> None:
     assert spent.peak_mb > before.peak_mb + 150
 
 
+@pytest.mark.slow
 def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: report.Context) -> None:
     figures = report.write(tmp_path, rows, about)
     assert list(figures) == ["tradeoff", "perplexity", "recall", "recall_heads", "needle", "needle_grid"]
@@ -205,6 +206,7 @@ def test_examples_show_each_method_once_and_need_no_expected_answer() -> None:
     assert examples([]) == ""
 
 
+@pytest.mark.slow
 def test_figures_of_what_is_read(tmp_path: Path) -> None:
     heads = [{"layer": 3, "head": 1, "maps": [[[1.0, None], [0.5, 0.5]]] * 3}]
     maps = {"maps": {"method": "gate", "setting": "sparsity 0.5", "heads": heads}}

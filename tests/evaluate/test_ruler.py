@@ -112,6 +112,7 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
         assert stopped.tokens == [free.tokens[0][:3], free.tokens[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparsity", [None, 0.5])
 def test_batches_get_the_answers_of_single_prompts(sparsity: float | None) -> None:
     loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")

@@ -51,6 +51,7 @@ def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "ContinuousBatchingLogger" not in out + err
 
 
+@pytest.mark.slow
 def test_requests_wait_for_pages(tmp_path: Path) -> None:
     loaded = models.load(throughput_config(tmp_path).model, device="cpu")
     prompts = throughput._random_prompts(loaded.model, 4, 96, seed=0)
@@ -73,6 +74,7 @@ def test_prompts_and_answers_fit_the_model(tmp_path: Path) -> None:
         evaluate(throughput_config(tmp_path, replace(SETTINGS, lengths=[4096])))
 
 
+@pytest.mark.slow
 def test_shares_of_the_keys(tmp_path: Path) -> None:
     """A trained classifier is measured at ``keys``, where the run gives them."""
     embedded = ModelConfig(name="tiny", path="embedded")

@@ -110,6 +110,7 @@ def test_the_result_loads_in_transformers(root: Path, trained: Path) -> None:
     assert steps[-1]["language"] < steps[0]["language"]
 
 
+@pytest.mark.slow
 def test_the_gates_written_are_those_of_the_trained_model(root: Path, trained: Path) -> None:
     cfg = run_config(root)
     gate, before = Gate.load(trained.with_name("gate")), Gate.load(str(cfg.artifacts.gate))
@@ -136,6 +137,7 @@ def test_eval_reads_the_model_and_its_gates(root: Path, trained: Path, monkeypat
     assert {"dense", "gate"} <= {row["method"] for row in rows["rows"]}
 
 
+@pytest.mark.slow
 def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
     cfg = run_config(root, "resumed", resume=True)
     shutil.copytree(trained.parent / "runs", root / "outputs/small/resumed/runs")

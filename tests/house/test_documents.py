@@ -48,6 +48,7 @@ def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert re.search(expected[script.stem], out), out
 
 
+@pytest.mark.slow
 def test_the_first_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """It takes the embedded model, without a download."""
     exec(blocks("README.md", "python")[0], {})
@@ -136,6 +137,7 @@ def test_links_within_the_documents_hold(document: str) -> None:
         assert ((ROOT / document).parent / target).exists(), f"{document} links to {target}"
 
 
+@pytest.mark.slow
 def test_the_figures_are_drawn_from_the_kept_files(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs/figures", tmp_path / "figures", ignore=shutil.ignore_patterns("*.svg"))
     subprocess.run([sys.executable, str(tmp_path / "figures/draw.py")], check=True)

@@ -68,6 +68,7 @@ def test_importing_any_module_changes_nothing_and_needs_no_optional_library(tmp_
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_transformers_finds_no_kernels_package_of_ours() -> None:
     """transformers probes for Hugging Face's ``kernels``; with the root on sys.path it must not take ours for it."""
     script = (

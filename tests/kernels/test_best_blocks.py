@@ -69,6 +69,7 @@ def test_agrees_with_sorting(shape, kind, backend: Backend, device: str, poisone
     assert torch.equal(got, select_by_sorting(**arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("threshold", [-4.0, 0.5, 0.0])
 def test_blocks_at_the_threshold_are_added(threshold: float, backend: Backend, device: str) -> None:

@@ -99,6 +99,7 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
     check(case, mask, backend, device, with_gradients=device == "cuda" or backend == "torch" or number % 2 == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
 def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
@@ -237,6 +238,7 @@ def test_ignores_mask_above_the_diagonal(device: str, n: int, more: int, backend
     torch.testing.assert_close(*got, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_are_independent(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(3, 2, 1, 70, device=device)

@@ -131,6 +131,7 @@ def test_softcap_at_4095_keys(head_size: int, softcap: float, poisoned: None) ->
         check(Case(2, 7, 1, 4095, head_size, dtype, 64, 20, (2, 100), filled=(4095, 3000)), "triton", "cuda", softcap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_counts_each_key_once(case: Case, backend: Backend, device: str) -> None:

@@ -111,6 +111,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 CAPPED_CASES = [(CASES[n], limit) for n, limit in ((3, 5.0), (2, 50.0), (4, 5.0), (0, 5.0), (1, 5.0), (5, 50.0), (8, 5.0))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
 def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
@@ -172,6 +173,7 @@ def test_order_of_keys_changes_nothing(n_k: int, seed: int) -> None:
     assert torch.equal(back, straight.top_key.long())
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     num_keys=st.integers(1, 200),
@@ -210,6 +212,7 @@ def test_key_groups_hold_each_key_once(num_keys: int, num_buckets: int, group_si
         assert sorted(members) == (buckets[0, 0] == bucket).nonzero()[:, 0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_scores_lose_no_accuracy(backend: Backend, device: str) -> None:
     """A large offset of all scores changes no mass; much smaller scores give 0."""

@@ -198,6 +198,7 @@ def test_padding_equals_unpadded(mod: str | None, backend: Backend, variant: Var
     torch.testing.assert_close(got, alone)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     num_keys=st.integers(1, 90),
@@ -254,6 +255,7 @@ def test_accepts_strided_views(device: str) -> None:
         torch.testing.assert_close(flash_decode(q, keys, v, backend="triton"), want, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 2, 20, device=device)

@@ -110,6 +110,7 @@ def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatc
     torch.testing.assert_close(parts, whole, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_padded_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
@@ -167,6 +168,7 @@ def test_scores_beyond_half_precision(device: str) -> None:
     assert all(x.isfinite().all() for x in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", [Case(1, 4, 2, 20, 33, 16, FULL), Case(2, 2, 1, 12, 12, 16, FULL, True, (12, 5))], ids=str)
 def test_lse_and_its_gradients(case: Case, backend: Backend, device: str, poisoned: None) -> None:

@@ -168,6 +168,7 @@ def test_agrees_with_fp64(number: int, backend: Backend, device: str, poisoned: 
     check(case, zoom, backend, device, with_gradients=device == "cuda" or backend == "torch" or number % 2 == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [8, 4, 2, 0])
 def test_tiles_of_means_across_zooms(last: int, device: str) -> None:
     """Tiles lie within one zoom or span several; the last group is smaller."""

@@ -97,6 +97,7 @@ def test_a_stopped_run_resumes_to_the_same_weights(
     assert (solver("cut") / "model.safetensors").read_bytes() == (solver("whole") / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_both_kinds_of_attention(train: Callable[..., int]) -> None:
     assert train("-m", "mta.attention=plain,multi_token", "name=${mta.attention}") == 0
     assert {load(solver(name)).model.config.num_hidden_layers for name in ("plain", "multi_token")} == {1}
@@ -134,6 +135,7 @@ def test_settings_that_cannot_train_are_refused(
     assert not solver().exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -101,6 +101,7 @@ def test_artifacts_load_and_record_their_source(trained: Path) -> None:
     assert torch.isfinite(qmodel.scores(1, query, query)).all()
 
 
+@pytest.mark.slow
 def test_recall_is_logged_while_training_and_changes_nothing(text: Path, trained: Path, tmp_path: Path) -> None:
     _, cfg = configs(text, tmp_path)
     presets = replace(cfg.model.presets, probes=3)
@@ -274,6 +275,7 @@ def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: P
     assert not list(tmp_path.rglob("*")), "rejected before any work"
 
 
+@pytest.mark.slow
 def test_cached_targets_of_another_dtype_are_rejected(text: Path, trained: Path, device: str) -> None:
     """On the CPU the random weights and their hash are the same in every dtype; on a GPU they differ."""
     _, cfg = configs(text, trained)

@@ -145,6 +145,7 @@ def test_a_decode_gate_lies_beside_a_prefill_gate(root):
     assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
 
 
+@pytest.mark.slow
 def test_recall_is_logged_for_each_layer(root):
     cfg = run_config(root, "recall", train=TrainConfig(lr=1e-3, steps=2, eval_every=1, log_every=1))
     manifest = artifacts.read(train_gate(cfg)).manifest

@@ -55,6 +55,7 @@ def test_steps_equal_ordinary_passes(family: str, where: str, monkeypatch: pytes
     assert expected["graph_steps"] + expected["eager_steps"] == 0
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_steps_at_a_share_of_the_keys(where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None) -> None:
     """The number of buckets differs between tokens, and their sizes change with the index."""
@@ -172,6 +173,7 @@ def test_a_cache_is_freed_inside_the_context(where: str) -> None:
         assert held() is None
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_threads_with_models_of_their_own(where: str) -> None:
     models = [tiny_model(seed=seed).to(where) for seed in range(3)]

@@ -134,6 +134,7 @@ def test_query_heads_choose_by_themselves(name: str) -> None:
     assert torch.allclose(out, shared) == (name == "window")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUTERS)
 def test_an_attached_model(name: str, where: str) -> None:
     """All probes are dense attention; in a batch with padding each row is as alone; fewer probes read less.
@@ -162,6 +163,7 @@ def test_an_attached_model(name: str, where: str) -> None:
             close(generate(model, rows[row][None], max_new_tokens=12)[:, 0], together[:, row - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probes", [0, 2, BUCKETS])
 def test_an_attached_model_whose_query_heads_choose_by_themselves(probes: int, where: str) -> None:
     model, ids = tiny_model().to(where), random_tokens(1, 100).to(where)

@@ -93,6 +93,7 @@ def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
     assert len(shipped.tokenizer) == shipped.model.config.vocab_size == VOCAB_SIZE
 
 
+@pytest.mark.slow
 def test_shipped_model_answers_held_out_wordings_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
     prompts, answer = figures.needle_prompts(text, 512, TOKENIZER, samples=len(HELD_OUT), seed=3)[1]
@@ -228,6 +229,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "train", lambda plan, texts, tokenizer, out, **_: (train.build_model(plan, tokenizer), 60.0))
 
 
+@pytest.mark.slow
 def test_an_interrupted_write_keeps_the_earlier_model(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(monkeypatch)
     model = run_recipe(workspace, "out") / "model"
@@ -268,6 +270,7 @@ def refused(workspace: Path, capsys: pytest.CaptureFixture[str], *arguments: str
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--test", "--haystack"])
 def test_short_held_out_text_is_refused_before_training(
     workspace: Path, option: str, capsys: pytest.CaptureFixture[str]
@@ -278,6 +281,7 @@ def test_short_held_out_text_is_refused_before_training(
     assert line == f"msattn: {option}: {count} tokens; --plan tiny needs at least 257"
 
 
+@pytest.mark.slow
 def test_short_training_text_is_refused_before_training(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     book = workspace / "books" / "book.txt"
     (workspace / "books" / "code-short.txt").write_text("x = 1\n")
@@ -298,6 +302,7 @@ def test_a_device_and_a_folder_that_cannot_be_used_are_refused(workspace: Path, 
         run_recipe(workspace, "foreign")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -330,6 +335,7 @@ def test_training_that_ends_early_is_one_line(
     assert capsys.readouterr().err == f"msattn: {line}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--test", "--haystack"])
 def test_text_of_the_training_is_no_held_out_text(workspace: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     (workspace / "test" / "part.txt").write_text((workspace / "books" / "book.txt").read_text()[10_000:14_000])

@@ -195,6 +195,7 @@ def test_signals_stop_after_a_saved_step(
     assert all(a != b for a, b in pairwise(passes))
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_is_not_lost(whole: Path, tmp_path: Path) -> None:
     module = Line(tmp_path / "seen-0")
     module.stop = (8 * 24, signal.SIGTERM)
@@ -203,6 +204,7 @@ def test_a_signal_in_the_last_step_is_not_lost(whole: Path, tmp_path: Path) -> N
     assert same_weights(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_removed_only_when_two_newer_ones_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[list[int]] = []
     remove = checkpoint_files.remove_older
@@ -221,6 +223,7 @@ def test_a_checkpoint_is_removed_only_when_two_newer_ones_are_complete(tmp_path:
     assert all(len(after) <= MAX_CHECKPOINTS for after in states[1::2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a link", "files that stay open"])
 def test_a_checkpoint_that_cannot_be_removed_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
@@ -249,6 +252,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_stop_the_run(
         assert "checkpoint-3 cannot be removed (Directory not" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [False, True])
 def test_other_names_beside_checkpoints_stay(tmp_path: Path, resume: bool) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -260,6 +264,7 @@ def test_other_names_beside_checkpoints_stay(tmp_path: Path, resume: bool) -> No
     assert (checkpoints / "checkpoint-best").is_dir()
 
 
+@pytest.mark.slow
 def test_an_earlier_run_that_cannot_be_removed_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Line(tmp_path / "seen-0"), tmp_path)
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "x")
@@ -268,6 +273,7 @@ def test_an_earlier_run_that_cannot_be_removed_is_an_error_of_one_line(tmp_path:
         run(Line(tmp_path / "seen-0"), tmp_path)
 
 
+@pytest.mark.slow
 def test_an_older_run_is_unmarked_before_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Line(tmp_path / "seen-0"), tmp_path)
 
@@ -354,6 +360,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_and_resuming_succeeds_with_more_space(small_disk: Path, tmp_path: Path) -> None:
     train = replace(TRAIN, save_every=3)
     with pytest.raises(

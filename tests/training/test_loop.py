@@ -94,6 +94,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
     return weights(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_after", [5, 9, 11])  # 4.8 passes over the 10 items: stops fall into later passes too
 def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterrupted: list[Tensor]) -> None:
     class Stopped(Exception):
@@ -153,6 +154,7 @@ def test_resuming_a_finished_run_takes_no_step(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(first), weights(again), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["layer 2", "layer 3"])
 def test_nan_stops_the_run_and_the_message_names_the_part(tmp_path: Path, part: str) -> None:
     module = Regression()
@@ -172,6 +174,7 @@ def test_an_infinite_gradient_never_reaches_a_checkpoint(tmp_path: Path) -> None
     assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_step_and_the_message_names_resume(tmp_path: Path, uninterrupted: list[Tensor]) -> None:
     usual = signal.getsignal(signal.SIGINT)
     module = Regression()
@@ -185,6 +188,7 @@ def test_ctrl_c_saves_the_step_and_the_message_names_resume(tmp_path: Path, unin
     assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
 
 
+@pytest.mark.slow
 def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
     # A forward with **kwargs must not disable the division by the number of micro-batches.
     train = replace(TRAIN, max_grad_norm=0.0, steps=6)
@@ -292,6 +296,7 @@ def test_a_wide_terminal_shows_the_last_evaluation_beside_the_losses(tmp_path: P
         assert task.fields["figures"] == ("loss 0.25  recall 0.5" if shown else "loss 0.25")
 
 
+@pytest.mark.slow
 def test_a_new_run_removes_the_old_checkpoints(tmp_path: Path) -> None:
     run(Regression(), tmp_path, replace(TRAIN, steps=4))
     run(Regression(), tmp_path, replace(TRAIN, steps=3))

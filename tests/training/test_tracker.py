@@ -185,6 +185,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]
     return started
 
 
+@pytest.mark.slow
 def test_wandb_with_a_key_is_online_and_receives_everything(
     tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:

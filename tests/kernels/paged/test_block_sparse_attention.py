@@ -130,6 +130,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
     check(case, backend, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "softcap"), [(CASES[n], (5.0, 50.0)[n % 2]) for n in (4, 0, 2, 5)], ids=str)
 def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
@@ -201,6 +202,7 @@ def contiguous(problem: Problem, case: Case, backend: Backend) -> SparseAttentio
     return SparseAttention(torch.cat(outs), torch.cat(lses))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_heads", [2, 0])
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 def test_kernel_equals_the_one_over_contiguous_keys(page_size: int, mask_heads: int, device: str) -> None:
@@ -291,6 +293,7 @@ def test_sequences_share_pages(backend: Backend, device: str) -> None:
             torch.testing.assert_close(x[tokens], y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accepts_strided_views(backend: Backend, device: str) -> None:
     """Pages of one buffer of all layers, head-major queries, and views of tables, lengths and masks."""
@@ -329,6 +332,7 @@ def test_the_cache_is_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -
     assert all(x.data_ptr() in addresses for x in (q, views.k, views.v, views.table))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     case = Case(16, 16, 2, 1, 16, 1, ((5, 20), (0, 3)))

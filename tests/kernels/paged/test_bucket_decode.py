@@ -123,6 +123,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 CAPPED_CASES = [(CASES[n], limit) for n, limit in ((1, 5.0), (0, 50.0), (7, 5.0), (3, 50.0))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "softcap"), CAPPED_CASES, ids=str)
 def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
@@ -150,6 +151,7 @@ def test_one_split_at_large_batch(poisoned: None) -> None:
     check(Case(lengths, 8, 2, 128, 256, torch.bfloat16, 64, 8, 100), "triton", "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -190,6 +192,7 @@ def test_equals_lists_of_the_gathered_cache(
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accepts_any_strides(backend: Backend, device: str) -> None:
     case = CASES[1]

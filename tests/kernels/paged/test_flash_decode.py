@@ -97,6 +97,7 @@ def test_tiles_divide_pages_or_cross_them(tile: int, page_size: int, keys: int, 
     assert (got.keys, got.programs) == (keys, programs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=10, deadline=None)
 @given(

@@ -139,6 +139,7 @@ def test_tokens_of_cancelled_requests_are_thrown_away(small: Loaded, monkeypatch
         eventually(kept.empty)
 
 
+@pytest.mark.slow
 def test_shutdown_lets_requests_finish(small: Loaded) -> None:
     with running(small, configuration()) as served, served.client() as client:
         whole = client.completions.create(**WORDS, max_tokens=200).choices[0].text
@@ -155,6 +156,7 @@ def test_shutdown_lets_requests_finish(small: Loaded) -> None:
         assert served.error is None
 
 
+@pytest.mark.slow
 def test_shutdown_takes_a_bounded_time(small: Loaded) -> None:
     with running(small, configuration("server.drain_s=0.2")) as served, served.client() as client:
         stream = endless(client)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from msattn.trainer.config import TrackerConfig
 from msattn.trainer.serving.http.metrics import Metrics
 from msattn.trainer.serving.http.metrics_log import logged
@@ -14,6 +16,7 @@ def start(folder: Path) -> Tracker:
     return Tracker.start(TrackerConfig("none"), folder=folder, run_name="serve", config={})
 
 
+@pytest.mark.slow
 def test_the_end_of_a_server_logs_its_requests(tmp_path: Path) -> None:
     with start(tmp_path) as tracker, running(small_loaded(tmp_path), configuration(), tracker=tracker) as served:
         answer = served.post(json={"model": "tiny", "prompt": "t1 t2 t3", "max_tokens": 4, "temperature": 0})

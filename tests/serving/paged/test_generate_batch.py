@@ -99,6 +99,7 @@ def test_families(family: str) -> None:
         assert together(model, sparse, prompts, max_batch_tokens=48) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("select", ["gate", "quest", "mean_pool", "sink_local", "oracle", "vertical_slash"])
 def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
     """Policies look at one row of blocks, so chunks make no difference; nor do other requests in the same passes."""
