@@ -222,6 +222,7 @@ def test_generate_rejects(here: Path, rejected: Callable[..., str]) -> None:
     assert "--prompt: empty" in rejected("generate", "--prompt", " ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train-gate", "fit-kmeans", "train-qmodel", "eval"])
 def test_outputs_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., str], command: str) -> None:
     long = [*SMALL, "data.seq_len=512"]  # longer than the default of qmodel.long_range
@@ -232,6 +233,7 @@ def test_outputs_that_is_a_file_is_rejected(here: Path, rejected: Callable[..., 
     assert "outputs=half" in rejected(command, *long, "outputs=half")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["outputs", "model.path", "data.path", "artifacts.gate", "--config-dir"])
 def test_paths_that_are_too_long_are_rejected(here: Path, rejected: Callable[..., str], key: str) -> None:
     path = "a/" * 2500

@@ -115,6 +115,7 @@ def test_signed_tensors_that_do_not_fit(tries: Tries, fresh: Callable[[str], Pat
         tries.python(f"{kind} {name} {how}", partial(load, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.area("manifest and configuration")
 @pytest.mark.parametrize("signed", [False, True], ids=["edited", "signed"])
 def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path], model: Any, signed: bool) -> None:

@@ -87,6 +87,7 @@ def _damage(path: Path, how: str) -> None:
         path.write_bytes(b"{}")
 
 
+@pytest.mark.slow
 def test_hostile_names(tries: Tries, stopped: Path, whole: Path, tmp_path: Path) -> None:
     """Folders that are no checkpoints, beside checkpoints, do not disturb a run."""
     wanted = final_weights(whole)

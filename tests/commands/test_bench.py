@@ -86,6 +86,7 @@ def test_keys_differ_from_queries() -> None:
     assert not torch.isclose(k, v).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_timed_with_its_peers(name: str) -> None:
     rows = list(bench.measure(name, SMALL, replace(OPTIONS, peers=("flash", "eager", "product", "block_sparse"))))
@@ -117,6 +118,7 @@ def test_speedups_are_over_the_peer_of_the_same_setting() -> None:
     assert len(rows) == 2 * 3, "a peer is timed once for both variants"
 
 
+@pytest.mark.slow
 def test_backward_pass_has_speedups_over_peers() -> None:
     options = replace(OPTIONS, backward=True, sparsities=[0.5], peers=("flash", "eager"))
     rows = list(bench.measure("block_sparse_attention", SMALL, options))
@@ -183,6 +185,7 @@ def test_peers_that_cannot_run_have_a_note(monkeypatch: pytest.MonkeyPatch) -> N
     assert own.times == {}
 
 
+@pytest.mark.slow
 def test_ceilings_are_measured_once() -> None:
     found = ceilings("cpu", torch.float32)
     assert 1e-4 < found.tflops < 100
@@ -212,6 +215,7 @@ def test_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> Non
     assert not any("cudnn" in key for key in summary)
 
 
+@pytest.mark.slow
 def test_each_direction_has_files_of_its_own(msattn: Run, tmp_path: Path) -> None:
     for direction in ("forward", "backward"):
         assert msattn(*TINY, "bench.peers=[]", f"bench.direction={direction}")[0] == 0
@@ -221,6 +225,7 @@ def test_each_direction_has_files_of_its_own(msattn: Run, tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_interrupted_run_keeps_its_rows_and_earlier_results(
     msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +246,7 @@ def test_interrupted_run_keeps_its_rows_and_earlier_results(
     assert (folder / "forward-cpu.csv").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = block_sparse_attention.block_sparse_attention
 
@@ -270,6 +276,7 @@ def test_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         next(bench.measure("block_sparse_attention", SMALL, replace(OPTIONS, backward=True)))
 
 
+@pytest.mark.slow
 def test_multirun_error_names_the_failed_operation(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_states, "merge_states", lambda outs, lses: (outs[0], lses[0]))
     code, _, err = msattn(*TINY, "-m", "op=maxpool_attention,merge_states", "bench.peers=[]")
@@ -278,6 +285,7 @@ def test_multirun_error_names_the_failed_operation(msattn: Run, tmp_path: Path, 
     assert (tmp_path / "outputs/bench/maxpool_attention/forward-cpu.csv").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -308,6 +316,7 @@ def test_figure_without_timed_rows() -> None:
     assert figure([replace(row, ms=None, note="not timed: out of memory")]).axes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variants", "settings"), [(2, 1), (1, 14), (25, 4)])
 def test_each_line_of_a_figure_has_its_own_colour(variants: int, settings: int) -> None:
     (row,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))

@@ -89,6 +89,7 @@ def test_the_second_turn_computes_only_its_tokens(chat: Callable[..., tuple], ov
     assert all(("selectivity 1" in line) == (overrides is ROUTED) for line in statistics)
 
 
+@pytest.mark.slow
 def test_reset_and_exit(chat: Callable[..., tuple]) -> None:
     code, (first, second, rest), statistics, _ = chat(f"{FIRST}\n/reset\n{FIRST}\n/help\n/exit\n{SECOND}\n", *DENSE)
     assert code == 0
@@ -99,6 +100,7 @@ def test_reset_and_exit(chat: Callable[..., tuple]) -> None:
     assert all(command in rest for command in ("/reset", "/help", "/exit", "Ctrl-C"))
 
 
+@pytest.mark.slow
 def test_a_prompt_is_the_first_message(chat: Callable[..., tuple]) -> None:
     Path("p.txt").write_text(FIRST, encoding="utf-8")
     by_file, by_option, by_line = (
@@ -108,11 +110,13 @@ def test_a_prompt_is_the_first_message(chat: Callable[..., tuple]) -> None:
     assert by_file == by_option == by_line
 
 
+@pytest.mark.slow
 def test_dense_passes_are_named(chat: Callable[..., tuple]) -> None:
     _, _, (line,), _ = chat(FIRST, *DENSE, "dense_below=1000")
     assert "dense where that is faster (dense_below=0: sparse everywhere)" in line
 
 
+@pytest.mark.slow
 def test_a_turn_that_does_not_fit_is_refused(chat: Callable[..., tuple]) -> None:
     code, _, statistics, err = chat(f"{FIRST}\n{'word ' * 5000}\n{SECOND}\n", *DENSE)
     assert (code, len(statistics)) == (0, 2)
@@ -163,6 +167,7 @@ def test_a_template_that_rewrites_earlier_turns(overrides: list[str]) -> None:
         assert {layer.get_seq_length() for layer in layers} == {len(talk.cached)} == {turn.cached_tokens}
 
 
+@pytest.mark.slow
 def test_the_same_prompt_again_computes_one_token() -> None:
     talk = conversation(*DENSE)
     first = talk.answer(FIRST)
@@ -201,6 +206,7 @@ def test_ctrl_c_stops_the_answer_only(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert talk.answer(SECOND).answer == answer_at_once(messages)[0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_token_forgets_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = conversation(*DENSE)
     press_ctrl_c(monkeypatch, at=0, times=2)

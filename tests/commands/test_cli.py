@@ -200,6 +200,7 @@ def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: py
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "sizes"), [("train-gate", "data.seq_len"), ("train-mta", "mta.blocks"), ("bench", "bench.")]
 )

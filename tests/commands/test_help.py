@@ -24,6 +24,7 @@ def page(capsys: pytest.CaptureFixture[str]):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_first_keys_of_a_command_are_its_own(command: str) -> None:
     known = keys_of(command)
@@ -70,6 +71,7 @@ def test_the_overview_names_commands_groups_and_overrides(page) -> None:
         assert text in out
 
 
+@pytest.mark.slow
 def test_a_group(page) -> None:
     code, out = page("help", "select")
     assert code == 0

@@ -67,6 +67,7 @@ def test_a_round_trip_keeps_the_content(hub: Hub, kind: str) -> None:
     assert [call for call in hub.calls if call.startswith("PUT")], "weights are uploaded as LFS files"
 
 
+@pytest.mark.slow
 def test_a_run_is_one_commit_that_loads_by_kind(hub: Hub, push, run_folder: Path) -> None:
     code, out = push(run_folder, NAME)
     commits = hub.repositories[NAME].commits
@@ -79,6 +80,7 @@ def test_a_run_is_one_commit_that_loads_by_kind(hub: Hub, push, run_folder: Path
         load(NAME)
 
 
+@pytest.mark.slow
 def test_an_earlier_revision_is_loaded(hub: Hub, run_folder: Path, push) -> None:
     first = Gate.load(run_folder / "gate").push_to_hub(NAME).rsplit("/", 1)[1]
     assert push(run_folder / "qmodel", NAME)[0] == 0
@@ -93,6 +95,7 @@ def test_an_earlier_revision_is_loaded(hub: Hub, run_folder: Path, push) -> None
         Gate.from_pretrained(run_folder / "gate", revision="main")
 
 
+@pytest.mark.slow
 def test_a_commit_replaces_other_artifacts_and_keeps_other_files(hub: Hub, push, run_folder: Path) -> None:
     hub.create(NAME, **{"notes.txt": b"mine", "README.md": b"old", "manifest.json": b"{}", "kmeans/manifest.json": b"{}"})
     shutil.rmtree(run_folder / "kmeans")
@@ -106,6 +109,7 @@ def test_a_commit_replaces_other_artifacts_and_keeps_other_files(hub: Hub, push,
     assert len(hub.repositories[NAME].commits) == 2, "nothing changed, so there is no commit"
 
 
+@pytest.mark.slow
 def test_an_artifact_from_the_hub_is_attached(hub: Hub, push, run_folder: Path) -> None:
     from msattn.trainer import models
     from msattn.trainer.config import ModelConfig
@@ -129,6 +133,7 @@ def results(run: Path, **hashes: str) -> None:
     (run / "eval" / "results.json").write_text(json.dumps({"title": "x", "artifacts": artifacts, "rows": rows}))
 
 
+@pytest.mark.slow
 def test_cards_have_front_matter_and_the_figures_of_exactly_these_artifacts(hub: Hub, push, run_folder: Path) -> None:
     card = run_folder / "gate" / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: someone/model\n", 1))
@@ -172,6 +177,7 @@ def test_damaged_results_are_named(hub: Hub, push, run_folder: Path, content: st
 # Refusals
 
 
+@pytest.mark.slow
 def test_names_folders_and_tokens_are_refused_before_any_request(
     hub: Hub, push, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +239,7 @@ def test_an_interrupted_push_changes_nothing(hub: Hub, push, run_folder: Path, f
     assert Gate.from_pretrained(NAME).artifact is not None
 
 
+@pytest.mark.slow
 def test_no_permission_no_network_and_public_repositories(
     hub: Hub, push, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

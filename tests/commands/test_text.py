@@ -48,6 +48,7 @@ def test_a_large_model_has_no_default_text(command: str, msattn: Callable[..., t
     assert list(Path().glob("outputs")) == []
 
 
+@pytest.mark.slow
 def test_which_models_have_a_default_text() -> None:
     for model in packaged_models():
         cfg = compose("train-gate", [f"model={model}"])
@@ -75,6 +76,7 @@ def test_commands_that_do_not_train_need_no_choice() -> None:
     assert compose("generate", ["model=llama3"]).data.is_library
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train-gate", "finetune", "fit-kmeans"])
 def test_overlapping_held_out_text_is_refused(command: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
     code, lines = msattn(command, *SMALL, *DENSE.get(command, []), "data.heldout_path=overlap.txt")
@@ -83,6 +85,7 @@ def test_overlapping_held_out_text_is_refused(command: str, msattn: Callable[...
     assert "compared passages of 200 characters are also in data.path=text.txt" in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["perplexity", "recall", "documents"])
 def test_evaluation_refuses_held_out_text_of_the_training(task: str, msattn: Callable[..., tuple[int, list[str]]]) -> None:
     code, lines = msattn("eval", *SMALL, f"eval.tasks=[{task}]", "eval.baselines=[]", "data.heldout_path=overlap.txt")

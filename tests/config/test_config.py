@@ -39,6 +39,7 @@ def test_every_yaml_parses_and_starts_with_a_comment(path: Path) -> None:
     assert text.startswith("#")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_key_is_explained_by_a_comment(command: str) -> None:
     known = keys_of(command, whole="select").keys
@@ -46,6 +47,7 @@ def test_every_key_is_explained_by_a_comment(command: str) -> None:
     assert not [name for name, key in known.items() if not key.comment]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_defaults_name_every_key(command: str) -> None:
     """A key that is missing from conf/ could not be overridden on the command line."""
@@ -106,6 +108,7 @@ def test_sizes_follow_the_model() -> None:
     assert llama.eval.needle.probes == [0, 4, 16, 32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", options("select"))
 def test_every_selection_composes(option: str) -> None:
     cfg = compose("eval", [f"select={option}", "select.sink_blocks=2"])

@@ -64,6 +64,7 @@ def test_keys_of_other_policies_are_refused_in_python(policy: str, key: str) -> 
 ONE_OF_EACH = [(*each, "+") for each in FOREIGN[:: len(VALUES) - 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "key", "added"), [(*FOREIGN[0], ""), *ONE_OF_EACH])
 def test_keys_of_other_policies_are_refused_on_the_command_line(policy: str, key: str, added: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -116,12 +117,14 @@ def test_values_out_of_range_are_refused(policy: str, value: Any, says: str) -> 
         SelectConfig(policy, **{VALUES[policy][0]: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_command_line_sets_the_key_of_a_policy(policy: str) -> None:
     key, value = VALUES[policy]
     assert composed(f"select={policy}", f"select.{key}={value}".replace(" ", "")) == SelectConfig(policy, **{key: value})
 
 
+@pytest.mark.slow
 def test_the_policy_alone_changes_where_the_keys_are_the_same() -> None:
     assert composed("select.policy=topk") == SelectConfig("topk")
     with pytest.raises(UserError, match=r"select.sparsity: policy=nucleus .*; select=nucleus sets the policy") as caught:

@@ -61,6 +61,7 @@ def found_methods(cfg: EvalRunConfig) -> tuple[Loaded, methods.ComparedMethods]:
     return loaded, add_routers(found, cfg, loaded.model)
 
 
+@pytest.mark.slow
 def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
     sizes = config(trained, text).eval
     cfg = config(
@@ -177,6 +178,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert results["artifacts"]["decode_gate"]["kind"] == "decode_gate"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "overrides", "says"),
     [

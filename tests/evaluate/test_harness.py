@@ -188,6 +188,7 @@ def made_task(folder: Path) -> None:
     write_task(folder, "babilong_one", **keys, **functions, metric_list=metrics)
 
 
+@pytest.mark.slow
 def test_lengths(folder: Path, loaded: Loaded) -> None:
     made_task(folder)
     found = measure(settings(folder, "made", lengths=[64, 192], limit=2))

@@ -126,6 +126,7 @@ def test_the_gates_written_are_those_of_the_trained_model(root: Path, trained: P
         artifacts.check_model(gate.artifact.manifest, first.fingerprint)
 
 
+@pytest.mark.slow
 def test_eval_reads_the_model_and_its_gates(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     common = ["tracker=none", "device=cpu", "data=text", "data.path=train.txt", "data.heldout_path=heldout.txt"]
@@ -154,6 +155,7 @@ def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
         finetune(replace(cfg, overwrite=True, data=replace(cfg.data, seq_len=95)))
 
 
+@pytest.mark.slow
 def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
     cfg = run_config(
         root,

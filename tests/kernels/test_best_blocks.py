@@ -130,6 +130,7 @@ def test_gradient_of_the_softmax(backend: Backend, device: str) -> None:
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operators(backend: Backend, device: str) -> None:
     from msattn.kernels import best_blocks as module

@@ -124,6 +124,7 @@ def test_any_kernel_size(dtype: torch.dtype, poisoned: None) -> None:
         check(Case(2, 4, 2, num_keys, 64, (window, taps), dtype, (0, 9)), "triton", "cuda")
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(1, 60),
@@ -166,6 +167,7 @@ def test_no_keys_to_read(backend: Backend, device: str) -> None:
     assert (lse == -torch.inf).all()
 
 
+@pytest.mark.slow
 def test_accepts_strided_views(device: str) -> None:
     """Token-major caches and caches with a strided last dimension agree."""
     q, _, _, weight = Case(2, 4, 2, 70, 64, (2, 3)).inputs(device)
@@ -175,6 +177,7 @@ def test_accepts_strided_views(device: str) -> None:
         torch.testing.assert_close(conv_decode(q, keys, v, weight, backend="triton"), want, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v, weight = Case(2, 4, 2, 40, 16, (2, 3)).inputs(device)

@@ -108,6 +108,7 @@ def test_gated_silu_equals_that_of_pytorch(shape: tuple[int, ...], dtype: torch.
     assert_same(got, torch.nn.functional.silu(gate) * up, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gated_silu_of_strided_rows(layout: str, backend: Backend, device: str) -> None:
@@ -146,6 +147,7 @@ def step(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

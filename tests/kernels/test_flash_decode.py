@@ -183,6 +183,7 @@ def test_no_visible_keys(backend: Backend, variant: Variant, device: str) -> Non
         assert (got.lse == -math.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mod", [None, "alibi", "sliding_window"])

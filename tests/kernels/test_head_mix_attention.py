@@ -208,6 +208,7 @@ def test_accepts_misaligned_output_gradients(device: str) -> None:
     mixed_scores.assert_accepts_misaligned_gradients(head_mix_attention, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     inputs = *random_qkv(1, 4, 2, 20, head_size=16, device=device), random_weight(4, FULL, device)

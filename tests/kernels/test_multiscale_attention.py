@@ -211,6 +211,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poiso
         check(case, random_zoom(1, case.q_heads, case.blocks, 0.5, "cuda"), "triton", "cuda")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padded_equals_unpadded(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 100, head_size=64, device=device)
@@ -225,6 +226,7 @@ def test_padded_equals_unpadded(backend: Backend, device: str) -> None:
     torch.testing.assert_close(got.lse[:, :, pad:], alone.lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 2, 200, head_size=16, device=device)
@@ -247,6 +249,7 @@ def test_nothing_selected(backend: Backend, device: str) -> None:
     assert all((x == 0).all() for x in torch.autograd.grad(got.out.sum(), inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zoom_1_equals_block_sparse_attention(backend: Backend, device: str) -> None:
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, 100, 16, device=device)]

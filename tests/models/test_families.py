@@ -170,6 +170,7 @@ def test_artifacts_of_other_layers_are_refused() -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 @torch.no_grad()
 def test_folders_load_with_all_their_keys(family: str, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def metrics(name: str = "base") -> dict[str, float]:
     return json.loads((solver(name) / "result.json").read_text())["metrics"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["plain", "multi_token"])
 def test_the_written_model_has_the_written_accuracy(train: Callable[..., int], attention: str) -> None:
     assert train(f"mta.attention={attention}") == 0
@@ -54,11 +55,13 @@ def test_the_written_model_has_the_written_accuracy(train: Callable[..., int], a
     assert [line["step"] for line in lines if "exact_match" in line] == [2, 4]
 
 
+@pytest.mark.slow
 def test_without_evaluations_the_model_is_evaluated_at_the_end(train: Callable[..., int]) -> None:
     assert train("train.eval_every=0") == 0
     assert 0 <= metrics()["exact_match"] <= 1
 
 
+@pytest.mark.slow
 def test_a_result_is_replaced_only_on_request(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert train() == 0
     before = (solver() / "model.safetensors").read_bytes()
@@ -113,6 +116,7 @@ def test_training_lowers_the_loss(train: Callable[..., int], attention: str) -> 
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -166,6 +166,7 @@ def test_sampled_queries_depend_on_the_tokens_alone() -> None:
     assert sample_queries(ids, 1000, 40).tolist() == list(range(40, 100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"recent": 20}, {"loss": "mse"}, {"loss": "smooth_l1", "skip_rows": 2}, {"qk_norm": True}], ids=str
 )

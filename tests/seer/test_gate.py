@@ -292,6 +292,7 @@ def topical_tokens(batch: int, blocks: int, seed: int) -> Tensor:
     return (1 + 4 * topics + torch.randint(0, 2, (batch, blocks, BLOCK), generator=generator)).flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["mse", "kl"])
 def test_training_closes_the_gap_to_the_recall_of_the_oracle(loss):
     model = tiny_model(initializer_range=0.3)

@@ -22,9 +22,11 @@ from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.test_attach import gate_for, random_partition
 
+MOSTLY_SLOW = [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
+
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOSTLY_SLOW)
 def test_all_buckets_are_dense_attention(family: str, where: str) -> None:
     model = tiny_model(family).to(where)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (70, 41)])
@@ -39,7 +41,7 @@ def test_all_buckets_are_dense_attention(family: str, where: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOSTLY_SLOW)
 def test_steps_equal_ordinary_passes(family: str, where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None) -> None:
     """With few buckets, through growth of the buffers and new indices."""
     model = tiny_model(family).to(where)

@@ -214,6 +214,7 @@ def test_wandb_with_a_key_is_online_and_receives_everything(
     assert len(metrics_lines(tmp_path)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("upload", [True, False])
 def test_artifacts_are_uploaded_on_request_but_models_are_not(
     tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capfd: pytest.CaptureFixture[str], upload: bool

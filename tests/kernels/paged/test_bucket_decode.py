@@ -208,6 +208,7 @@ def test_accepts_any_strides(backend: Backend, device: str) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     case = Case((70, 30), 4, 2, 64, 16)

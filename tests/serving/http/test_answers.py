@@ -96,6 +96,7 @@ def test_each_request_samples_in_its_own_way(embedded: Loaded, client: OpenAI) -
     assert len({text, *hot}) == 3
 
 
+@pytest.mark.slow
 def test_parameters_at_the_ends_of_their_ranges(embedded: Loaded, served: Running) -> None:
     """In float32, the manager would divide by a temperature of zero, and its thread would end."""
     request = {"model": "tiny", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
@@ -170,6 +171,7 @@ def test_models_and_health(served: Running, client: OpenAI) -> None:
     assert served.get("/health").json() == {"status": "ok"}
 
 
+@pytest.mark.slow
 def test_the_configuration_names_what_has_no_use() -> None:
     from msattn.trainer.errors import UserError
 

@@ -46,6 +46,7 @@ def text_of(stream: Any) -> str:
     return "".join(piece.choices[0].text for piece in stream)
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_requests(small: Loaded) -> None:
     """One request runs at a time, so the others wait."""
     with running(small, configuration("server.max_running=1", "server.max_waiting=2")) as served, served.client() as client:
@@ -64,6 +65,7 @@ def test_a_full_queue_refuses_requests(small: Loaded) -> None:
         assert served.metric('requests_total{outcome="refused"}') == 1
 
 
+@pytest.mark.slow
 def test_bodies_that_arrive_count_as_waiting(small: Loaded) -> None:
     """Their clients have sent one byte. Those that leave make room."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
@@ -81,6 +83,7 @@ def test_bodies_that_arrive_count_as_waiting(small: Loaded) -> None:
         eventually(lambda: status() == 200)
 
 
+@pytest.mark.slow
 def test_a_model_may_give_its_sampling_in_integers(small: Loaded) -> None:
     """JSON has ``"temperature": 1``, which the manager refuses."""
     small.model.generation_config.update(do_sample=True, temperature=1, top_p=1)
@@ -116,6 +119,7 @@ def test_requests_beyond_the_memory_take_turns(small: Loaded) -> None:
             client.completions.create(model="tiny", prompt=[5] * 31, max_tokens=34)
 
 
+@pytest.mark.slow
 def test_waiting_requests_begin_after_the_last_that_ran_was_cancelled(small: Loaded) -> None:
     """The manager begins none while the flag is set, which only a request that ends by itself resets."""
     with running(small, configuration()) as served, served.client() as client:
@@ -125,6 +129,7 @@ def test_waiting_requests_begin_after_the_last_that_ran_was_cancelled(small: Loa
         assert client.completions.create(**WORDS, max_tokens=2).usage.completion_tokens == 2
 
 
+@pytest.mark.slow
 def test_tokens_of_cancelled_requests_are_thrown_away(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager keeps those of its last pass over a request for a reader that there is not."""
     with running(small, configuration()) as served, served.client() as client:
@@ -169,6 +174,7 @@ def test_shutdown_takes_a_bounded_time(small: Loaded) -> None:
         assert served.error is None
 
 
+@pytest.mark.slow
 def test_a_thread_that_dies_ends_the_server(
     small: Loaded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +240,7 @@ def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -305,6 +312,7 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     assert command() == (2, "msattn: serve: fastapi is not installed; pip install 'msattn[serve]'\n")
 
 
+@pytest.mark.slow
 def test_artifacts_of_another_model_are_refused(command: Any, tmp_path: Path) -> None:
     small_loaded(tmp_path / "m").model.save_pretrained(tmp_path / "m")
     code, err = command("--model", str(tmp_path / "m"), "artifacts.gate=embedded")

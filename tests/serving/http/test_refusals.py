@@ -160,6 +160,7 @@ def test_a_body_of_unknown_length_is_bounded(served: Running) -> None:
     assert "exceeds 104857 bytes" in problem(answer)["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [None, "x", "sk-wrong", f"{KEY}x", KEY[:-1], "sk-\u00fc"])
 def test_a_wrong_key_opens_health_alone(served: Running, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
@@ -209,6 +210,7 @@ def test_the_log_has_one_line_without_the_text(served: Running, caplog: pytest.L
     assert not any(hidden in line for line in (first, second) for hidden in ("secret", KEY, "\x1b"))
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_server_has_no_details(served: Running, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served.engine, "submit", lambda *arguments: 1 / 0)

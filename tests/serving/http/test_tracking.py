@@ -35,6 +35,7 @@ def test_the_end_of_a_server_logs_its_requests(tmp_path: Path) -> None:
     assert not [name for name in line if name.endswith(("_bucket", "_created", "_sum"))]
 
 
+@pytest.mark.slow
 def test_metrics_are_logged_when_they_change(tmp_path: Path) -> None:
     with start(tmp_path) as tracker, running(small_loaded(tmp_path), configuration()) as served:
         metrics = Metrics(served.engine)

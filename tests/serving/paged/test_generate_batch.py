@@ -71,6 +71,7 @@ def ragged(count: int) -> list[list[int]]:
     return prompts_of(*lengths[::2]) + prompts_of(*lengths[1::2], prefix=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages_of_request", [None, 0], ids=["block tables", "slots"])
 @pytest.mark.parametrize("count", [10, pytest.param(64, marks=pytest.mark.slow)])
 def test_reading_every_key_gives_the_tokens_of_dense_generate(
@@ -90,6 +91,7 @@ def test_reading_every_key_gives_the_tokens_of_dense_generate(
     assert events["preempted"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "granite", "smollm3", "olmo2", "glm4", "mixtral"])
 def test_families(family: str) -> None:
     model = tiny_model(family)
