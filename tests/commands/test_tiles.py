@@ -166,6 +166,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
     return tune
 
 
+@pytest.mark.slow
 def test_command_saves_the_faster_tiles(swept: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     results = swept("op=block_sparse_attention", "bench.direction=backward", "bench.dtype=bfloat16")
     assert "compile_s" in (results / "backward-sweep-nvidia-h200.csv").read_text()

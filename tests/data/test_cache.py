@@ -57,6 +57,7 @@ def entries(cfg: DataConfig) -> list[Path]:
     return sorted(path for path in Path(str(cfg.cache)).iterdir())
 
 
+@pytest.mark.slow
 def test_the_tokens_are_the_same_with_and_without_a_cache(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, encodings: list[int]
 ) -> None:

@@ -137,6 +137,7 @@ def hashes(cfg: DataConfig, heldout: bool) -> set[str]:
     return {hashlib.sha256(d.text.encode()).hexdigest() for d in documents(cfg, heldout=heldout) if d.text.strip()}
 
 
+@pytest.mark.slow
 def test_the_split_of_the_library_has_no_document_on_both_sides() -> None:
     cfg = DataConfig("stdlib", path="[a-f]*")
     train, heldout = hashes(cfg, False), hashes(cfg, True)

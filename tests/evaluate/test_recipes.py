@@ -85,6 +85,7 @@ def test_the_teacher_is_measured_with_yarn_on_a_toy_model(folder: Path) -> None:
     assert found == {(task, "dense"): 512 for task in ("perplexity", "needle", "ruler")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "lengths"),
     [

@@ -177,6 +177,7 @@ def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
     assert facts["metrics"]["heldout/loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_chunks_are_retrieval_tasks(root: Path) -> None:
     cfg = run_config(
         root, "tasks", select=SelectConfig(sparsity=0.0), tasks=0.5, data=replace(run_config(root).data, seq_len=256)

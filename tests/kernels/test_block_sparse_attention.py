@@ -271,6 +271,7 @@ def test_invariant_to_a_constant_added_to_the_keys(device: str, n: int, more: in
     torch.testing.assert_close(plain[2].sum(2), torch.zeros_like(plain[2][:, :, 0]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, steady_device: str) -> None:
     from msattn.kernels.block_sparse_attention import forward as module

@@ -313,6 +313,7 @@ def test_sequences_are_independent(backend: Backend, device: str) -> None:
         torch.testing.assert_close(x[order], y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=device)]

@@ -56,6 +56,7 @@ def test_drafts_are_verified_with_routed_queries(options: dict[str, Any], where:
         assert stats["selectivity"] == 1 if sparsity == 0 else 0.1 < stats["selectivity"] < 0.8
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_static_caches(family: str, where: str) -> None:
