@@ -1,11 +1,10 @@
 """``msattn bench``: times a kernel and its peers; writes a table and a figure."""
 
-import csv
 import re
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +19,7 @@ from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.progress import duration, report
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
+from msattn.trainer.storage.tables import write_table
 from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _measure(
         with console.status(state) as status, report(describe):
             for row in measured:
                 rows.append(row)
-                _write_csv(partial, [row.record() | {"commit": commit or ""} for row in rows])
+                write_table(partial, [row.record() | {"commit": commit or ""} for row in rows])
                 state = f"{cfg.op}: {row.length:,} keys, {bench_report.label(row)}: done"
                 status.update(state)
     except ReferenceMismatch as error:
@@ -184,17 +184,6 @@ def _device_name(device: str) -> str:
     """Returns the device as a part of a file name: ``cpu``, ``nvidia-h200``."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def _write_csv(table: Path, records: list[dict[str, Any]]) -> None:
-    """Rewrites the whole table, because later rows may have additional columns."""
-    try:
-        with replace_file(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(key for record in records for key in record)))
-            writer.writeheader()
-            writer.writerows(records)
-    except OSError as error:
-        raise write_error(table, error, resumes=False) from error
 
 
 def _publish(partial: Path, results: Path, rows: list[BenchRow], notes: list[str]) -> None:

@@ -13,7 +13,6 @@ Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv``; during 
 which remains if the run is interrupted.
 """
 
-import csv
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from msattn.kernels.bench.timing import peak_memory_gb, time_ms
 from msattn.trainer import models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import TrainGateConfig
-from msattn.trainer.errors import run_program, write_error
+from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.report.context import CPU_NOTE
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
@@ -37,7 +36,7 @@ from msattn.trainer.seer.blocks import visible_blocks
 from msattn.trainer.seer.distillation import GateDistiller, gate_loss
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import replace_file
+from msattn.trainer.storage.tables import write_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -192,7 +191,7 @@ def cost(cfg: TrainGateConfig) -> Path:
         try:
             for row in measure(cfg):
                 rows.append(row)
-                _write_csv(partial, rows)
+                write_table(partial, [asdict(row) for row in rows])
                 status.update(f"{row.variant}: done")
         except KeyboardInterrupt as stop:
             raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
@@ -200,16 +199,6 @@ def cost(cfg: TrainGateConfig) -> Path:
     _print_table(rows, console)
     console.print(f"Results: [bold]{path}[/bold]", soft_wrap=True)
     return path
-
-
-def _write_csv(path: Path, rows: list[CostRow]) -> None:
-    try:
-        with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(CostRow.__dataclass_fields__))
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
-    except OSError as error:
-        raise write_error(path, error, resumes=False) from error
 
 
 def _print_table(rows: list[CostRow], console: Any) -> None:

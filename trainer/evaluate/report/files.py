@@ -1,6 +1,5 @@
 """Writes rows as ``results.json``, ``results.csv``, figures (PNG and SVG) and one HTML page."""
 
-import csv
 import json
 import re
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from msattn.trainer.evaluate.report.context import Context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.storage.documents import finite
+from msattn.trainer.storage.tables import write_table
 
 NUMBER_LIST = re.compile(r"\[\s+((?:-?\d[^\[\]\s]*|null,?)(?:\s+(?:-?\d[^\[\]\s]*|null,?))*)\s+\]")
 
@@ -26,7 +26,7 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Com
     text = json.dumps(document, indent=2, allow_nan=False)
     text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)  # a list of numbers takes one line
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    write_csv(folder / "results.csv", rows)
+    write_table(folder / "results.csv", flat(rows))
     (folder / "report.html").write_text(page(rows, asdict(about), figures, comparison), encoding="utf-8")
     return figures
 
@@ -42,12 +42,3 @@ def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
             line["ratio_low"], line["ratio_high"] = extra["ratio_interval"] or (None, None)
         lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
     return lines
-
-
-def write_csv(path: Path, rows: Sequence[EvalRow]) -> None:
-    """Writes the table of :func:`flat`."""
-    lines = flat(rows)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)))
-        writer.writeheader()
-        writer.writerows(lines)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msattn.trainer.evaluate.report.compare import batch_text, read_results, score_text
-from msattn.trainer.evaluate.report.files import write_csv
+from msattn.trainer.evaluate.report.files import flat
 from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import replace_file
+from msattn.trainer.storage.tables import write_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,8 +38,8 @@ def tabulate(folders: Sequence[Path]) -> Path | None:
     results = [read_results(str(folder))["rows"] for folder in folders]
     found = {name: [EvalRow(**row) for row in rows] for name, rows in zip(names, results, strict=True)}
     rows = [replace(row, extra={"name": name, **row.extra}) for name, own in found.items() for row in own]
-    with locked(path), replace_file(path) as draft:
-        write_csv(draft, rows)
+    with locked(path):
+        write_table(path, flat(rows))
     console = Console()
     console.print(_table(found))
     console.print(f"All rows: [bold]{path}[/bold]", soft_wrap=True)
