@@ -19,7 +19,7 @@ from msattn.trainer.models.tap import tap
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
 from msattn.trainer.serving.arguments import check_model, check_types
-from msattn.trainer.serving.build import Host, Options, build_sparse
+from msattn.trainer.serving.build import AttachOptions, Host, build_sparse
 from msattn.trainer.serving.loading import AnyRouter, load
 from msattn.trainer.serving.paged.batching import batching
 from msattn.trainer.serving.sparse import Sparse
@@ -117,7 +117,7 @@ def attach(
     On a GPU, single tokens are decoded with CUDA graphs. Forward hooks and adapters that are changed take effect with the next
     pass over several tokens.
     """
-    options = Options(
+    options = AttachOptions(
         gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, threshold=threshold,
         recent=recent, sink=sink, dense_layers=dense_layers, dense_below=dense_below, independent=independent, strict=strict,
         measure_recall=measure_recall, measure_time=measure_time,

@@ -48,7 +48,7 @@ def test_interval_of_the_ratio_is_of_paired_differences() -> None:
 
     def row(method: str, dense: EvalRow | None) -> EvalRow:
         found = answers.Answers([], texts[method], 1.0, 1.0, {"sparsity": 0.5, "selectivity": 0.5})
-        return ruler.as_row(answers.Case(method, "", nullcontext), samples, found, 1000, dense)
+        return ruler.as_row(answers.MethodSetting(method, "", nullcontext), samples, found, 1000, dense)
 
     dense = row("dense", None)
     gate = row("gate", dense)

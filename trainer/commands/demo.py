@@ -12,7 +12,7 @@ from msattn.trainer.commands.demo_conclusion import conclusion
 SHOWN = ("dense", "gate", "gate (embedded)", "quest", "random")  # methods whose answers to a prompt are printed
 
 
-class Step(NamedTuple):
+class DemoCommand(NamedTuple):
     """A command of the demo: what it does, and its overrides beside ``experiment=demo``."""
 
     command: str
@@ -21,10 +21,10 @@ class Step(NamedTuple):
 
 
 STEPS = (
-    Step("train-gate", "Trains SeerAttention gates, which predict the key blocks that each query block needs."),
-    Step("fit-kmeans", "Clusters the keys before RoPE into buckets by k-means."),
-    Step("train-qmodel", "Trains query classifiers, which predict the buckets that each query needs."),
-    Step(
+    DemoCommand("train-gate", "Trains SeerAttention gates, which predict the key blocks that each query block needs."),
+    DemoCommand("fit-kmeans", "Clusters the keys before RoPE into buckets by k-means."),
+    DemoCommand("train-qmodel", "Trains query classifiers, which predict the buckets that each query needs."),
+    DemoCommand(
         "eval",
         "Compares them with the gate that ships with msattn, of longer training, and with methods without training.",
         ("eval=demo",),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Generation:
+class Completion:
     """Greedy text, seconds to the first token, and tokens per second after it."""
 
     text: str
@@ -46,7 +46,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return text
 
 
-def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Generation]:
+def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Completion]:
     """Generates greedily with dense and with sparse attention, and prints both.
 
     Parameters
@@ -87,7 +87,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     return results
 
 
-def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> Generation:
+def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> Completion:
     from msattn.trainer.commands.greedy import Clock, answer_figures, generate_greedily
 
     clock, tokenizer = Clock(), cast("Any", loaded.tokenizer)
@@ -95,10 +95,10 @@ def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) 
         generate_greedily(loaded, ids, max_new_tokens, clock)
         stats = sparse.stats() if sparse is not None else {}
     text, figures = tokenizer.decode(clock.tokens), answer_figures(clock, stats)
-    return Generation(text, clock.tokens, clock.first_token_s, clock.tokens_per_s, stats, figures)
+    return Completion(text, clock.tokens, clock.first_token_s, clock.tokens_per_s, stats, figures)
 
 
-def _print_results(results: dict[str, Generation], prompt_tokens: int) -> None:
+def _print_results(results: dict[str, Completion], prompt_tokens: int) -> None:
     from rich.console import Console
     from rich.table import Table
 

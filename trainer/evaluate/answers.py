@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 
-class Case(NamedTuple):
+class MethodSetting(NamedTuple):
     """A method in a setting; ``attach`` returns the context in which it runs."""
 
     method: str
@@ -51,23 +51,24 @@ def cases(
     sparsities: list[float],
     probes: list[int] | None = None,
     keys: Sequence[float] = (),
-) -> list[Case]:
+) -> list[MethodSetting]:
     """Returns dense attention, each block selection at ``sparsities``, and each routing with ``probes`` and at shares ``keys``.
 
     Parameters
     ----------
     probes : None: the setting that is configured for a routing, or the number that its artifact records.
     """
-    found = [Case("dense", "", nullcontext)]
+    found = [MethodSetting("dense", "", nullcontext)]
     for method in methods.block_selections:
         found += [
-            Case(method.name, label, partial(method.attach, loaded.model, select))
+            MethodSetting(method.name, label, partial(method.attach, loaded.model, select))
             for label, select in method.settings(sparsities)
         ]
     for routing in methods.bucket_routings:
         settings = routing.own_settings() if probes is None else routing.settings(probes, keys)
         found += [
-            Case(routing.name_at(setting), label, partial(routing.attach, loaded.model, setting)) for label, setting in settings
+            MethodSetting(routing.name_at(setting), label, partial(routing.attach, loaded.model, setting))
+            for label, setting in settings
         ]
     return found
 
@@ -85,7 +86,7 @@ class Question(NamedTuple):
 
 @torch.inference_mode()
 def answer(
-    loaded: "Loaded", questions: Sequence[Question], case: Case, advance: Callable[[], None], batch_tokens: int = 0
+    loaded: "Loaded", questions: Sequence[Question], case: MethodSetting, advance: Callable[[], None], batch_tokens: int = 0
 ) -> Answers:
     """Generates answers greedily.
 

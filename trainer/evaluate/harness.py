@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.answers import Case, cases
+from msattn.trainer.evaluate.answers import MethodSetting, cases
 from msattn.trainer.evaluate.cost import Cost, cost
 from msattn.trainer.evaluate.harness_tasks import TaskSamples
 from msattn.trainer.evaluate.intervals import mean_interval
@@ -116,7 +116,7 @@ def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
 
 
 def _row(
-    loaded: "Loaded", cfg: EvalRunConfig, case: Case, model: "HFLM", asked: TaskSamples, dense_score: float | None
+    loaded: "Loaded", cfg: EvalRunConfig, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense_score: float | None
 ) -> EvalRow:
     with case.attach() as sparse:
         with cost(loaded.model.device) as spent:
@@ -159,7 +159,12 @@ class QuietTask:
 
 
 def _as_row(
-    case: Case, asked: TaskSamples, found: dict[str, Any], spent: Cost, stats: dict[str, Any], dense_score: float | None
+    case: MethodSetting,
+    asked: TaskSamples,
+    found: dict[str, Any],
+    spent: Cost,
+    stats: dict[str, Any],
+    dense_score: float | None,
 ) -> EvalRow:
     """Returns the row of a task; ``dense_score`` is that of dense attention, None for dense attention itself."""
     metric, filtered, score = main_metric(found["results"][asked.name], asked.length)

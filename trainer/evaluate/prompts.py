@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.evaluate.answers import Answers, Case, Question, answer, cases
+from msattn.trainer.evaluate.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow
@@ -54,7 +54,12 @@ def encoded_prompts(loaded: "Loaded", cfg: EvalRunConfig) -> list[Tensor]:
 
 
 def as_row(
-    case: Case, prompts: list[Prompt], encoded: list[Tensor], answers: Answers, dense: Answers, dense_row: EvalRow | None
+    case: MethodSetting,
+    prompts: list[Prompt],
+    encoded: list[Tensor],
+    answers: Answers,
+    dense: Answers,
+    dense_row: EvalRow | None,
 ) -> EvalRow:
     """Returns the row of a method; ``dense_row`` is that of dense attention, None for dense attention itself."""
     correct = [prompt.is_answered_by(text) for prompt, text in zip(prompts, answers.texts, strict=True)]

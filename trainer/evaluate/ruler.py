@@ -20,7 +20,7 @@ from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
-from msattn.trainer.evaluate.answers import Answers, Case, Question, answer, cases
+from msattn.trainer.evaluate.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.evaluate.intervals import stratified_interval
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.partial import PartialRows
@@ -133,7 +133,9 @@ def is_complete(sample: ruler.Sample, text: str) -> bool:
     return sample.score(text) == 1.0
 
 
-def as_row(case: Case, samples: dict[str, list[ruler.Sample]], answers: Answers, length: int, dense: EvalRow | None) -> EvalRow:
+def as_row(
+    case: MethodSetting, samples: dict[str, list[ruler.Sample]], answers: Answers, length: int, dense: EvalRow | None
+) -> EvalRow:
     """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself.
 
     The interval of the ratio is that of the paired differences: both answered the same prompts, so most of the spread cancels.

@@ -26,7 +26,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationKeys:
     """The keys of ``generation_config.json``."""
 
     bos_token_id: TokenId | None = None
@@ -73,7 +73,7 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
 
 
 def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "GenerationConfig":
-    """Returns the model's generation configuration, from the keys of :class:`Generation`, or with the tokens of ``config``.
+    """Returns the model's generation configuration, from the keys of :class:`GenerationKeys`, or with the tokens of ``config``.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "Generat
     document = files.json(GENERATION)
     if document is None:
         document = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return GenerationConfig(**_known(document, Generation, f"{files.name}: {GENERATION}"))
+    return GenerationConfig(**_known(document, GenerationKeys, f"{files.name}: {GENERATION}"))
 
 
 def _check_quantization(quantization: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ class Host(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class AttachOptions:
     """The parameters of :func:`msattn.trainer.attach.attach` that say what is served and how."""
 
     gate: Gate | str | Path | None = None
@@ -69,7 +69,7 @@ class Options:
     measure_time: bool = False
 
 
-def build_sparse(host: Host, options: Options) -> Sparse:
+def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     """Builds the sparse attention of a model of a supported family.
 
     Parameters

@@ -18,7 +18,7 @@ from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.serving.paged.attention import PagedAttention
-from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Sequences
+from msattn.trainer.serving.paged.passes import PagedPass, PromptChunk, Sequences
 from msattn.trainer.serving.paged.state import PagedState
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
@@ -33,7 +33,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     pool, decode = PagedState.pool_keys, PagedAttention._decoded
 
-    def pool_keys(state: PagedState, x: LayerInputs, prompt: Prompt, rotation: Rotation | None) -> Tensor:
+    def pool_keys(state: PagedState, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         pooled = pool(state, x, prompt, rotation)
         assert state.gate is not None
         assert rotation is not None

@@ -21,7 +21,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptParameter:
     """Text, messages or tokens; ``param`` is the parameter that they came in."""
 
     param: str
@@ -30,16 +30,16 @@ class Prompt:
     tokens: list[int] | None = None
 
 
-def _read_prompt(given: Any) -> Prompt:
+def _read_prompt(given: Any) -> PromptParameter:
     """Returns the prompt of a completion: text, tokens, or a list of one of these."""
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
         (given,) = given
     if given in ("", []):
         raise ValueError("it is empty; give some text")
     if isinstance(given, str):
-        return Prompt("prompt", text=given)
+        return PromptParameter("prompt", text=given)
     if isinstance(given, list) and all(type(token) is int and token >= 0 for token in given):
-        return Prompt("prompt", tokens=given)
+        return PromptParameter("prompt", tokens=given)
     raise ValueError("accepted is one text, or one list of tokens")
 
 
@@ -119,7 +119,7 @@ class ChatBody(Body):
 class Call:
     """The parameters of a request. ``max_tokens``, ``temperature`` and ``top_p`` are None if the server's defaults apply."""
 
-    prompt: Prompt
+    prompt: PromptParameter
     chat: bool
     max_tokens: int | None
     temperature: float | None
@@ -165,7 +165,7 @@ def read_call(data: bytes, *, chat: bool, model: str) -> Call:
             raise bad_value("max_tokens", "max_tokens: max_completion_tokens is given too; give one of the two")
         max_tokens = body.max_completion_tokens
     return Call(
-        prompt=Prompt("messages", messages=[each.plain() for each in body.messages]) if chat else body.prompt,
+        prompt=PromptParameter("messages", messages=[each.plain() for each in body.messages]) if chat else body.prompt,
         chat=chat,
         max_tokens=max_tokens,
         temperature=body.temperature,

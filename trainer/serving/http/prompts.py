@@ -8,7 +8,7 @@ from msattn.trainer.serving.http.errors import ApiError, bad_value
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from msattn.trainer.serving.http.bodies import Prompt
+    from msattn.trainer.serving.http.bodies import PromptParameter
 
 
 class PromptEncoder:
@@ -26,7 +26,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, longest: int, vocabulary: int) -> None:
         self._tokenizer, self.longest, self._vocabulary = cast("Any", tokenizer), longest, vocabulary
 
-    def encode(self, prompt: "Prompt", max_tokens: int | None, default: int) -> tuple[list[int], int]:
+    def encode(self, prompt: "PromptParameter", max_tokens: int | None, default: int) -> tuple[list[int], int]:
         """Returns the tokens of a prompt, and the number of new tokens.
 
         Parameters
@@ -51,7 +51,7 @@ class PromptEncoder:
             )
         return tokens, min(default, left) if max_tokens is None else max_tokens
 
-    def _tokens(self, prompt: "Prompt") -> list[int]:
+    def _tokens(self, prompt: "PromptParameter") -> list[int]:
         if prompt.tokens is not None:
             if unknown := next((token for token in prompt.tokens if token >= self._vocabulary), None):
                 raise bad_value(prompt.param, f"{prompt.param}: token {unknown} is none of the {self._vocabulary} of the model")

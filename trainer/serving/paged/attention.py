@@ -26,7 +26,7 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.routing.buckets import route, route_by_density
 from msattn.trainer.seer.select import Selection, sparsity
-from msattn.trainer.serving.paged.passes import PagedPass, Prompt, Prompts, Rows, Sequences
+from msattn.trainer.serving.paged.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
 from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 from msattn.trainer.serving.statistics import Statistics
 
@@ -216,11 +216,11 @@ class PagedAttention:
             self.statistics.count("dense_by_choice" if self._is_dense_by_choice(item) else "dense_fallbacks")
             self.statistics.add("sparsity", 0.0)
 
-    def _is_dense_by_choice(self, item: Prompt) -> bool:
+    def _is_dense_by_choice(self, item: PromptChunk) -> bool:
         assert self.selection is not None
         return item.keys < self.dense_below or item.queries <= self.selection.dense_queries
 
-    def _is_sparse(self, state: PagedState, item: Prompt) -> bool:
+    def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
         """Returns whether a sequence reads the blocks of the selection, whose gate needs all keys before RoPE.
 
         Those that are not pooled yet are of this pass, or can be recovered.
@@ -229,14 +229,14 @@ class PagedAttention:
             return False
         return self.gate is None or self.rotation is not None or item.pooled * state.block_size == item.keys - item.queries
 
-    def _chosen(self, x: LayerInputs, now: PagedPass, item: Prompt, selection: Selection) -> Tensor:
+    def _chosen(self, x: LayerInputs, now: PagedPass, item: PromptChunk, selection: Selection) -> Tensor:
         """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``."""
         sequence = self._sequence(x, now, item)
         blocks = selection.blocks(sequence)
         self.statistics.add("sparsity", sparsity(blocks, selection.candidates(sequence)))
         return blocks
 
-    def _sequence(self, x: LayerInputs, now: PagedPass, item: Prompt) -> LayerInputs:
+    def _sequence(self, x: LayerInputs, now: PagedPass, item: PromptChunk) -> LayerInputs:
         """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
         new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}

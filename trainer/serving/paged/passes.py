@@ -19,7 +19,7 @@ from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 Rows = Tensor | slice
 
 
-class Prompt(NamedTuple):
+class PromptChunk(NamedTuple):
     """A sequence with several new tokens, the first of which is token ``first`` of the pass.
 
     Attributes
@@ -78,7 +78,7 @@ class Prompts:
     tokens: Rows
     table: Tensor
     kv_len: Tensor
-    items: list[Prompt]
+    items: list[PromptChunk]
     cu_queries: Tensor
     sparse: bool
 
@@ -102,7 +102,7 @@ class PagedPass:
     prompts: list[Prompts]
 
     @classmethod
-    def of(cls, state: AllocatedState, arguments: dict[str, Any], is_sparse: Callable[[Prompt], bool]) -> "PagedPass":
+    def of(cls, state: AllocatedState, arguments: dict[str, Any], is_sparse: Callable[[PromptChunk], bool]) -> "PagedPass":
         """Returns the pass that transformers describes in the arguments of a decoder."""
         allocator = state.allocator
         kv_len = arguments["cu_seq_lens_k"][allocator.layer_type].diff().int()
@@ -124,7 +124,7 @@ class PagedPass:
         table: Tensor,
         cu_queries: Tensor,
         kv_len: Tensor,
-        is_sparse: Callable[[Prompt], bool],
+        is_sparse: Callable[[PromptChunk], bool],
     ) -> "PagedPass":
         """Returns a pass over any number of tokens of each sequence, whose pages are in ``table [B, pages]``.
 
@@ -151,7 +151,7 @@ class PagedPass:
 
 
 class _Row(NamedTuple):
-    """A sequence of a pass: its row in the tables, and fields of :class:`Prompt`; one without queries is padding."""
+    """A sequence of a pass: its row in the tables, and fields of :class:`PromptChunk`; one without queries is padding."""
 
     number: int
     first: int
@@ -168,22 +168,22 @@ def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -
     return (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
 
 
-def _prompt(row: _Row, table: Tensor, state: PagedState) -> Prompt:
+def _prompt(row: _Row, table: Tensor, state: PagedState) -> PromptChunk:
     """Returns a sequence with several new tokens; of its cached keys only whole blocks may be pooled."""
     whole = 0 if state.gate is None else (row.keys - row.queries) // state.block_size
     pages = table[row.number, : -(-row.keys // state.page_size)]
-    return Prompt(row.first, row.queries, row.keys, pages, min(row.pooled, whole))
+    return PromptChunk(row.first, row.queries, row.keys, pages, min(row.pooled, whole))
 
 
-def _groups(prompts: list[tuple[int, Prompt]], kv_len: Tensor, is_sparse: Callable[[Prompt], bool]) -> list[Prompts]:
+def _groups(prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]) -> list[Prompts]:
     """Returns sequences with several new tokens in groups whose numbers of queries, and of keys, have as many binary digits."""
-    groups = defaultdict[tuple[int, int] | None, list[tuple[int, Prompt]]](list)
+    groups = defaultdict[tuple[int, int] | None, list[tuple[int, PromptChunk]]](list)
     for number, item in prompts:
         groups[(item.queries.bit_length(), item.keys.bit_length()) if is_sparse(item) else None].append((number, item))
     return [_group(members, kv_len, sparse=size is not None) for size, members in groups.items()]
 
 
-def _group(members: list[tuple[int, Prompt]], kv_len: Tensor, *, sparse: bool) -> Prompts:
+def _group(members: list[tuple[int, PromptChunk]], kv_len: Tensor, *, sparse: bool) -> Prompts:
     numbers, items = [number for number, _ in members], [item for _, item in members]
     counts = torch.tensor([0, *(item.queries for item in items)])
     cu_queries = counts.cumsum(0, dtype=torch.int32).to(kv_len.device)
@@ -191,7 +191,7 @@ def _group(members: list[tuple[int, Prompt]], kv_len: Tensor, *, sparse: bool) -
     return Prompts(_tokens(items, kv_len.device), table, kv_len[numbers], items, cu_queries, sparse)
 
 
-def _tokens(items: list[Prompt], device: torch.device) -> Rows:
+def _tokens(items: list[PromptChunk], device: torch.device) -> Rows:
     first, end = items[0].first, items[-1].tokens.stop
     if sum(item.queries for item in items) == end - first:
         return slice(first, end)

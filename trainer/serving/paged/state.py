@@ -16,7 +16,7 @@ from msattn.trainer.models.rope import Rotation
 if TYPE_CHECKING:
     from msattn.trainer.config import GateConfig
     from msattn.trainer.models.layer_inputs import LayerInputs
-    from msattn.trainer.serving.paged.passes import Prompt
+    from msattn.trainer.serving.paged.passes import PromptChunk
 
 
 class PagedState:
@@ -101,7 +101,7 @@ class PagedState:
         keys, values = (x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.pages(layer))
         return keys, values
 
-    def pool_keys(self, x: "LayerInputs", prompt: "Prompt", rotation: Rotation | None) -> Tensor:
+    def pool_keys(self, x: "LayerInputs", prompt: "PromptChunk", rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
 
         Keys that are not pooled yet are those of this pass, before RoPE, and cached ones (of the unfinished block, of tokens

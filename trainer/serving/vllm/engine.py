@@ -13,7 +13,7 @@ from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.serving.arguments import check_types
-from msattn.trainer.serving.build import Host, Options, build_sparse
+from msattn.trainer.serving.build import AttachOptions, Host, build_sparse
 from msattn.trainer.serving.paged.batching import check_page_size, check_paged
 from msattn.trainer.serving.sparse import Sparse
 
@@ -48,7 +48,7 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
     return sparse
 
 
-def options_of(config: Any) -> Options:
+def options_of(config: Any) -> AttachOptions:
     """Returns the options in ``additional_config`` of an engine.
 
     Raises
@@ -61,7 +61,7 @@ def options_of(config: Any) -> Options:
     for name in given:
         require(name in OPTIONS, f"additional_config.{KEY}", name, f"accepted are {', '.join(OPTIONS)}")
     check_types(**given)
-    return Options(**given)
+    return AttachOptions(**given)
 
 
 def check_engine(config: Any) -> None:
