@@ -122,11 +122,11 @@ def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
 
 def draw_ruler_keys(axes: Axes, theme: Theme) -> None:
     """RULER's average at 16,384 tokens against the share of the keys that new tokens read: classifiers and other routers."""
-    names = {"Quest pages": "Quest pages", "LSH": "LSH", "sink and window": "first and last keys"}
-    rows = [row for row in read("ruler.csv") if row["length"] == "16384" and row["dense_queries"] == ""]
-    for (method, name), color in zip(names.items(), theme.baselines, strict=False):
-        draw_line(axes, series(rows, "selectivity", "score", method=method), color, name)
-    draw_line(axes, series(rows, "selectivity", "score", method="k-means", seed="0"), theme.baselines[3], "k-means of keys")
+    names = {"Quest pages": "Quest pages", "LSH": "LSH", "sink and window": "first and last keys", "k-means": "k-means, seed 0"}
+    rows = [row for row in read("ruler.csv") if row["length"] == "16384" and row["select"] == ""]
+    for (method, name), color in zip(names.items(), theme.baselines, strict=True):
+        of_one_seed = [row for row in rows if row["seed"] in ("", "0")]
+        draw_line(axes, series(of_one_seed, "selectivity", "score", method=method), color, name)
     draw_seeds(axes, theme, rows, "classifier", "classifier, three seeds")
     found = series(rows, "selectivity", "score", method="classifier, calibrated")
     axes.plot(*found, "*", color=theme.ours, markersize=9, label="the same, calibrated")

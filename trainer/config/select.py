@@ -28,7 +28,7 @@ class SelectConfig:
     scores : source of the block scores: ``gate``, or a baseline.
     sink_blocks : number of leading blocks that are always read.
     dense_queries : number of last queries of a pass whose row blocks read every block, so that a question at the end of a
-        prompt finds what it asks for. Passes of no more tokens are dense, counted in ``stats()["dense_by_choice"]``.
+        prompt misses none. Passes of no more tokens are dense, counted in ``stats()["dense_by_choice"]``.
     dense_below : prompts shorter than this many tokens use dense attention, which is faster for them, and are counted in
         ``stats()["dense_by_choice"]``. The length of a batch is that of its longest prompt. ``auto`` is the break-even length
         measured on GPUs for gates at ``sparsity`` (:func:`msattn.trainer.models.break_even.break_even`), and 0 on a CPU, for

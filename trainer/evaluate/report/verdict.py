@@ -165,9 +165,9 @@ def _against(method: str, found: dict[str, EvalRow], subject: dict[str, EvalRow]
 
 
 def _told_apart(one: EvalRow, other: EvalRow) -> bool:
-    """Returns whether two rows differ: by the 95 % interval of differences on the same samples, else by their own intervals.
+    """Returns whether two rows differ by more than chance; True if a row has no interval.
 
-    True if a row has no interval.
+    The 95 % interval of the differences on the same samples decides, else whether the intervals of the rows overlap.
     """
     if (difference := _difference(one.extra, other.extra)) is not None:
         return not difference[0] <= 0 <= difference[1]
@@ -178,7 +178,7 @@ def _told_apart(one: EvalRow, other: EvalRow) -> bool:
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the mean difference between the samples of two rows; None if they do not have them."""
+    """Returns the 95 % interval of differences on the same samples, from ``extra`` of two rows; None without such."""
     if "losses" in one and "losses" in other:
         return mean_interval([a - b for a, b in zip(one["losses"], other["losses"], strict=True)])
     if "scores" in one and "scores" in other:
