@@ -1,7 +1,9 @@
 """Shared fixtures. Without a GPU, Triton kernels run interpreted; every test starts from the same seed."""
 
 import gc
+import math
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ NO_TIME = "no time was left for this slow test"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts slow tests at the end. Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
 
+    If slow tests have a limited time, their modules have another order each day, so that all of them run within some days.
     The operator checks of kernels are GPU tests: interpreted they take long, and those of the reference check the same schema.
     """
     interpreted: Counter[str] = Counter()
@@ -43,7 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             interpreted[test] += 1
             if interpreted[test] > INTERPRETED_CASES:
                 item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: "slow" in item.keywords)
+    modules = list(dict.fromkeys(item.path for item in items))
+    if math.isfinite(UNTIL):
+        random.Random(int(UNTIL) // 86400).shuffle(modules)
+    order = {path: number for number, path in enumerate(modules, 1)}
+    items.sort(key=lambda item: order[item.path] if "slow" in item.keywords else 0)
 
 
 @pytest.hookimpl(tryfirst=True)
