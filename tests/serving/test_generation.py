@@ -10,10 +10,11 @@ from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
-from tests.test_attach import gate_for
+from tests.test_attach import gate_for, random_partition
 
 
 @torch.no_grad()
@@ -54,6 +55,22 @@ def test_drafts_are_verified_with_routed_queries(options: dict[str, Any], where:
         assert stats["dense_fallbacks"] == 0
         assert torch.equal(drafted, dense) == (sparsity == 0)
         assert stats["selectivity"] == 1 if sparsity == 0 else 0.1 < stats["selectivity"] < 0.8
+
+
+@torch.no_grad()
+def test_drafts_at_a_share_of_the_keys(where: str) -> None:
+    """Several queries of a sequence are compared with the sizes of its buckets; a tiny density admits every bucket."""
+    model, router = tiny_model(max_position_embeddings=1024).to(where), QModel(random_partition(), 2, 16)
+    ids = random_tokens(1, 150).to(where)
+    plain = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    dense = model.generate(ids, **plain)
+    for density in (1e-9, 1.2):
+        router.requires_grad_(False).eval().thresholds = {"shares": [0.2], "densities": [density]}
+        with attach(model, **{**ROUTED, "qmodel": router, "probes": None, "keys": 0.2}) as sparse:
+            drafted, stats = model.generate(ids, **plain, prompt_lookup_num_tokens=4), sparse.stats()
+        assert stats["dense_fallbacks"] == 0
+        assert torch.equal(drafted, dense) == (density < 1)
+        assert stats["selectivity"] == 1 if density < 1 else 0.1 < stats["selectivity"] < 0.9
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ class RoutedDecoding:
             return self._visited_pages(self.router, x, window)
         if self.threshold is None:
             return route(self.router, x, self.probes, by_head=self.independent)
-        sizes = x.cache.index.offsets.diff(dim=-1)
+        sizes = x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1)  # rows may be queries of one sequence
         classifier = cast("QModel", self.router)  # the router of pages that reads shares is the case above
         return route_by_density(classifier, x, sizes, self.threshold, self.probes, by_head=self.independent)
 
