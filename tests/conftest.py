@@ -28,7 +28,7 @@ NO_TIME = "no time was left for this slow test"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts slow tests at the end. Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
 
-    If slow tests have a limited time, their modules have another order each day, so that all of them run within some days.
+    If slow tests have a limited time, their modules have another order each day, so that others get it.
     The operator checks of kernels are GPU tests: interpreted they take long, and those of the reference check the same schema.
     """
     interpreted: Counter[str] = Counter()
