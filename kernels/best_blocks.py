@@ -1,7 +1,9 @@
 """Selection of blocks: masked softmax over blocks, best blocks of each row.
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
-    best_blocks(scores)[r, c]   = c is visible, and in always, or among the counts[r] first blocks, or scores[r, c] >= threshold
+    best_blocks(scores)[r, c]   = c is visible, and in always, or among the counts[r] first blocks,
+                                  or scores[r, c] >= threshold * v ** exponent * (1 - above / v) ** edge_exponent,
+                                  where v > above blocks are visible in r
 
 A program owns a row. The best blocks are found without sorting: bisection over the bits of the scores finds the smallest score
 to select. If this score is tied, the first of the tied blocks are selected. Prefix: p_ pointer.
@@ -57,6 +59,9 @@ def best_blocks(
     always: Tensor,
     *,
     threshold: float = math.inf,
+    exponent: float = 0.0,
+    edge_exponent: float = 0.0,
+    above: float = 0.0,
     backend: Backend | None = None,
 ) -> Tensor:
     """Selects the ``counts`` best visible blocks of each row.
@@ -72,8 +77,9 @@ def best_blocks(
         ``always`` selects all of those.
     visible, always : Tensor bool ``[B | 1, 1, Tr, Tc]``
         Blocks that may be selected, and those of them that must be.
-    threshold : float
-        Visible blocks with at least this score are selected in addition to the ``counts`` best.
+    threshold, exponent, edge_exponent, above : float
+        A row with ``v > above`` visible blocks also selects those with a score of at least
+        ``threshold * v ** exponent * (1 - above / v) ** edge_exponent``.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -89,7 +95,7 @@ def best_blocks(
     """
     backend = resolve_backend(backend, scores, name="scores")
     check_best_blocks(scores, counts, visible, always, backend)
-    return _best_operator(scores, counts, visible, always, threshold, backend)
+    return _best_operator(scores, counts, visible, always, threshold, exponent, edge_exponent, above, backend)
 
 
 @torch.library.custom_op("msattn::block_softmax", mutates_args=())
@@ -118,15 +124,25 @@ _softmax_operator.register_autograd(_softmax_backward, setup_context=_save)
 
 
 @torch.library.custom_op("msattn::best_blocks", mutates_args=())
-def _best_operator(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, threshold: float, backend: str) -> Tensor:
+def _best_operator(
+    scores: Tensor,
+    counts: Tensor,
+    visible: Tensor,
+    always: Tensor,
+    threshold: float,
+    exponent: float,
+    edge_exponent: float,
+    above: float,
+    backend: str,
+) -> Tensor:
     if backend == "torch":
-        return reference.best_blocks(scores, counts, visible, always, threshold)
+        return reference.best_blocks(scores, counts, visible, always, threshold, exponent, edge_exponent, above)
     with torch.cuda.device_of(scores):
-        return launch_best(scores, counts, visible, always, threshold)
+        return launch_best(scores, counts, visible, always, threshold, exponent, edge_exponent, above)
 
 
 @_best_operator.register_fake
-def _(scores, counts, visible, always, threshold, backend):
+def _(scores, counts, visible, always, threshold, exponent, edge_exponent, above, backend):
     return scores.new_empty(scores.shape, dtype=torch.bool)
 
 
@@ -149,6 +165,9 @@ def launch_best(
     visible: Tensor,
     always: Tensor,
     threshold: float = math.inf,
+    exponent: float = 0.0,
+    edge_exponent: float = 0.0,
+    above: float = 0.0,
     warps: int | None = None,
 ) -> Tensor:
     """Launches the selection kernel; ``warps`` overrides the default, for tuning."""
@@ -158,7 +177,7 @@ def launch_best(
     _best_blocks_kernel[(heads * rows * batch,)](
         scores, counts, visible.view(torch.uint8), always.view(torch.uint8), mask.view(torch.uint8),
         *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always),
-        heads, rows, cols, threshold,
+        heads, rows, cols, threshold, exponent, edge_exponent, above,
         COLS=width, num_warps=warps or _warps(width),
     )  # fmt: skip
     return mask
@@ -190,11 +209,11 @@ def _block_softmax_kernel(
     tl.store(p_probabilities + pid * cols + c, p / tl.where(l > 0, l, 1.0), mask=c < cols)
 
 
-@triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows", "threshold"])
+@triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows", "threshold", "exponent", "edge_exponent", "above"])
 def _best_blocks_kernel(
     p_scores, p_counts, p_visible, p_always, p_mask,
     stride_b, stride_h, stride_r, stride_nb, stride_nr, stride_vb, stride_vr, stride_ab, stride_ar,
-    heads, rows, cols, threshold, COLS: tl.constexpr,
+    heads, rows, cols, threshold, exponent, edge_exponent, above, COLS: tl.constexpr,
 ):  # fmt: skip
     pid, b, h, r = _row(heads, rows)
     c = tl.arange(0, COLS)
@@ -202,7 +221,8 @@ def _best_blocks_kernel(
     always = visible & (tl.load(p_always + b * stride_ab + r * stride_ar + c, mask=c < cols, other=0) != 0)
     score = tl.load(p_scores + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
     key = tl.where(visible, tl.where(always, HIGHEST, _ordered_bits(score)), LOWEST)
-    reached = tl.sum(visible.to(tl.int32), 0)
+    seen = tl.sum(visible.to(tl.int32), 0)
+    reached = seen
     forced = tl.sum(always.to(tl.int32), 0)
     wanted = tl.minimum(tl.maximum(tl.load(p_counts + b * stride_nb + r * stride_nr), forced), reached)
 
@@ -221,7 +241,10 @@ def _best_blocks_kernel(
     if reached != wanted:  # keys equal to `low` tie: take the first
         last = (key == low).to(tl.int32)
         taken = taken & ((last == 0) | (tl.cumsum(last, 0) <= wanted - reached + tl.sum(last, 0)))
-    taken = taken | (visible & (score >= threshold))
+    v = tl.maximum(seen, 1).to(tl.float32)
+    edge = tl.where(v > above, 1 - above / v, 1.0)
+    limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
+    taken = taken | (visible & (score >= tl.where(v > above, limit, float("inf"))))
     tl.store(p_mask + pid * cols + c, taken.to(tl.uint8), mask=c < cols)
 
 

@@ -22,7 +22,16 @@ def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
     return F.softmax(logits.masked_fill(~visible, lowest), dim=-1).masked_fill(~visible, 0)
 
 
-def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor, threshold: float = math.inf) -> Tensor:
+def best_blocks(
+    scores: Tensor,
+    counts: Tensor,
+    visible: Tensor,
+    always: Tensor,
+    threshold: float = math.inf,
+    exponent: float = 0.0,
+    edge_exponent: float = 0.0,
+    above: float = 0.0,
+) -> Tensor:
     """Reference of :func:`msattn.kernels.best_blocks.best_blocks`, by sorting.
 
     Raises
@@ -35,4 +44,7 @@ def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor,
     order = ranked.argsort(dim=-1, descending=True, stable=True)
     taken = torch.arange(scores.shape[-1], device=scores.device) < counts
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, taken.expand_as(order))
-    return (mask | always | (scores >= threshold)) & visible
+    v = visible.sum(-1, keepdim=True).clamp(min=1).float()
+    edge = (1 - above / v).where(v > above, 1)
+    limit = threshold * (exponent * v.log2() + edge_exponent * edge.log2()).exp2()
+    return (mask | always | ((v > above) & (scores >= limit))) & visible

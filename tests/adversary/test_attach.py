@@ -236,7 +236,8 @@ def test_models(tries: Tries) -> None:
 KEYS: dict[str, Callable[[Any], bool]] = {  # accepted values of the keys of a selection
     "policy": lambda x: isinstance(x, str) and x in POLICIES,
     "scores": lambda x: isinstance(x, str) and x in ("oracle", "random", "sink_local", "mean_pool", "quest"),
-    "sink_blocks": lambda x: integer(x, 0, 10**9),
+    "sink_blocks": lambda x: x is None or integer(x, 0, 10**9),
+    "local_blocks": lambda x: x is None or integer(x, 0, 10**9),
     "dense_queries": lambda x: integer(x, 0, 10**9),
     "dense_below": lambda x: integer(x, 0, 10**9) or (isinstance(x, str) and x == "auto"),
     "block_size": lambda x: integer(x, 16, 128) and x in (16, 32, 64, 128),

@@ -23,7 +23,7 @@ VALUES: dict[str, tuple[str, Any]] = {  # a key of each policy, and a value that
     "token_budget": ("tokens", 256),
     "multiscale": ("shares", [0.2, 0.1, 0.2, 0.4]),
 }
-SHARED = {"policy", "scores", "sink_blocks", "dense_queries", "dense_below", "block_size", "seed"}
+SHARED = {"policy", "scores", "sink_blocks", "local_blocks", "dense_queries", "dense_below", "block_size", "seed"}
 FOREIGN = [(policy, key) for policy in VALUES for other, (key, _) in VALUES.items() if key != VALUES[policy][0]]
 
 

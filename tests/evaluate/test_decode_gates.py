@@ -17,7 +17,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
 from msattn.trainer.config.evaluate import DecodingConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import decoding, methods, needle, recall
+from msattn.trainer.evaluate import calibration, decoding, methods, needle, recall
 from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
 from msattn.trainer.evaluate.report.style import METHOD_STYLES, is_trained
 from msattn.trainer.evaluate.report.verdict import verdict
@@ -74,7 +74,7 @@ def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
         decoding=DecodingConfig(lengths=[200], tokens=2, transformers_batch=0),
     )
     loaded, found = found_methods(cfg)
-    methods.calibrate_routers(found, cfg, loaded)
+    calibration.calibrate_routers(found, cfg, loaded)
     assert any(note.startswith("decode gate: its artifact holds no thresholds") for note in found.notes)
     assert not any("No decode_gate" in note for note in found.notes)
     assert [each.name for each in without_routers(found).bucket_routings] == [], "their blocks are no partition"

@@ -13,7 +13,7 @@ from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.attach import attach
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, SelectConfig, TopKConfig
-from msattn.trainer.evaluate import methods, perplexity
+from msattn.trainer.evaluate import calibration, methods, perplexity
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.loading import Loaded
@@ -79,10 +79,10 @@ def test_named_artifacts(trained: Path, text: str) -> None:
 def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Path, text: str) -> None:
     cfg = config(trained, text, baselines=["quest", "random"])
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
-    found = methods.calibrate_baselines(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
     quest = next(method for method in found.block_selections if method.name == "quest")
     train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
-    expected = calibrate(Quest(16), loaded.model, [train[i] for i in range(len(train))])
+    expected = calibrate({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
     assert quest.thresholds == expected
     ((label, select),) = quest.settings([0.6])
     assert label == "sparsity 0.6"
@@ -98,7 +98,7 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     assert all(method.thresholds is None for method in methods.find_methods(topk, loaded, torch.device("cpu")).block_selections)
     decoding = replace(cfg, eval=replace(cfg.eval, tasks=["decoding"]))
     assert (
-        methods.calibrate_baselines(untouched := methods.find_methods(cfg, loaded, torch.device("cpu")), decoding, loaded)
+        calibration.calibrate_selections(untouched := methods.find_methods(cfg, loaded, torch.device("cpu")), decoding, loaded)
         is untouched
     )
 

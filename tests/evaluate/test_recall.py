@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import ArtifactsConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import methods, needle, perplexity, recall
+from msattn.trainer.evaluate import calibration, methods, needle, perplexity, recall
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.loading import Loaded
@@ -49,7 +49,7 @@ def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_p
 def test_recall_of_a_method_does_not_depend_on_other_methods(loaded: Loaded, tmp_path: Path, text: str) -> None:
     """Every method reads the inputs of the dense model."""
     cfg = config(tmp_path, text)
-    found = methods.calibrate_baselines(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
     rows = recall.run(loaded, cfg, found, Progress(disable=True))
     alone = recall.run(loaded, cfg, replace(found, block_selections=found.block_selections[-1:]), Progress(disable=True))
     by_name = {(row.method, row.setting): row for row in rows}
@@ -115,7 +115,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     )
     cfg = replace(cfg, eval=tasks, artifacts=ArtifactsConfig(qmodel=str(folder)), keys=0.2)
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
-    methods.calibrate_routers(found, cfg, loaded)
+    calibration.calibrate_routers(found, cfg, loaded)
     classifier, kmeans = found.bucket_routings
     assert classifier.own_settings() == [("20 % of far keys", 0.2)]
     assert kmeans.own_settings() == [("4 probes", 4)]

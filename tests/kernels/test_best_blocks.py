@@ -78,6 +78,20 @@ def test_blocks_at_the_threshold_are_added(threshold: float, backend: Backend, d
     assert torch.equal(got, select_by_sorting(**arguments) | (arguments["scores"] >= threshold) & arguments["visible"])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("exponent", "edge", "above"), [(-1.0, 0, 0), (-0.7, -0.5, 3.5), (0.5, 0.7, 67), (-1.3, -0.2, 70)])
+def test_the_threshold_depends_on_the_visible_blocks(
+    exponent: float, edge: float, above: float, backend: Backend, device: str
+) -> None:
+    arguments = random_arguments(SCORES["probabilities"], (2, 3, 4, 70), device)
+    limit = {"threshold": 0.9, "exponent": exponent, "edge_exponent": edge, "above": above}
+    got = best_blocks(**arguments, **limit, backend=backend)
+    seen = arguments["visible"].sum(-1, keepdim=True).double()
+    least = 0.9 * seen**exponent * (1 - above / seen).clamp(min=0) ** edge
+    reach = (seen > above) & (arguments["scores"] >= least) & arguments["visible"]
+    assert torch.equal(got, select_by_sorting(**arguments) | reach)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     values=st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=40),
@@ -137,7 +151,7 @@ def test_operators(backend: Backend, device: str) -> None:
 
     arguments = random_arguments(torch.randn, (2, 3, 4, 20), device)
     logits = arguments["scores"].clone().requires_grad_()
-    torch.library.opcheck(module._best_operator, (*arguments.values(), 0.5, backend))
+    torch.library.opcheck(module._best_operator, (*arguments.values(), 0.5, -1.0, -0.5, 2.0, backend))
     torch.library.opcheck(module._softmax_operator, (logits, arguments["visible"], backend))
 
     def both(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:

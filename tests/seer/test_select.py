@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,7 +19,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.seer import select
-from msattn.trainer.seer.blocks import Candidates, candidate_blocks, visible_and_diagonal
+from msattn.trainer.seer.blocks import AlwaysRead, Candidates, candidate_blocks
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -53,7 +54,8 @@ def layer_inputs(
 
 
 def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
-    return visible_and_diagonal(num_queries, num_keys, BLOCK, testing.starts(padding), CPU)
+    found = candidate_blocks(num_queries, num_keys, BLOCK, testing.starts(padding), CPU, AlwaysRead(0, 0))
+    return found.visible, found.always
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
@@ -102,12 +104,14 @@ def test_topk_reads_the_best_blocks_and_as_many_with_ties():
     assert torch.equal(tied.sum(-1), mask.sum(-1))
 
 
-def test_sink_blocks_count_within_the_share():
+def test_sink_and_local_blocks_count_within_the_share():
     x = layer_inputs(320)
     scores = select.Random(BLOCK)(x)
-    mask = select.Selection(select.TopK(0.5), select.Random(BLOCK), sink_blocks=2).choose(scores, x)
+    mask = select.Selection(select.TopK(0.5), select.Random(BLOCK), AlwaysRead(2, 3)).choose(scores, x)
     assert mask[..., :, 0].all()
     assert mask[..., 1:, 1].all()
+    for distance in range(4):
+        assert mask.diagonal(-distance, 2, 3).all()
     assert (mask[:, :, 19].sum(-1) == 10).all()
 
 
@@ -194,15 +198,22 @@ PLACES = (st.integers(1, 90), st.integers(1, 90), st.lists(st.integers(0, 100), 
 
 
 @settings(deadline=None, max_examples=40)
-@given(*PLACES, st.sampled_from(FREE_POLICIES), st.integers(0, 3))
-def test_any_policy_reads_the_diagonal_and_no_invisible_block(num_queries, num_keys, padding, policy, sink_blocks):
-    x = layer_inputs(num_queries, num_keys, [p % num_keys for p in padding])
+@given(*PLACES, st.sampled_from(FREE_POLICIES), st.sampled_from([(None, None), (0, 0), (3, 2)]))
+def test_any_policy_reads_sink_local_and_diagonal_blocks_and_no_invisible_one(num_queries, num_keys, padding, policy, always):
+    padding = [p % num_keys for p in padding]
+    x = layer_inputs(num_queries, num_keys, padding)
     keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
-    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink_blocks, **keys)
+    sink, local = always
+    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink, local_blocks=local, **keys)
     mask = select.Selection.from_config(cfg).blocks(x) > 0
-    visible, diagonal = geometry(num_queries, num_keys, [p % num_keys for p in padding])
+    visible, diagonal = geometry(num_queries, num_keys, padding)
+    sink, local = (1 if given is None else given for given in always)
+    required = diagonal.clone()
+    for _ in range(local):
+        required |= F.pad(required, (0, 1))[..., 1:]  # the block before each
+    required[..., :sink] |= visible[..., :sink]
     assert (mask <= visible).all()
-    assert (diagonal <= mask).all()
+    assert (required <= mask).all()
     assert torch.equal(mask.any(-1), visible.any(-1).expand(mask.shape[:-1]))
 
 
@@ -340,11 +351,11 @@ def test_calibrated_policy_needs_a_trained_gate():
 def test_candidates_without_padding_are_cached():
     place = 70, 160, BLOCK, None, CPU
     with torch.inference_mode():
-        first = candidate_blocks(*place, sink_blocks=2)
-    assert candidate_blocks(*place, sink_blocks=2) is first
+        first = candidate_blocks(*place, AlwaysRead(2, 0))
+    assert candidate_blocks(*place, AlwaysRead(2, 0)) is first
     assert not first.visible.is_inference()
     visible, diagonal = geometry(70, 160, None)
-    assert torch.equal(candidate_blocks(*place).always, diagonal)
+    assert torch.equal(candidate_blocks(*place, AlwaysRead(0, 0)).always, diagonal)
     sinks = torch.arange(10) < 2
     assert torch.equal(first.always, diagonal | visible & sinks)
     assert torch.equal(first.share(0.3), (visible.sum(-1, keepdim=True).double() * 0.3).round().int())

@@ -26,7 +26,9 @@ class SelectConfig:
     ----------
     policy : ``topk``, ``calibrated``, ``threshold``, ``nucleus``, ``token_budget`` or ``multiscale``.
     scores : source of the block scores: ``gate``, or a baseline.
-    sink_blocks : number of leading blocks that are always read.
+    sink_blocks, local_blocks : numbers of leading blocks, and of blocks before the query's own, that every row reads. They and
+        the query's own block count towards the share of a policy. None stands for the numbers that the artifact of a gate
+        records (0 for imported gates, as in their paper), and for 1 each with other scores.
     dense_queries : number of last queries of a pass whose row blocks read every block, so that a question at the end of a
         prompt misses none. Passes of no more tokens are dense, counted in ``stats()["dense_by_choice"]``.
     dense_below : prompts shorter than this many tokens use dense attention, which is faster for them, and are counted in
@@ -44,7 +46,8 @@ class SelectConfig:
     policy: str = field(default="topk", metadata=choices(POLICIES))
     _: KW_ONLY
     scores: str = field(default="gate", metadata=choices(SCORES))
-    sink_blocks: int = field(default=0, metadata=within("[0, 1e9]"))
+    sink_blocks: int | None = field(default=None, metadata=within("[0, 1e9]"))
+    local_blocks: int | None = field(default=None, metadata=within("[0, 1e9]"))
     dense_queries: int = field(default=0, metadata=within("[0, 1e9]"))
     dense_below: int | str = "auto"
     block_size: int = field(default=64, metadata=within("[16, 128]"))

@@ -26,12 +26,18 @@ MOST_BYTES = 64 * 10**9  # of all files of a folder; the least recently used one
 
 
 def cached(
-    folder: str | None, what: str, identity: Callable[[], Any | None], make: Callable[[], np.ndarray], *, quiet: bool = False
+    folder: str | None,
+    what: str,
+    identity: Callable[[], Any | None],
+    make: Callable[[], np.ndarray],
+    *,
+    quiet: bool = False,
+    least_seconds: float = LEAST_SECONDS,
 ) -> np.ndarray:
     """Returns the array that ``make`` returns, from a file in ``folder`` if it is there, and else keeps it there.
 
     A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning says so. Arrays that
-    are made in less than :data:`LEAST_SECONDS` are not kept.
+    are made in less than ``least_seconds`` are not kept.
 
     Parameters
     ----------
@@ -60,7 +66,7 @@ def cached(
             start = time.monotonic()
             found = make()
             # A text that has changed while it was read is not kept either.
-            if time.monotonic() - start >= LEAST_SECONDS and _key(identity) == key:
+            if time.monotonic() - start >= least_seconds and _key(identity) == key:
                 _write(path, found, what, quiet)
     return found
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, calibration_chunks
+from msattn.trainer.evaluate.calibration import calibration_chunks
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.routing.pages import PageRouter, num_far
 from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
@@ -31,7 +32,7 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Load
 
     Raises
     ------
-    UserError : as :func:`msattn.trainer.evaluate.methods.calibration_chunks`.
+    UserError : as :func:`msattn.trainer.evaluate.calibration.calibration_chunks`.
     """
     shares, routings = cfg.eval.key_shares, methods.bucket_routings
     if not shares or not routings:

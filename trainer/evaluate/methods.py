@@ -10,20 +10,15 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
-from msattn.trainer import artifacts, data
+from msattn.trainer import artifacts
 from msattn.trainer.attach import attach
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
-from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import check_length
-from msattn.trainer.routing import calibrate as key_calibrate
 from msattn.trainer.routing.buckets import serving, top_buckets
 from msattn.trainer.routing.calibrate import most_probes, threshold_at
 from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.seer.a_shape import measure_spans
-from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.select import Multiscale, Scorer, Selection
 from msattn.trainer.serving.loading import LOADERS, AnyRouter
@@ -49,8 +44,8 @@ CALIBRATED = QModel | DecodeGate  # routers that predict attention, so that they
 class BlockSelectionMethod:
     """Sparse prefill: ``select`` names the block scores and the policy that turns them into blocks to read.
 
-    ``scorer`` and ``thresholds`` are what a baseline needs from training text: the spans of the A shape, and the thresholds of
-    its scores for the calibrated policy. A gate has its own.
+    ``scorer`` and ``thresholds`` are measured on training text (:mod:`msattn.trainer.evaluate.calibration`): the spans of the A
+    shape, and thresholds for the calibrated policy. The artifact of a gate has its own.
     """
 
     name: str
@@ -220,68 +215,6 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
         read.append(module.artifact)
         found[label] = module.to(device)
     return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes, read)
-
-
-def calibrate_baselines(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
-    """Returns ``methods`` with the spans of the A shape, and with thresholds of the baselines if ``select`` is calibrated.
-
-    They are measured as those of a gate, on the first training chunks of ``data``, which hold no held-out text.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
-    """
-    calibrated = isinstance(cfg.select, CalibratedConfig)
-    needy = [each for each in methods.block_selections if each.gate is None and (calibrated or each.name == "a_shape")]
-    if not needy or set(cfg.eval.tasks) <= {"analysis", "decoding"}:  # tasks without block selection
-        return methods
-    items = calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS)
-
-    def measured(method: BlockSelectionMethod) -> BlockSelectionMethod:
-        if method.name == "a_shape":
-            scorer: Scorer = measure_spans(loaded.model, items, method.select.block_size)
-        else:
-            scorer = Selection.from_config(method.select.with_policy("topk")).scorer
-        return replace(method, scorer=scorer, thresholds=calibrate(scorer, loaded.model, items) if calibrated else None)
-
-    return replace(methods, block_selections=[measured(each) if each in needy else each for each in methods.block_selections])
-
-
-def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> None:
-    """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds.
-
-    They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text.
-
-    Raises
-    ------
-    UserError : as :func:`calibrate_baselines`, or the thresholds of an artifact do not cover a share.
-    """
-    for each in methods.bucket_routings if cfg.all_keys else ():
-        if not isinstance(each.router, CALIBRATED):
-            continue
-        if each.router.thresholds is None:
-            window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
-            items = calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS)
-            each.router.thresholds = key_calibrate.calibrate(each.router, loaded.model, items, **window)
-            methods.notes.append(
-                f"{each.name}: its artifact holds no thresholds for shares of the keys; they were measured anew."
-            )
-        for share in cfg.all_keys:
-            threshold_at(each.router.thresholds, share)
-
-
-def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> list[dict[str, Any]]:
-    """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
-    """
-    check_length(loaded.model.config, cfg.data.seq_len)
-    check_heldout(cfg.data)
-    text = replace(cfg.data, needles=cfg.model.presets.needles)
-    chunks = data.chunks(text, loaded.tokenizer, seed=cfg.seed, num_chunks=number)
-    return [chunks[i] for i in range(len(chunks))]
 
 
 def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:

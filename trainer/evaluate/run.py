@@ -51,7 +51,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import harness_tasks, haystack, key_shares, methods, untrained
+    from msattn.trainer.evaluate import calibration, harness_tasks, haystack, key_shares, methods, untrained
     from msattn.trainer.evaluate.partial import PartialRows, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
@@ -63,8 +63,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     found = untrained.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)
     samples = harness_tasks.load_samples(cfg, loaded) if "harness" in cfg.eval.tasks else []  # refuses a task before others run
-    found = methods.calibrate_baselines(found, cfg, loaded)
-    methods.calibrate_routers(found, cfg, loaded)
+    found = calibration.calibrate_selections(found, cfg, loaded)
+    calibration.calibrate_routers(found, cfg, loaded)
     found = key_shares.match_key_shares(found, cfg, loaded)
     kept = PartialRows(folder.with_name("eval.partial"), settings_of(cfg, loaded, found), resume=cfg.resume)
     try:

@@ -23,11 +23,11 @@ from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations
 from msattn.trainer.memory import release_memory
-from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, calibrate
+from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS
 from msattn.trainer.seer.distillation import gate_recall
 from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import GateScores
-from msattn.trainer.seer.train_gate import without_layers, write_gate
+from msattn.trainer.seer.select import always_read
+from msattn.trainer.seer.train_gate import gate_thresholds, without_layers, write_gate
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
 from msattn.trainer.training.checkpoints import TrainingResult, flatten_settings
@@ -286,7 +286,8 @@ def _write_trained_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: d
     trained = Gate.build(loaded.model.config, gate.cfg)
     trained.load_state_dict(gather_weights(gate, torch.float32))
     trained.to(loaded.model.device)
-    trained.thresholds = calibrate(GateScores(trained), loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
+    trained.always = always_read(cfg.select, gate.always)._replace(dense_queries=0)
+    trained.thresholds = gate_thresholds(trained, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
     metrics = gate_recall(trained, loaded.model, rank_shard(heldout, len(heldout)))
     if PartialState().is_main_process:
         write_gate(folder.with_name("gate"), trained, cfg, loaded, chunks, without_layers(metrics))

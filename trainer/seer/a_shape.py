@@ -16,7 +16,7 @@ from msattn.trainer.seer.blocks import normalize_rows, visible_blocks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SLOPE = 0.01  # part by which scores that do not fall with the distance are made to fall, so that the nearest blocks come first
+SLOPE = 0.5  # part by which scores that do not fall with the distance are made to fall, which lets a threshold tell spans apart
 LEAST = 1e-9  # scores are positive
 
 

@@ -35,21 +35,13 @@ def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor 
 
 def visible_blocks(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> Tensor:
     """Returns the column blocks with a key that some query of the row block may see: bool ``[B | 1, 1, Tr, Tc]``."""
-    return visible_and_diagonal(num_queries, num_keys, block_size, kv_start, device)[0]
-
-
-def visible_and_diagonal(
-    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Returns the visible blocks, and the diagonal ones among them: bool ``[B | 1, 1, Tr, Tc]`` each.
-
-    Diagonal blocks hold the row block's own tokens: one per row, or two if its queries start inside a column block. Every query
-    sees a key in them.
-    """
     rows = row_span(num_queries, num_keys, block_size, kv_start, device)
-    starts = torch.arange(0, num_keys, block_size, device=device)
-    visible = (starts <= rows.last[..., None])[:, None]
-    return visible, visible & (starts + block_size > rows.first[..., None])[:, None]
+    return _visible(rows, num_keys, block_size)
+
+
+def _visible(rows: RowSpan, num_keys: int, block_size: int) -> Tensor:
+    starts = torch.arange(0, num_keys, block_size, device=rows.last.device)
+    return (starts <= rows.last[..., None])[:, None]
 
 
 def last_row(rows: RowSpan) -> Tensor:
@@ -71,15 +63,38 @@ class Candidates:
         self._counts: dict[float, Tensor] = {}
 
     @cached_property
+    def row_visible(self) -> Tensor:
+        """Number of visible blocks of each row: int64 ``[B | 1, 1, Tr, 1]``."""
+        return self.visible.sum(-1, keepdim=True)
+
+    @cached_property
     def num_visible(self) -> Tensor:
         """Number of visible blocks, at least 1: int64 scalar."""
-        return self.visible.sum().clamp(min=1)
+        return self.row_visible.sum().clamp(min=1)
 
     def share(self, share: float) -> Tensor:
         """Returns a share of the number of visible blocks of each row, rounded: int32 ``[B | 1, 1, Tr, 1]``."""
         if share not in self._counts:
-            self._counts[share] = (self.visible.sum(-1, keepdim=True).double() * share).round().int()
+            self._counts[share] = (self.row_visible.double() * share).round().int()
         return self._counts[share]
+
+
+class AlwaysRead(NamedTuple):
+    """Visible blocks that every row reads in addition to its diagonal ones.
+
+    Attributes
+    ----------
+    sink_blocks : number of leading blocks. Pretrained models put much of their attention on the first tokens.
+    local_blocks : number of blocks before the diagonal ones.
+    dense_queries : number of last queries whose rows read every block.
+    """
+
+    sink_blocks: int = 1
+    local_blocks: int = 1
+    dense_queries: int = 0
+
+
+SINK_AND_LOCAL = AlwaysRead()
 
 
 def candidate_blocks(
@@ -88,46 +103,44 @@ def candidate_blocks(
     block_size: int,
     kv_start: Tensor | None,
     device: torch.device,
-    sink_blocks: int = 0,
-    dense_queries: int = 0,
+    always: AlwaysRead = SINK_AND_LOCAL,
 ) -> Candidates:
-    """Returns the visible blocks, of which some must be read.
-
-    Those are the diagonal ones, the first ``sink_blocks``, and all in the rows of the last ``dense_queries`` queries.
+    """Returns the visible blocks, of which the diagonal ones and those of ``always`` must be read.
 
     Without padding the result depends only on shapes and is cached for the other layers, because computing it takes longer than
     the selection.
     """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if kv_start is not None or capturing:  # tensors captured in a CUDA graph have no values until its replay
-        return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, sink_blocks, dense_queries)
+        return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, always)
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
-        return _unpadded_candidates(num_queries, num_keys, block_size, device, sink_blocks, dense_queries)
+        return _unpadded_candidates(num_queries, num_keys, block_size, device, always)
 
 
 @lru_cache(maxsize=4)
 def _unpadded_candidates(
-    num_queries: int, num_keys: int, block_size: int, device: torch.device, sink_blocks: int, dense_queries: int
+    num_queries: int, num_keys: int, block_size: int, device: torch.device, always: AlwaysRead
 ) -> Candidates:
-    return _candidate_blocks(num_queries, num_keys, block_size, None, device, sink_blocks, dense_queries)
+    return _candidate_blocks(num_queries, num_keys, block_size, None, device, always)
 
 
 def _candidate_blocks(
-    num_queries: int,
-    num_keys: int,
-    block_size: int,
-    kv_start: Tensor | None,
-    device: torch.device,
-    sink_blocks: int,
-    dense_queries: int,
+    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device, always: AlwaysRead
 ) -> Candidates:
-    visible, always = visible_and_diagonal(num_queries, num_keys, block_size, kv_start, device)
-    always[..., :sink_blocks] = visible[..., :sink_blocks]
-    if dense_queries:
-        last = row_span(num_queries, num_keys, block_size, kv_start, device).last
-        is_dense = last > last.amax(1, keepdim=True) - dense_queries
-        always |= visible & is_dense[:, None, :, None]
-    return Candidates(visible, always)
+    """Returns the result of :func:`candidate_blocks`, computed anew.
+
+    Diagonal blocks hold the row block's own tokens: one per row, or two if its queries start inside a column block. Every query
+    sees a key in them.
+    """
+    rows = row_span(num_queries, num_keys, block_size, kv_start, device)
+    visible = _visible(rows, num_keys, block_size)
+    ends = torch.arange(block_size, num_keys + block_size, block_size, device=device)
+    required = visible & (ends + always.local_blocks * block_size > rows.first[..., None])[:, None]
+    required[..., : always.sink_blocks] = visible[..., : always.sink_blocks]
+    if always.dense_queries:
+        is_dense = rows.last > rows.last.amax(1, keepdim=True) - always.dense_queries
+        required |= visible & is_dense[:, None, :, None]
+    return Candidates(visible, required)
 
 
 def normalize_rows(scores: Tensor) -> Tensor:

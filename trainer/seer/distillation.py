@@ -184,7 +184,7 @@ def gate_recall(
         true, scores = normalize_rows(dense.pooled), gate.scores(x)
         for name, ranked in (("gate", scores), ("oracle", true)):
             for sparsity in RECALL_SPARSITIES:
-                mask = Selection(TopK(sparsity), Oracle(size)).choose(ranked, x)
+                mask = Selection(TopK(sparsity), Oracle(size), gate.always).choose(ranked, x)
                 recall = attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
                 recalls.add(name, sparsity, x.layer, recall)
                 if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):

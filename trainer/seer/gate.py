@@ -7,9 +7,10 @@ the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
+from annotated_types import Interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,11 +20,11 @@ from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
-from msattn.trainer.seer.blocks import last_row, row_span, visible_blocks
-from msattn.trainer.seer.calibrate import Thresholds
+from msattn.trainer.seer.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
+from msattn.trainer.seer.calibrate import FixedThresholds, Thresholds
 from msattn.trainer.seer.gate_artifact import GateArtifact
 from msattn.trainer.storage.documents import checked
 
@@ -174,8 +175,10 @@ class GateDetails:
     """Schema of the manifest entries of :meth:`Gate.details`; artifacts without ``layers`` have a gate for each layer."""
 
     gate: GateConfig
-    thresholds: Thresholds | None
+    thresholds: Thresholds | FixedThresholds | None
     layers: list[int] | None = None
+    sink_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
+    local_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
 
     def __post_init__(self) -> None:
         if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers or self.layers[0] < 0):
@@ -202,6 +205,7 @@ class Gate(GateArtifact):
     layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
     num_layers : layers of the model.
     thresholds : calibrated thresholds of each layer (:func:`msattn.trainer.seer.calibrate.calibrate`); None before training.
+    always : blocks that every row reads by default, with which ``thresholds`` were measured.
     """
 
     phase = "prefill"
@@ -220,6 +224,7 @@ class Gate(GateArtifact):
     ) -> None:
         super().__init__()
         self.num_layers = num_layers
+        self.always = SINK_AND_LOCAL
         self.layer_numbers = list(range(num_layers)) if layers is None else list(layers)
         self.cfg = cfg
         self.layers = ModulesByLayer(
@@ -250,23 +255,32 @@ class Gate(GateArtifact):
         base = artifact.manifest["model"]
         details = checked(artifact.manifest["details"], GateDetails, f"artifact {path}: details")
         cfg, thresholds, num_layers = details.gate, details.thresholds, base["num_layers"]
+        if isinstance(thresholds, FixedThresholds):
+            print_once(
+                f"warning: artifact {path}: its thresholds, of an earlier version, are not used; train-gate makes new ones"
+            )
+            thresholds = None
         layers = list(range(num_layers)) if details.layers is None else details.layers
         if layers[-1] >= num_layers:
             raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
         if thresholds is not None and len(thresholds.layers) != num_layers:
             raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
         sizes = (num_layers, base["num_heads"], base["num_kv_heads"], base["head_dim"])
-        return cls._restore(artifact, cfg, len(layers), thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, layers=layers))
+        gate = cls._restore(artifact, cfg, len(layers), thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, layers=layers))
+        gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
+        return gate
 
     def shard(self, part: HeadShard) -> "Gate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
         shape = self.model_shape()
         heads, kv_heads = shape["num_heads"] // part.ranks, shape["num_kv_heads"] // part.ranks
         own = Gate(self.num_layers, heads, kv_heads, shape["head_dim"], self.cfg, self.inv_freq, layers=self.layer_numbers)
+        own.always = self.always
         return own._take_part(self, part)
 
     def details(self) -> dict[str, Any]:
-        return super().details() | {"layers": self.layer_numbers}
+        always = {"sink_blocks": self.always.sink_blocks, "local_blocks": self.always.local_blocks}
+        return super().details() | {"layers": self.layer_numbers} | always
 
     def model_shape(self) -> dict[str, int]:
         """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""

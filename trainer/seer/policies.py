@@ -5,10 +5,9 @@
 blocks that may be read, and those that must be read. In a zoom map, a block at zoom z is read at 1 / z of its tokens.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,18 +57,27 @@ class Threshold:
     threshold: float
 
     def __call__(self, scores: Tensor, candidates: Candidates) -> Tensor:
-        return _best_blocks(scores, candidates, 0.0, self.threshold)
+        return _best_blocks(scores, candidates, 0.0, threshold=self.threshold)
 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Selects the blocks of each row that ``floor`` selects, and every block whose score reaches ``threshold``."""
+    """Selects a share ``floor`` of each row's visible blocks, the best ones, and every block with a high enough score.
 
-    floor: TopK
-    threshold: Threshold
+    Of a row with ``v > above`` visible blocks, those are the blocks with a score of at least
+    ``threshold * v ** exponent * (1 - above / v) ** edge_exponent``, see :mod:`msattn.trainer.seer.calibrate`. It depends on
+    the row alone, so prompts that are read in chunks select the same blocks.
+    """
+
+    floor: float
+    threshold: float
+    exponent: float
+    edge_exponent: float
+    above: float
 
     def __call__(self, scores: Tensor, candidates: Candidates) -> Tensor:
-        return _best_blocks(scores, candidates, 1 - self.floor.sparsity, self.threshold.threshold)
+        limit = {"exponent": self.exponent, "edge_exponent": self.edge_exponent, "above": self.above}
+        return _best_blocks(scores, candidates, self.floor, threshold=self.threshold, **limit)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,6 @@ class Multiscale:
         return zooms
 
 
-def _best_blocks(scores: Tensor, candidates: Candidates, share: float, threshold: float = math.inf) -> Tensor:
-    """Selects the best blocks of each row, a share of the visible ones, and all blocks that reach ``threshold``."""
-    return best_blocks(scores, candidates.share(share), candidates.visible, candidates.always, threshold=threshold)
+def _best_blocks(scores: Tensor, candidates: Candidates, share: float, **limit: Any) -> Tensor:
+    """Selects the best blocks of each row, a share of the visible ones, and all blocks that reach the ``limit``."""
+    return best_blocks(scores, candidates.share(share), candidates.visible, candidates.always, **limit)

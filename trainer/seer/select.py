@@ -5,7 +5,7 @@ them into a block mask for ``block_sparse_attention``, or a zoom map for ``multi
 share this interface. Nothing here synchronizes with the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,8 +29,17 @@ from msattn.trainer.config import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.layer_attention import block_map, score_options, with_sinks
-from msattn.trainer.seer.blocks import Candidates, aligned_blocks, candidate_blocks, normalize_rows, sparsity, visible_blocks
-from msattn.trainer.seer.calibrate import floor_policy, threshold_at
+from msattn.trainer.seer.blocks import (
+    SINK_AND_LOCAL,
+    AlwaysRead,
+    Candidates,
+    aligned_blocks,
+    candidate_blocks,
+    normalize_rows,
+    sparsity,
+    visible_blocks,
+)
+from msattn.trainer.seer.calibrate import shortest_row, threshold_at
 from msattn.trainer.seer.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
 from msattn.trainer.seer.vertical_slash import VerticalSlash
 
@@ -184,15 +193,12 @@ class Selection:
     ----------
     policy : one policy for all layers, or a sequence with one for each layer.
     scorer : source of the block scores.
-    sink_blocks : number of leading blocks that every row reads. They and the row's own (diagonal) block count towards the
-        policy's share.
-    dense_queries : number of last queries of a pass whose rows read every block.
+    always : blocks that every row reads. They and the row's own (diagonal) block count towards the policy's share.
     """
 
     policy: Policy | Sequence[Policy]
     scorer: Scorer
-    sink_blocks: int = 0
-    dense_queries: int = 0
+    always: AlwaysRead = SINK_AND_LOCAL
 
     @property
     def block_size(self) -> int:
@@ -211,7 +217,7 @@ class Selection:
         gate: "Gate | None" = None,
         *,
         scorer: Scorer | None = None,
-        thresholds: dict[str, Any] | None = None,
+        thresholds: Mapping[str, Any] | None = None,
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
@@ -220,18 +226,23 @@ class Selection:
         gate : the gate whose scores are used, with ``scores="gate"``.
         scorer : source of the scores ``a_shape``, from :func:`msattn.trainer.seer.a_shape.measure_spans`; None: the one that
             ``cfg.scores`` names.
-        thresholds : result of :func:`msattn.trainer.seer.calibrate.calibrate` for the scores of a baseline and the policy
-            ``calibrated``; a gate has its own.
+        thresholds : table of :func:`msattn.trainer.seer.calibrate.calibrate` for the policy ``calibrated``; None: the gate's.
 
         Raises
         ------
         UserError
             The scores are those of a gate and there is no gate, those of the A shape and there is no ``scorer``, or the policy
-            is calibrated and there are no thresholds.
+            is calibrated and there are no thresholds, or they were measured with other blocks that are always read.
         """
         scorer = scorer or _scorer(cfg, gate)
-        table = gate.thresholds if cfg.scores == "gate" and gate is not None else thresholds
-        return cls(_policy(cfg, scorer.block_size, table), scorer, cfg.sink_blocks, cfg.dense_queries)
+        recorded = gate.always if cfg.scores == "gate" and gate is not None else SINK_AND_LOCAL
+        always = always_read(cfg, recorded)
+        if not isinstance(cfg, CalibratedConfig):
+            return cls(_policy(cfg, scorer.block_size), scorer, always)
+        if thresholds is None and cfg.scores == "gate" and gate is not None:
+            _check_always(always, recorded)
+            thresholds = gate.thresholds
+        return cls(_calibrated(cfg, always, thresholds), scorer, always)
 
     def blocks(self, x: "LayerInputs") -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
@@ -247,8 +258,7 @@ class Selection:
 
     def candidates(self, x: "LayerInputs") -> Candidates:
         """Returns the blocks to select from."""
-        always = self.sink_blocks, self.dense_queries
-        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, *always)
+        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.always)
 
 
 def _scorer(cfg: SelectConfig, gate: "Gate | None") -> Scorer:
@@ -268,12 +278,28 @@ def _scorer(cfg: SelectConfig, gate: "Gate | None") -> Scorer:
     return scorers[cfg.scores]()
 
 
-def _policy(cfg: SelectConfig, block_size: int, table: dict[str, Any] | None) -> Policy | Sequence[Policy]:
+def always_read(cfg: SelectConfig, recorded: AlwaysRead = SINK_AND_LOCAL) -> AlwaysRead:
+    """Returns the blocks that ``cfg`` always reads; ``recorded`` are those of a gate's artifact."""
+    sink, local = (
+        default if given is None else given
+        for given, default in ((cfg.sink_blocks, recorded.sink_blocks), (cfg.local_blocks, recorded.local_blocks))
+    )
+    return AlwaysRead(sink, local, cfg.dense_queries)
+
+
+def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
+    for key in ("sink_blocks", "local_blocks"):
+        if getattr(asked, key) != getattr(recorded, key):
+            raise UserError(
+                f"select.{key}={getattr(asked, key)}: the gate was calibrated with {getattr(recorded, key)}; "
+                "select.policy=topk accepts any number"
+            )
+
+
+def _policy(cfg: SelectConfig, block_size: int) -> Policy:
     match cfg:
         case TopKConfig():
             return TopK(cfg.sparsity)
-        case CalibratedConfig():
-            return _calibrated(cfg, table)
         case ThresholdConfig():
             return Threshold(cfg.threshold)
         case NucleusConfig():
@@ -285,13 +311,15 @@ def _policy(cfg: SelectConfig, block_size: int, table: dict[str, Any] | None) ->
     raise NotImplementedError(cfg.policy)
 
 
-def _calibrated(cfg: CalibratedConfig, table: dict[str, Any] | None) -> list[Policy]:
+def _calibrated(cfg: CalibratedConfig, always: AlwaysRead, table: Mapping[str, Any] | None) -> list[Policy]:
     if table is None:
         raise UserError(f"select.policy=calibrated: needs calibrated thresholds of select.scores={cfg.scores}; topk needs none")
     if cfg.sparsity > table["sparsities"][-1]:
         raise UserError(f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to {table['sparsities'][-1]}")
-    floor = floor_policy(cfg.sparsity, table["floor"])
-    return [Calibrated(floor, Threshold(threshold_at(table, i, cfg.sparsity))) for i in range(len(table["layers"]))]
+    share = 1 - cfg.sparsity
+    above = shortest_row(cfg.sparsity, always)
+    found = [threshold_at(table, layer, cfg.sparsity) for layer in range(len(table["layers"]))]
+    return [TopK(cfg.sparsity) if each is None else Calibrated(share * table["floor"], *each, above) for each in found]
 
 
 def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> SparseAttention:

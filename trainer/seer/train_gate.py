@@ -1,9 +1,10 @@
 """``msattn train-gate``: trains the gates of a model and writes them as an artifact."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
@@ -23,6 +24,9 @@ from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HELDOUT_CHUNKS = 2
 MAP_TITLES = ("true block map", "gate scores", f"blocks read at {RECALL_SPARSITIES[-1]:.0%} sparsity")
@@ -69,10 +73,15 @@ def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Lo
     """Returns the thresholds of a gate: on shares of the blocks of prompts, or of the keys that decoding reads."""
     items = rank_shard(chunks, CALIBRATION_CHUNKS)
     if isinstance(gate, Gate):
-        return calibrate(GateScores(gate), loaded.model, items)
+        return gate_thresholds(gate, loaded.model, items)
     served = serving(cfg.model.presets, gate.num_buckets)
     window = {name: served[name] for name in ("recent", "sink", "dense_layers")}
     return key_calibrate.calibrate(gate, loaded.model, items, **window)
+
+
+def gate_thresholds(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.seer.calibrate.calibrate`."""
+    return calibrate({"gate": GateScores(gate)}, teacher, chunks, always=gate.always)["gate"]
 
 
 def _train(

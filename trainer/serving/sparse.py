@@ -149,7 +149,7 @@ class Sparse(NotCopied):
 
     def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor | None:
         """Returns the attention of a prompt over selected blocks; None, and counts it, if dense attention serves it."""
-        is_short = x.num_keys < self.dense_below or x.num_queries <= selection.dense_queries
+        is_short = x.num_keys < self.dense_below or x.num_queries <= selection.always.dense_queries
         prompt = None if is_short else self._with_pooled_keys(x)
         if prompt is None:
             self.statistics.count("dense_by_choice" if is_short else "dense_fallbacks")

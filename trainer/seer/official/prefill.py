@@ -19,6 +19,7 @@ from torch import Tensor
 
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.seer.blocks import AlwaysRead
 from msattn.trainer.seer.gate import AttnGate, Gate
 from msattn.trainer.seer.official.files import POOLING, check_family, read_weights, rotation_factor
 from msattn.trainer.storage.documents import checked
@@ -61,6 +62,7 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str,
     layers = read_weights(files, shape["num_layers"], shapes)
     for number in gate.layer_numbers:
         _fill(cast(AttnGate, gate.layers[number]), layers[number], factor)
+    gate.always = AlwaysRead(0, 0)  # the authors read the row's own block and the best ones alone
     return gate, gate.details(), keys.base_model
 
 

@@ -218,7 +218,7 @@ class PagedAttention:
 
     def _is_dense_by_choice(self, item: PromptChunk) -> bool:
         assert self.selection is not None
-        return item.keys < self.dense_below or item.queries <= self.selection.dense_queries
+        return item.keys < self.dense_below or item.queries <= self.selection.always.dense_queries
 
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
         """Returns whether a sequence reads the blocks of the selection, whose gate needs all keys before RoPE.

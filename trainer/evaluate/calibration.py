@@ -1,0 +1,167 @@
+"""Thresholds and spans that compared methods need from training text, measured in one dense pass and kept on disk."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from msattn.trainer import artifacts, data, seer
+from msattn.trainer.config import CalibratedConfig, EvalRunConfig
+from msattn.trainer.data.cache import cached
+from msattn.trainer.data.overlap import check_heldout
+from msattn.trainer.evaluate.methods import CALIBRATED, BlockSelectionMethod, ComparedMethods
+from msattn.trainer.models.families import check_length
+from msattn.trainer.routing import calibrate as key_calibrate
+from msattn.trainer.routing.calibrate import threshold_at
+from msattn.trainer.seer.a_shape import AShape, measure_spans
+from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, FLOOR, SPARSITIES, calibrate
+from msattn.trainer.seer.select import Scorer, Selection, always_read
+from msattn.trainer.storage.hashes import file_hash
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.loading import Loaded
+
+
+def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
+    """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, the thresholds that are missing.
+
+    These are the thresholds of baselines, and of a gate whose artifact has none or has those for other blocks that are always
+    read. They are measured as in the training of a gate, on the first training chunks of ``data``, which hold no held-out text,
+    in one pass for all, and kept in ``data.cache``.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
+    """
+    needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
+    if not needy or set(cfg.eval.tasks) <= {"analysis", "decoding"}:  # tasks without block selection
+        return methods
+    kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
+    scorers = {each.name: kept.scorer(each) for each in needy}
+    calibrated = {each.name: scorers[each.name] for each in needy if isinstance(each.select, CalibratedConfig)}
+    identities = {each.name: _identity(each) for each in needy}
+    always = always_read(needy[0].select)._replace(dense_queries=0)
+    tables = kept.tables(calibrated, identities, always) if calibrated else {}
+    notes = [
+        f"{each.name}: its artifact holds no thresholds for this selection; they were measured anew."
+        for each in needy
+        if each.gate is not None
+    ]
+    found = [
+        replace(each, scorer=scorers[each.name], thresholds=tables.get(each.name)) if each.name in scorers else each
+        for each in methods.block_selections
+    ]
+    return replace(methods, block_selections=found, notes=[*methods.notes, *notes])
+
+
+def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> None:
+    """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds.
+
+    They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text.
+
+    Raises
+    ------
+    UserError : as :func:`calibrate_selections`, or the thresholds of an artifact do not cover a share.
+    """
+    for each in methods.bucket_routings if cfg.all_keys else ():
+        if not isinstance(each.router, CALIBRATED):
+            continue
+        if each.router.thresholds is None:
+            window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
+            items = calibration_chunks(cfg, loaded, key_calibrate.CALIBRATION_CHUNKS)
+            each.router.thresholds = key_calibrate.calibrate(each.router, loaded.model, items, **window)
+            methods.notes.append(
+                f"{each.name}: its artifact holds no thresholds for shares of the keys; they were measured anew."
+            )
+        for share in cfg.all_keys:
+            threshold_at(each.router.thresholds, share)
+
+
+def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> list[dict[str, Any]]:
+    """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
+    """
+    check_length(loaded.model.config, cfg.data.seq_len)
+    check_heldout(cfg.data)
+    text = replace(cfg.data, needles=cfg.model.presets.needles)
+    chunks = data.chunks(text, loaded.tokenizer, seed=cfg.seed, num_chunks=number)
+    return [chunks[i] for i in range(len(chunks))]
+
+
+def _lacks(method: BlockSelectionMethod) -> bool:
+    """Returns True for a method that needs spans or thresholds which neither it nor its gate has."""
+    if method.gate is None:
+        return method.select.scores == "a_shape" or isinstance(method.select, CalibratedConfig)
+    always = always_read(method.select, method.gate.always)._replace(dense_queries=0)
+    fits = method.gate.thresholds is not None and always == method.gate.always
+    return isinstance(method.select, CalibratedConfig) and not fits
+
+
+def _identity(method: BlockSelectionMethod) -> str:
+    """Returns what the scores of a method depend on, besides model and text."""
+    if method.gate is not None and method.gate.artifact is not None:
+        return method.gate.artifact.manifest["content_hash"]
+    return f"{method.select.scores} {method.select.block_size} {method.select.seed}"
+
+
+class _Kept:
+    """Measurements on calibration text, read from ``data.cache`` or made and kept there.
+
+    Parameters
+    ----------
+    items : the chunks ``{"input_ids": int64 [N]}``.
+    """
+
+    def __init__(self, cfg: EvalRunConfig, loaded: "Loaded", items: list[dict[str, Any]]) -> None:
+        self.folder, self.model, self.items = cfg.data.cache, loaded.model, items
+        text = hashlib.sha256(b"".join(each["input_ids"].numpy().tobytes() for each in items)).hexdigest()
+        model = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
+        code = [file_hash(path) for path in sorted(Path(seer.__file__).parent.glob("*.py"))]
+        device = loaded.model.device.type, str(loaded.model.dtype)
+        self._depends_on = {"text": text, "model": model, "code": code, "device": device}
+
+    def array(self, what: str, identity: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Returns the array of ``make``, or the one that was kept for the same ``identity``, model and text."""
+        known = json.loads(json.dumps(self._depends_on | {"what": what, "identity": identity}))
+        return cached(self.folder, what, lambda: known, make, quiet=True, least_seconds=0.0)
+
+    def scorer(self, method: BlockSelectionMethod) -> Scorer:
+        """Returns the scorer of a method; that of the A shape is measured."""
+        if method.select.scores != "a_shape":
+            return Selection.from_config(method.select.with_policy("topk"), method.gate).scorer
+        size = method.select.block_size
+        profile = self.array(
+            "spans of heads", size, lambda: measure_spans(self.model, self.items, size).profile.float().cpu().numpy()
+        )
+        return AShape(torch.from_numpy(profile).to(self.model.device), size)
+
+    def tables(self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: Any) -> dict[str, dict[str, Any]]:
+        """Returns the thresholds of all ``scorers``, measured in one pass if those of one of them are not kept."""
+
+        @cache
+        def measured() -> dict[str, dict[str, Any]]:
+            return calibrate(scorers, self.model, self.items, always=always)
+
+        def fits(name: str) -> np.ndarray:
+            found = [[each or [np.nan] * 3 for each in layer] for layer in measured()[name]["layers"]]
+            return np.array(found)
+
+        arrays = {
+            name: self.array("thresholds", [identities[name], *always, FLOOR], lambda name=name: fits(name)) for name in scorers
+        }
+        return {name: _table(array) for name, array in arrays.items()}
+
+
+def _table(fits: np.ndarray) -> dict[str, Any]:
+    """Returns thresholds ``[layers, sparsities, 3]`` as :func:`msattn.trainer.seer.calibrate.calibrate` does."""
+    layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in fits.tolist()]
+    return {"floor": FLOOR, "sparsities": list(SPARSITIES), "layers": layers}
