@@ -12,6 +12,14 @@ from torch import Tensor
 from msattn.trainer.models.timing import PhaseTimer
 
 
+class SparseStats(dict[str, Any]):
+    """The dict of :meth:`msattn.trainer.attach.Sparse.stats`, which prints in one line, without what is None or was never counted."""
+
+    def __repr__(self) -> str:
+        shown = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in self.items() if value is not None}
+        return ", ".join(f"{name} {value}" for name, value in shown.items() if value) or "no pass was counted"
+
+
 class Statistics:
     """Means of named values, which several threads may add, without a synchronization with the device before :meth:`mean`.
 
