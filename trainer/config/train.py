@@ -78,13 +78,14 @@ class TrackerConfig:
 
     Attributes
     ----------
-    kind : ``wandb`` (offline without an API key) or ``none``.
+    kind : ``wandb`` (offline without an API key), ``auto`` (the same, but says how an offline run is uploaded only where
+        wandb is set up) or ``none``.
     project : project of Weights & Biases.
     group : runs that wandb shows together (None: the experiment, or else the sweep, if there is one).
     upload : upload the files of gates, k-means and query classifiers; otherwise wandb records only where they are.
     """
 
-    kind: str = field(default="wandb", metadata=choices(("wandb", "none")))
+    kind: str = field(default="auto", metadata=choices(("auto", "wandb", "none")))
     project: str = "msattn"
     group: str | None = None
     upload: bool = False
