@@ -251,7 +251,7 @@ class TrainingCallback(TrainerCallback):
             if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
                 with suppress(OSError):  # stderr is closed or full
-                    os.write(2, f"{name}: finishing and saving this step\n".encode())
+                    os.write(2, f"{name}: finishing and saving this step; a second one stops at once\n".encode())
 
         for number in STOP_SIGNALS:
             signal.signal(number, finish_step)
