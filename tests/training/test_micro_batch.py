@@ -11,7 +11,8 @@ from torch.utils.data import Dataset, default_collate
 
 from msattn.trainer.config import TrackerConfig, TrainConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.training import micro_batch
+from msattn.trainer.progress import Progress
+from msattn.trainer.training import callbacks, micro_batch
 from msattn.trainer.training.checkpoints import newest_checkpoint, read_marker
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
@@ -103,3 +104,20 @@ def test_a_resumed_run_keeps_the_number_of_the_checkpoint(tmp_path: Path, monkey
     run(tmp_path / "stopped", again, resume=True, schedule="constant")
     assert again.passes == [4] * 3
     assert torch.equal(again.weight, whole.weight)
+
+
+def test_the_size_and_the_time_of_a_step_are_told_during_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(callbacks, "SLOW_PASSES", 0.0)
+    shown = []
+    update = Progress.update
+    monkeypatch.setattr(
+        Progress, "update", lambda self, *given, **new: (shown.append(new["completed"]), update(self, *given, **new))
+    )
+    run(tmp_path, Scale())
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "a step reads 12 x 512 = 6,144 tokens, 4 in a pass; 2 steps 12,288"
+    assert out[1].startswith("a step takes about 0:00, 2 steps 0:00; smaller train.batch_size")
+    assert out[2].startswith("step 2/2")
+    assert shown == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])

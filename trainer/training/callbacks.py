@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
-from msattn.trainer.progress import Progress, postpone
+from msattn.trainer.progress import Progress, duration, postpone
 from msattn.trainer.training.checkpoints import (
     TrainingResult,
     describe_last_checkpoint,
@@ -34,6 +34,7 @@ from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
 BAR_WIDTH = 72  # characters of the progress bar's line before the figures
+SLOW_PASSES = 5.0  # seconds of a step from which its passes are shown
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,6 +47,7 @@ class TrainingCallback(TrainerCallback):
     settings : stored in each checkpoint, see :func:`msattn.trainer.training.checkpoints.resume_settings`.
     previous : result of the run that is resumed, zero steps for a new one.
     stop_consensus : lets all ranks stop after the same step.
+    tokens : tokens of an item, None if items have none.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class TrainingCallback(TrainerCallback):
         settings: dict[str, Any],
         previous: TrainingResult,
         stop_consensus: StopConsensus,
+        tokens: int | None = None,
     ) -> None:
+        self.tokens = tokens
         self.module = module
         self.train = train
         self.tracker = tracker
@@ -71,6 +75,7 @@ class TrainingCallback(TrainerCallback):
         self.console = Console()
         self._started = time.perf_counter()
         self._first_step: tuple[int, float] | None = None  # with the time at which it ended
+        self._passes: list[float] = []  # ends of the passes of this step, after its beginning
         self._reset_sums()
 
     def _reset_sums(self) -> None:
@@ -100,6 +105,32 @@ class TrainingCallback(TrainerCallback):
         if "input_ids" in inputs:
             self._tokens += inputs["input_ids"].numel()
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._passes = [time.perf_counter()]
+        if args.process_index == 0 and self.tokens is not None:
+            size, steps = self.train.batch_size, state.max_steps - state.global_step
+            at_once = f", {args.per_device_train_batch_size} in a pass" if args.gradient_accumulation_steps > 1 else ""
+            a_step = f"{size} x {self.tokens:,} = {size * self.tokens:,} tokens{at_once}"
+            print(f"a step reads {a_step}; {steps} steps {steps * size * self.tokens:,}", flush=True)
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Shows the progress within a step of several passes, and how long steps take as soon as two passes were timed."""
+        self._passes.append(time.perf_counter())
+        passes, began = len(self._passes) - 1, self._passes[0]
+        if args.process_index != 0 or self._passes[-1] - began < SLOW_PASSES:
+            return
+        share = passes / args.gradient_accumulation_steps
+        self._progress.update(self._task, completed=state.global_step + share)
+        if self._first_step is None and passes == min(2, args.gradient_accumulation_steps - 1):
+            seconds = (self._passes[-1] - self._passes[-2]) * args.gradient_accumulation_steps  # the first pass compiles
+            steps = state.max_steps - state.global_step
+            print(
+                f"a step takes about {duration(seconds)}, {steps} steps {duration(steps * seconds)}; "
+                "smaller train.batch_size, train.steps and data.seq_len take less",
+                flush=True,
+            )
+            postpone()
+
     def on_step_end(  # pyrefly: ignore[bad-override]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
@@ -109,6 +140,7 @@ class TrainingCallback(TrainerCallback):
             control.should_log = True
         self._steps += 1
         self._progress.update(self._task, completed=step)
+        self._passes = [time.perf_counter()]
         self._first_step = self._first_step or (step, time.perf_counter())
         stop_signal = self.stop_consensus.exchange(self.signal)
         if stop_signal:

@@ -124,7 +124,8 @@ def fit(
     arguments.per_device_train_batch_size = train.least_micro_batch
     arguments.gradient_accumulation_steps = train.batch_size // (train.least_micro_batch * arguments.world_size)
     stop_consensus = StopConsensus(arguments.world_size)
-    callback = TrainingCallback(module, train, tracker, evaluate, settings, previous, stop_consensus)
+    tokens = micro_batch.tokens_of(dataset)
+    callback = TrainingCallback(module, train, tracker, evaluate, settings, previous, stop_consensus, tokens)
     optimizer_class = torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam
     options = {"lr": train.lr, "betas": (0.9, train.beta2), "fused": True}
     trainer = _Trainer(

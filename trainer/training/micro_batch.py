@@ -50,8 +50,9 @@ def resolve(
 
 
 def tokens_of(dataset: "Dataset[Any]") -> int | None:
-    """Returns the tokens of an item, or None if it has none."""
-    first = dataset[0]
+    """Returns the tokens of the first item, or None if items have none."""
+    size: Any = len(dataset)  # pyrefly: ignore[bad-argument-type]
+    first = dataset[0] if size else None
     return first["input_ids"].numel() if isinstance(first, dict) and "input_ids" in first else None
 
 
