@@ -14,7 +14,7 @@ from typing import Any
 from rich import progress as rich
 from rich.console import Console
 
-INTERVAL = 10.0  # seconds without a line after which work that has begun prints its first one; each later one takes twice as long
+INTERVAL = 10.0  # seconds until the first line of work that has begun; until each further one it takes twice as long
 LONGEST_INTERVAL = 300.0
 
 
@@ -88,7 +88,7 @@ class Progress(rich.Progress):
         self._enabled = enabled
         self._before: dict[rich.TaskID, float] = {}  # what was done when a task began
 
-    def add_task(self, description: str, *given: Any, completed: float = 0, **options: Any) -> rich.TaskID:
+    def add_task(self, description: str, *given: Any, completed: int = 0, **options: Any) -> rich.TaskID:
         task = super().add_task(description, *given, completed=completed, **options)
         self._before[task] = completed
         return task

@@ -80,7 +80,7 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stopping)
-            with pytest.raises(KeyboardInterrupt, match="rows are kept: the same command with resume=true continues after them"):
+            with pytest.raises(KeyboardInterrupt, match="rows are kept: the same command with resume=true"):
                 evaluate(cfg)
         cfg = replace(cfg, resume=True)
     assert rows_of(evaluate(cfg)) == whole
@@ -141,9 +141,7 @@ def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatc
     path.unlink()
 
 
-def test_other_settings_are_refused_before_the_calibrations(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_settings_are_refused_before_the_calibrations(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(tmp_path, text, tasks=["perplexity"], baselines=["random"])
     cfg.folder.mkdir(parents=True)
     (cfg.folder / "eval.partial").write_text('{"seed": 1}\n')

@@ -285,7 +285,7 @@ def test_the_progress_bar_can_be_disabled(tmp_path: Path, enabled: bool) -> None
     assert bool(output.getvalue()) == enabled
 
 
-@pytest.mark.parametrize(("width", "shown"), [(130, True), (90, False)])
+@pytest.mark.parametrize(("width", "shown"), [(90, True), (70, False)])
 def test_a_wide_terminal_shows_the_last_evaluation_beside_the_losses(tmp_path: Path, width: int, shown: bool) -> None:
     with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
         callback = TrainingCallback(Regression(), TRAIN, tracker, None, {}, TrainingResult(0, 0.0, {}, {}), StopConsensus(1))

@@ -48,9 +48,7 @@ class Scale(nn.Module):
 
 
 def resolved(train: TrainConfig, dataset: "Dataset[Any]", device: torch.device = CPU, ranks: int = 1) -> int | str:
-    return micro_batch.resolve(
-        train, Scale(), dataset, default_collate, device, ranks, sharded=False
-    ).micro_batch_size  # fmt: skip
+    return micro_batch.resolve(train, Scale(), dataset, default_collate, device, ranks, sharded=False).micro_batch_size
 
 
 def test_passes_have_as_many_tokens_as_a_device_is_faster_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +70,8 @@ def test_passes_have_as_many_tokens_as_a_device_is_faster_with(monkeypatch: pyte
 
 def run(folder: Path, module: Scale, *, resume: bool = False, **changes: Any) -> None:
     with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
-        fit(
-            module, Sequences(), train=replace(TRAIN, **changes), folder=folder, tracker=tracker, device=CPU, seed=0, resume=resume
-        )  # fmt: skip
+        train = replace(TRAIN, **changes)
+        fit(module, Sequences(), train=train, folder=folder, tracker=tracker, device=CPU, seed=0, resume=resume)
 
 
 def test_a_resumed_run_keeps_the_number_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +109,16 @@ def test_the_size_and_the_time_of_a_step_are_told_during_the_first(
     monkeypatch.setattr(callbacks, "SLOW_PASSES", 0.0)
     shown = []
     update = Progress.update
-    monkeypatch.setattr(
-        Progress, "update", lambda self, *given, **new: (shown.append(new["completed"]), update(self, *given, **new))
-    )
+
+    def update_shown(self: Progress, *given: Any, **new: Any) -> None:
+        shown.extend([new[key] for key in ("completed", "figures") if key in new])
+        update(self, *given, **new)
+
+    monkeypatch.setattr(Progress, "update", update_shown)
     run(tmp_path, Scale())
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "a step reads 12 x 512 = 6,144 tokens, 4 in a pass; 2 steps 12,288"
     assert out[1].startswith("a step takes about 0:00, 2 steps 0:00; smaller train.batch_size")
     assert out[2].startswith("step 2/2")
-    assert shown == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+    assert [each for each in shown if isinstance(each, str)] == ["pass 1 of 3", "pass 2 of 3", "pass 3 of 3"]
+    assert [each for each in shown if not isinstance(each, str)] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])

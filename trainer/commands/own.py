@@ -15,10 +15,15 @@ from msattn.trainer.storage.model_files import ModelFiles, local_folder
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
+ANSWERING = ("generate", "serve")
 # Presets of training on a CPU, by command: the key that a preset is the default of, and its value.
 CPU_PRESETS = {
     "train-gate": {"gate_steps": ("train.steps", 100), "gate_batch": ("train.batch_size", 2)},
-    "train-qmodel": {"qmodel_steps": ("train.steps", 1500), "qmodel_lr": ("train.lr", 1e-3), "qmodel_hidden": ("qmodel.hidden", 512)},
+    "train-qmodel": {
+        "qmodel_steps": ("train.steps", 1500),
+        "qmodel_lr": ("train.lr", 1e-3),
+        "qmodel_hidden": ("qmodel.hidden", 512),
+    },
 }
 WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up to the papers' 2047
 
@@ -42,20 +47,21 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
             raise UserError(f"--{group} {value} and {given[0]}: give one of the two")
     found = []
     if model is not None:
-        found += [f"model={model}"] if model in packaged_models() else _model_overrides(model) + _on_cpu(command, overrides)
+        packaged = model in packaged_models()
+        found += [f"model={model}"] if packaged else _model_overrides(model, command) + _on_cpu(command, overrides)
     if data is not None:
         text_files("--data", data)
         found += ["data=text", f"data.path={_quoted(data)}"]
     return found
 
 
-def _model_overrides(model: str) -> list[str]:
+def _model_overrides(model: str, command: str) -> list[str]:
     with refused(f"--model {shown(model)}"):
         config = _read_config(model)
     name = re.sub(r"[^\w.-]+", "-", Path(os.path.expanduser(model)).resolve().name).lower()
     positions = config.get("max_position_embeddings")
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
-    if sizes:
+    if sizes and command not in ANSWERING:  # which read few of them
         values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
         print_once(f"--model {shown(model)}: {positions} positions, so model.presets has {values}")
     return [

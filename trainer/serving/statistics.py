@@ -13,11 +13,12 @@ from msattn.trainer.models.timing import PhaseTimer
 
 
 class SparseStats(dict[str, Any]):
-    """The dict of :meth:`msattn.trainer.attach.Sparse.stats`, which prints in one line, without what is None or was never counted."""
+    """The dict of :meth:`msattn.trainer.attach.Sparse.stats`, which prints in one line what was measured or counted."""
 
     def __repr__(self) -> str:
-        shown = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in self.items() if value is not None}
-        return ", ".join(f"{name} {value}" for name, value in shown.items() if value) or "no pass was counted"
+        measured = {name: value for name, value in self.items() if isinstance(value, float) or value}
+        shown = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in measured.items()]
+        return ", ".join(shown) or "no pass was counted"
 
 
 class Statistics:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -33,7 +33,7 @@ from msattn.trainer.training.checkpoints import (
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
-BAR_WIDTH = 72  # characters of the progress bar's line before the figures
+BAR_WIDTH = 57  # characters of the progress bar's line before the figures
 SLOW_PASSES = 5.0  # seconds of a step from which its passes are shown
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -112,6 +112,13 @@ class TrainingCallback(TrainerCallback):
             at_once = f", {args.per_device_train_batch_size} in a pass" if args.gradient_accumulation_steps > 1 else ""
             a_step = f"{size} x {self.tokens:,} = {size * self.tokens:,} tokens{at_once}"
             print(f"a step reads {a_step}; {steps} steps {steps * size * self.tokens:,}", flush=True)
+        if args.process_index == 0:
+            self._show_pass(args)
+
+    def _show_pass(self, args: TrainingArguments) -> None:
+        """Shows the number of the pass that runs in place of figures, before the first step has ended."""
+        if args.gradient_accumulation_steps > 1:
+            self._progress.update(self._task, figures=f"pass {len(self._passes)} of {args.gradient_accumulation_steps}")
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Shows the progress within a step of several passes, and how long steps take as soon as two passes were timed."""
@@ -121,6 +128,8 @@ class TrainingCallback(TrainerCallback):
             return
         share = passes / args.gradient_accumulation_steps
         self._progress.update(self._task, completed=state.global_step + share)
+        if self._first_step is None:
+            self._show_pass(args)
         if self._first_step is None and passes == min(2, args.gradient_accumulation_steps - 1):
             seconds = (self._passes[-1] - self._passes[-2]) * args.gradient_accumulation_steps  # the first pass compiles
             steps = state.max_steps - state.global_step
@@ -237,14 +246,16 @@ class TrainingCallback(TrainerCallback):
     def _print(self, step: int, figures: dict[str, float], evaluated: Mapping[str, float] | None = None) -> None:
         """Prints figures, without those of single layers, which only the tracker records.
 
-        Beside a progress bar, the figures last ``evaluated`` follow if there is room.
+        Beside a progress bar stand as many of them as there is room for, then those last ``evaluated``.
         """
         shown = dict(figures)
         left = shown.pop("seconds_left", None)
         line = _one_line(shown)
         if self.console.is_terminal:
-            longer = f"{line}  {_one_line(evaluated or {})}"
-            line = longer if BAR_WIDTH + len(longer) <= self.console.width else line
+            longer = f"{line}  {_one_line(evaluated or {})}".rstrip().split("  ")
+            while len(longer) > 1 and BAR_WIDTH + len("  ".join(longer)) > self.console.width:
+                longer.pop()
+            line = "  ".join(longer)
             self._progress.update(self._task, completed=step, figures=line)
         else:
             line += f"  {timedelta(seconds=round(left))} left" if left is not None else ""
@@ -257,8 +268,11 @@ class TrainingCallback(TrainerCallback):
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(10),
+            TimeElapsedColumn(),
+            TextColumn("so far,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             TextColumn("{task.fields[figures]}"),
         )
         with Progress(*columns, console=self.console, transient=False, enabled=enabled) as self._progress:
