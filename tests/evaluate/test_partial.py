@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from msattn.trainer.config import EvalRunConfig
+from msattn.trainer import models
+from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import methods, needle, perplexity, ruler
@@ -148,6 +149,17 @@ def test_other_settings_are_refused_before_the_calibrations(tmp_path: Path, text
     monkeypatch.setattr(methods, "calibrate_baselines", lambda *_: 1 / 0)
     with pytest.raises(UserError, match="has seed=1, not 0"):
         evaluate(replace(cfg, resume=True))
+
+
+@pytest.mark.parametrize(("task", "lines"), [("perplexity", 1), ("latency", 0)])
+def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, lines: int
+) -> None:
+    cfg = replace(config(tmp_path, "unused", tasks=[task]), data=DataConfig(None, seq_len=160))
+    monkeypatch.setattr(models, "load", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(cfg)
+    assert len(re.findall(r"eval reads .*standard library, as no text was chosen; --data ", capsys.readouterr().err)) == lines
 
 
 def test_changed_text_is_another_setting(tmp_path: Path) -> None:
