@@ -126,7 +126,7 @@ def _run(
     from msattn.trainer.errors import warnings_as_lines
 
     with _stopped_by_signals(), warnings_as_lines():
-        given = own_overrides(model, data, overrides or []) + (overrides or [])
+        given = own_overrides(model, data, overrides or [], command) + (overrides or [])
         if cfg is not None:
             show(command, given, kind=cfg.value, config_dir=config_dir)
         else:

@@ -22,6 +22,7 @@ from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import GateScores, MeanPool, Selection, TopK
 from msattn.trainer.serving.cache_layers import BucketLayer
+from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2
@@ -360,3 +361,14 @@ def test_reading_every_key_gives_dense_attention_on_the_gpu() -> None:
     torch.testing.assert_close(torch.cat(outputs, dim=1)[mask > 0], logits[mask > 0], rtol=1e-3, atol=1e-3)
     assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"]) == (0, 1, 0)
     assert stats["recall"] == pytest.approx(1, abs=1e-4)
+
+
+def test_stats_print_in_a_line() -> None:
+    model = tiny_model()
+    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0)) as sparse:
+        assert str(sparse.stats()) == "no pass was counted"
+        model(random_tokens(1, 160))
+        stats = sparse.stats()
+    assert isinstance(stats, dict)
+    assert f"{stats}" == "sparsity 0"
+    assert repr(SparseStats(stats | {"dense_by_choice": 3, "recall": 0.98765})) == "sparsity 0, recall 0.988, dense_by_choice 3"

@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal; elsewhere a line on stderr after every 10 seconds.
+"""Progress of long work: bars on a terminal; elsewhere lines on stderr, after 10 seconds and then ever more seldom.
 
 The innermost work that runs describes itself. Only rank 0 prints.
 """
@@ -14,7 +14,8 @@ from typing import Any
 from rich import progress as rich
 from rich.console import Console
 
-INTERVAL = 10.0  # seconds without a line after which one is printed
+INTERVAL = 10.0  # seconds until the first line of work that has begun; until each further one it takes twice as long
+LONGEST_INTERVAL = 300.0
 
 
 def is_main_rank() -> bool:
@@ -31,7 +32,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def report(describe: Callable[[], str | None]) -> Iterator[None]:
-    """Prints ``describe()`` on stderr whenever :data:`INTERVAL` seconds passed without a line, while the context runs.
+    """Prints ``describe()`` on stderr after :data:`INTERVAL` seconds without a line, then at twice the distance each time.
 
     Parameters
     ----------
@@ -64,7 +65,7 @@ class Progress(rich.Progress):
     Parameters
     ----------
     *columns : columns of the bars.
-    console : by default standard output.
+    console : by default standard output, or standard error if only that is a terminal.
     transient : bars disappear at the end.
     enabled : shows anything at all; by default on rank 0.
     """
@@ -72,10 +73,8 @@ class Progress(rich.Progress):
     def __init__(
         self, *columns: Any, console: Console | None = None, transient: bool = True, enabled: bool | None = None
     ) -> None:
-        console = console or Console()
+        console = console or _terminal()
         enabled = is_main_rank() if enabled is None else enabled
-        # Lines estimate the remaining time from the whole run: a task may take longer than the bars' 30 seconds.
-        period = 30.0 if console.is_terminal else 3600.0
         shown = enabled and console.is_terminal
         super().__init__(
             *columns,
@@ -83,10 +82,16 @@ class Progress(rich.Progress):
             auto_refresh=shown,  # otherwise track() would count only while a bar is shown
             transient=transient,
             disable=not shown,
-            speed_estimate_period=period,
+            speed_estimate_period=3600.0,  # a part of a task may take minutes
         )
         self._reports = ExitStack()
         self._enabled = enabled
+        self._before: dict[rich.TaskID, float] = {}  # what was done when a task began
+
+    def add_task(self, description: str, *given: Any, completed: int = 0, **options: Any) -> rich.TaskID:
+        task = super().add_task(description, *given, completed=completed, **options)
+        self._before[task] = completed
+        return task
 
     def start(self) -> None:
         super().start()
@@ -105,9 +110,17 @@ class Progress(rich.Progress):
         if task is None:
             return None
         total = "" if task.total is None else f"/{task.total:,.0f}"
-        left, elapsed = task.time_remaining, task.elapsed or 0.0
-        when = f"{duration(elapsed)} so far" if left is None else f"{duration(left)} left"
-        return f"{task.description}: {task.completed:,.0f}{total}, {when}"
+        # Not rich's estimate, which stands still while a part of the task takes longer than others.
+        elapsed, done = task.elapsed or 0.0, task.completed - self._before[task.id]
+        left = elapsed * task.remaining / done if done and task.remaining is not None else None
+        when = f"{duration(elapsed)} so far" if left is None else f"about {duration(left)} left"
+        return f"{task.description}: {int(task.completed):,}{total}, {when}"
+
+
+def _terminal() -> Console:
+    """Returns standard output, or standard error if only that is a terminal."""
+    out, err = Console(), Console(stderr=True)
+    return err if err.is_terminal and not out.is_terminal else out
 
 
 class _Reporter:
@@ -115,12 +128,14 @@ class _Reporter:
 
     def __init__(self) -> None:
         self.printed = 0.0
+        self._interval = INTERVAL
         self._descriptions: list[Callable[[], str | None]] = []
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, describe: Callable[[], str | None]) -> None:
         self._descriptions.append(describe)
+        self._interval = INTERVAL
         if self._thread is None and is_main_rank():
             self.printed = time.monotonic()
             self._ended.clear()
@@ -135,13 +150,15 @@ class _Reporter:
             thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(max(0.01, self.printed + INTERVAL - time.monotonic())):
-            if time.monotonic() - self.printed < INTERVAL:  # postponed meanwhile
+        # In short waits, as work with a shorter interval may begin meanwhile.
+        while not self._ended.wait(min(INTERVAL, max(0.01, self.printed + self._interval - time.monotonic()))):
+            if time.monotonic() - self.printed < self._interval:  # postponed meanwhile
                 continue
             found = (describe() for describe in reversed(self._descriptions.copy()))
             if line := next((text for text in found if text is not None), ""):
                 sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
                 sys.stderr.flush()
+                self._interval = min(2 * self._interval, LONGEST_INTERVAL)
             self.printed = time.monotonic()
 
 

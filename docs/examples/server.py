@@ -1,6 +1,8 @@
 """Sparse attention in a server: enabled once, used by several threads, disabled at the end."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,7 +11,8 @@ import msattn
 from msattn.trainer.models import EMBEDDED
 
 tokenizer, model = AutoTokenizer.from_pretrained(EMBEDDED), AutoModelForCausalLM.from_pretrained(EMBEDDED)
-requests = [f"def function_{i}(values):\n    " * 20 * (i + 1) for i in range(4)]  # prompts of different lengths
+source = Path(json.decoder.__file__).read_text(encoding="utf-8")
+requests = [source[:length] for length in (3000, 6000, 9000, 12000)]  # characters
 
 
 def serve(text: str) -> str:
@@ -20,9 +23,12 @@ def serve(text: str) -> str:
     return str(tokenizer.decode(output[0, prompt.input_ids.shape[1] :]))
 
 
-sparse = msattn.enable(model, gate="embedded", qmodel="embedded")
+# dense_below=0: sparse at these lengths, too, at which dense attention is faster.
+sparse = msattn.enable(model, gate="embedded", qmodel="embedded", sparsity=0.8, dense_below=0)
 with ThreadPoolExecutor(max_workers=4) as pool:
     for text, answer in zip(requests, pool.map(serve, requests), strict=True):
         print(f"{len(text):5d} characters -> {answer!r}")
-print(sparse.stats())
+stats = sparse.stats()  # of all threads
+print(f"prompts read {1 - stats['sparsity']:.0%} of the blocks, new tokens {stats['selectivity']:.0%} of the keys")
+print(stats)
 msattn.disable(model)

@@ -100,6 +100,13 @@ def test_reset_and_exit(chat: Callable[..., tuple]) -> None:
     assert all(command in rest for command in ("/reset", "/help", "/exit", "Ctrl-C"))
 
 
+def test_unknown_commands_are_refused_and_paths_are_messages(chat: Callable[..., tuple]) -> None:
+    code, (shown, rest), statistics, _ = chat("/quit\n/reset now\n/usr/bin/python\n", *DENSE)
+    assert (code, rest.strip(), len(statistics)) == (0, "", 1)
+    accepted = "accepted commands are /reset, /help, /exit\n"
+    assert shown.startswith(f"/quit: {accepted}/reset: {accepted}")
+
+
 @pytest.mark.slow
 def test_a_prompt_is_the_first_message(chat: Callable[..., tuple]) -> None:
     Path("p.txt").write_text(FIRST, encoding="utf-8")

@@ -36,6 +36,27 @@ def test_a_folder_is_a_model_with_sizes_that_fit(tmp_path: Path, capsys: pytest.
     assert compose("eval", [*own_overrides(str(path), None), "data.seq_len=512"]).data.seq_len == 512
 
 
+def test_training_on_a_cpu_is_shorter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(folder(tmp_path))
+
+    def overrides(command: str, *given: str) -> list[str]:
+        return [*own_overrides(path, None, given, command), *given]
+
+    cfg = compose("train-gate", overrides("train-gate", "device=cpu"))
+    assert (cfg.train.steps, cfg.train.batch_size) == (100, 2)
+    assert capsys.readouterr().err == (
+        "msattn: on a CPU, so model.presets has gate_steps=100 instead of 500, gate_batch=2 instead of 16\n"
+    )
+    cfg = compose("train-gate", overrides("train-gate", "device=cpu", "train.steps=7"))
+    assert (cfg.train.steps, cfg.train.batch_size) == (7, 2)
+    cfg = compose("train-qmodel", overrides("train-qmodel", "device=cpu"))
+    assert (cfg.train.steps, cfg.train.lr, cfg.qmodel.hidden) == (1500, 1e-3, 512)
+    capsys.readouterr()
+    assert compose("train-gate", overrides("train-gate", "device=cuda")).train.batch_size == 16
+    assert compose("eval", overrides("eval", "device=cpu")).model.presets == ModelPresets()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("config", [{"max_position_embeddings": 131072}, {}])
 def test_long_models_keep_the_defaults(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = compose("train-gate", own_overrides(str(folder(tmp_path, **config)), None))

@@ -1,16 +1,18 @@
 """An evaluation that was interrupted continues after its last row."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from msattn.trainer.config import EvalRunConfig
+from msattn.trainer import models
+from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import needle, perplexity, ruler
+from msattn.trainer.evaluate import methods, needle, perplexity, ruler
 from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import PerplexityRun
@@ -79,7 +81,7 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stopping)
-            with pytest.raises(KeyboardInterrupt, match="rows are kept; resume=true continues after them"):
+            with pytest.raises(KeyboardInterrupt, match="rows are kept: the same command with resume=true"):
                 evaluate(cfg)
         cfg = replace(cfg, resume=True)
     assert rows_of(evaluate(cfg)) == whole
@@ -140,6 +142,26 @@ def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatc
     path.unlink()
 
 
+def test_other_settings_are_refused_before_the_calibrations(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(tmp_path, text, tasks=["perplexity"], baselines=["random"])
+    cfg.folder.mkdir(parents=True)
+    (cfg.folder / "eval.partial").write_text('{"seed": 1}\n')
+    monkeypatch.setattr(methods, "calibrate_baselines", lambda *_: 1 / 0)
+    with pytest.raises(UserError, match="has seed=1, not 0"):
+        evaluate(replace(cfg, resume=True))
+
+
+@pytest.mark.parametrize(("task", "lines"), [("perplexity", 1), ("latency", 0)])
+def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, lines: int
+) -> None:
+    cfg = replace(config(tmp_path, "unused", tasks=[task]), data=DataConfig(None, seq_len=160))
+    monkeypatch.setattr(models, "load", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(cfg)
+    assert len(re.findall(r"eval reads .*standard library, as no text was chosen; --data ", capsys.readouterr().err)) == lines
+
+
 def test_changed_text_is_another_setting(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("one text")
     (tmp_path / "hay.txt").write_text("words")
@@ -171,6 +193,8 @@ def test_ctrl_c_says_how_many_rows_are_kept(
 
     monkeypatch.setattr(perplexity, "measure", stopping)
     assert exit_code(*command) == 130
-    assert "2 rows are kept; resume=true continues after them" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "2 rows are kept: the same command with resume=true continues after them" in err
+    assert re.search(r"Perplexity of held-out text.*random +sparsity 0\.5.*sparsity 0\.8", out, re.DOTALL)
     succeed(*command, "resume=true")
     assert len(calls) == 4 + 1 + 4  # dense attention again, and 4 of the 6 other rows

@@ -44,7 +44,9 @@ def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig
         "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
         "select": SelectConfig(sparsity=0.5),
         "artifacts": ArtifactsConfig(gate=str(root / "outputs/small/base/gate")),
-        "train": FinetuneTrainConfig(lr=1e-3, steps=4, batch_size=2, schedule="linear", log_every=1, save_every=2),
+        "train": FinetuneTrainConfig(
+            lr=1e-3, steps=4, batch_size=2, micro_batch_size=1, schedule="linear", log_every=1, save_every=2
+        ),
         "tracker": TrackerConfig(kind="none"),
         "outputs": str(root / "outputs"),
         "name": name,

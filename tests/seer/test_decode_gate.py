@@ -207,6 +207,14 @@ def test_gradients_are_those_of_one_autograd_graph() -> None:
         torch.testing.assert_close(mine, weight.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_the_loss_of_a_batch_is_the_mean_over_its_sequences() -> None:
+    model, ids = tiny_model(), random_tokens(3, 100)
+    distiller = DecodeGateDistiller(DecodeGate.build(model.config, config(queries=20, recent=10)), model)
+    alone = [distiller(row[None])["loss"].item() for row in ids]
+    assert len(set(alone)) == 3
+    assert distiller(ids)["loss"].item() == pytest.approx(sum(alone) / 3, rel=1e-5)
+
+
 def test_recall_is_the_mass_of_the_best_blocks() -> None:
     model, ids = tiny_model(), random_tokens(1, 150)
     gate = random_decode_gate()

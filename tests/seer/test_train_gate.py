@@ -56,7 +56,7 @@ def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> Tra
         "model": ModelConfig(name="small", path="none", init="random", architecture=tiny_architecture(vocab_size=4096)),
         "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
         "gate": GateConfig(block_size=16),
-        "train": TrainConfig(lr=1e-3, steps=steps, batch_size=2, log_every=1, save_every=2),
+        "train": TrainConfig(lr=1e-3, steps=steps, batch_size=2, micro_batch_size=1, log_every=1, save_every=2),
         "tracker": TrackerConfig(kind="none"),
         "outputs": str(root / "outputs"),
         "name": name,
@@ -68,7 +68,7 @@ def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> Tra
 
 def two_rank_config(root: Path, name: str) -> TrainGateConfig:
     """Settings for two passes over eight chunks, four per step, with an evaluation every two steps."""
-    train = TrainConfig(lr=1e-3, steps=4, batch_size=4, log_every=1, eval_every=2)
+    train = TrainConfig(lr=1e-3, steps=4, batch_size=4, micro_batch_size=1, log_every=1, eval_every=2)
     cfg = run_config(root, name, train=train)
     return replace(cfg, data=replace(cfg.data, num_chunks=8))
 

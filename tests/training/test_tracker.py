@@ -14,6 +14,7 @@ from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.training.tracker import Tracker
+from msattn.trainer.training.wandb_run import WandbRun
 from tests.running import metrics_lines
 
 NONE, WANDB = TrackerConfig("none"), TrackerConfig("wandb", project="tests")
@@ -166,6 +167,23 @@ class FakeRun:
 
     def finish(self) -> None:
         self.finished = True
+
+
+@pytest.mark.usefixtures("no_account")
+def test_how_to_upload_is_told_to_those_who_use_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def told(kind: str) -> bool:
+        WandbRun(FakeRun(str(tmp_path), "offline"), TrackerConfig(kind), "name").finish()
+        return capsys.readouterr().out.startswith("wandb sync ")
+
+    assert TrackerConfig().kind == "auto"
+    assert (told("auto"), told("wandb")) == (False, True)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert told("auto")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """``msattn generate --chat``: several turns with sparse attention, over one KV cache."""
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from msattn.trainer.models.chat import Messages, around_prompt, encode_conversat
 from msattn.trainer.progress import report
 from msattn.trainer.serving.cache import can_crop
 
+COMMANDS = ("/reset", "/help", "/exit")
 HELP = """\
 /reset   forgets the conversation
 /help    prints this list
@@ -222,6 +224,8 @@ def _messages(prompt: str, conversation: Conversation, console: Console) -> Iter
             console.print(HELP, markup=False)
         elif command == "/reset":
             conversation.reset()
+        elif re.match(r"/[^\s/]*(\s|$)", command):  # not the path that a message may begin with
+            console.print(f"{command.split()[0]}: accepted commands are {', '.join(COMMANDS)}", style="dim", markup=False)
         elif command:
             yield line
 

@@ -141,7 +141,7 @@ def _with_group(composed: Any, overrides: Sequence[str], sweep: str | None = Non
     from omegaconf import OmegaConf
 
     group = composed.hydra.runtime.choices.get("experiment") or sweep
-    if group is None or OmegaConf.select(composed, "tracker.kind") != "wandb":
+    if group is None or OmegaConf.select(composed, "tracker.kind") == "none":
         return list(overrides)
     chosen = composed.tracker.group is not None or _is_given("tracker.group", composed, overrides)
     return list(overrides) if chosen else [*overrides, f"tracker.group={group}"]

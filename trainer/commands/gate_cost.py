@@ -84,7 +84,7 @@ def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
     teacher, device = loaded.model, loaded.model.device
     models.check_length(teacher.config, cfg.data.seq_len)
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    size = (cfg.train.micro_batch_size, cfg.data.seq_len)
+    size = (cfg.train.least_micro_batch, cfg.data.seq_len)
     ids = torch.randint(len(loaded.tokenizer), size, generator=generator, device=device)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     empty = CostRow("", *size, cfg.model.name, device_name)

@@ -11,6 +11,7 @@ from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch import Tensor
 
     from msattn.trainer.models import Loaded
@@ -47,7 +48,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Completion]:
-    """Generates greedily with dense and with sparse attention, and prints both.
+    """Generates greedily with dense and with sparse attention, and prints each answer when it is there.
 
     Parameters
     ----------
@@ -62,10 +63,13 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     ------
     UserError : there is no artifact, an artifact does not fit the model, or the prompt exceeds the model's positions.
     """
+    from rich.console import Console
+
     from msattn.trainer.attach import attach
-    from msattn.trainer.commands.greedy import check_fits, load_served
+    from msattn.trainer.commands.greedy import check_fits, describe, load_served
     from msattn.trainer.commands.tracked import tracked
     from msattn.trainer.models.chat import encode_prompt
+    from msattn.trainer.progress import activity
 
     if chat:
         from msattn.trainer.commands.chat import chat as run
@@ -77,8 +81,18 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     ids = encode_prompt(loaded.tokenizer, prompt, cfg.chat).to(loaded.model.device)
     check_fits(loaded.model, ids.shape[1], cfg.max_new_tokens, "prompt")
     contexts = {"dense": nullcontext(), "sparse": attach(loaded.model, **served.options)}
-    results = {name: _greedy(loaded, ids, cfg.max_new_tokens, context) for name, context in contexts.items()}
-    _print_results(results, ids.shape[1])
+    console, results = Console(), {}
+    with attach(loaded.model, **served.options):
+        pass  # refuses artifacts that do not fit before the dense answer
+    console.print(describe(cfg, served), style="dim", highlight=False, markup=False)
+    for name, context in contexts.items():
+        with activity(f"{name} attention, {ids.shape[1]} prompt tokens"):
+            results[name] = _greedy(loaded, ids, cfg.max_new_tokens, context)
+        console.rule(name, align="left")
+        console.print(results[name].text, markup=False, highlight=False)
+    _print_figures(results, ids.shape[1], console)
+    if loaded.model.device.type == "cpu":
+        console.print("On a CPU sparse attention saves no time: it runs as plain PyTorch. Kernels run on GPUs.")
     with tracked(cfg, "generate", served, after_work=True) as tracker:
         if tracker is not None:
             tracker.table("results", [{"attention": name, **result.figures} for name, result in results.items()])
@@ -98,16 +112,11 @@ def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) 
     return Completion(text, clock.tokens, clock.first_token_s, clock.tokens_per_s, stats, figures)
 
 
-def _print_results(results: dict[str, Completion], prompt_tokens: int) -> None:
-    from rich.console import Console
+def _print_figures(results: dict[str, Completion], prompt_tokens: int, console: "Console") -> None:
     from rich.table import Table
 
     from msattn.trainer.commands.greedy import common_prefix, format_number
 
-    console = Console()
-    for name, result in results.items():
-        console.rule(name, align="left")
-        console.print(result.text, markup=False, highlight=False)
     table = Table(title=f"{prompt_tokens} prompt tokens", title_justify="left")
     for column in ("", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"):
         table.add_column(column, justify="left" if not column else "right")

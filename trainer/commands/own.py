@@ -15,10 +15,20 @@ from msattn.trainer.storage.model_files import ModelFiles, local_folder
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
+ANSWERING = ("generate", "serve")
+# Presets of training on a CPU, by command: the key that a preset is the default of, and its value.
+CPU_PRESETS = {
+    "train-gate": {"gate_steps": ("train.steps", 100), "gate_batch": ("train.batch_size", 2)},
+    "train-qmodel": {
+        "qmodel_steps": ("train.steps", 1500),
+        "qmodel_lr": ("train.lr", 1e-3),
+        "qmodel_hidden": ("qmodel.hidden", 512),
+    },
+}
 WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up to the papers' 2047
 
 
-def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = ()) -> list[str]:
+def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = (), command: str = "") -> list[str]:
     """Returns the overrides that ``--model`` and ``--data`` stand for.
 
     Parameters
@@ -26,6 +36,7 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
     model : a folder or Hub id of a Hugging Face model, or an option of the group ``model``.
     data : a text file, a folder or a glob.
     overrides : the other overrides.
+    command : the command that they are for, whose training has smaller presets on a CPU.
 
     Raises
     ------
@@ -36,20 +47,21 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
             raise UserError(f"--{group} {value} and {given[0]}: give one of the two")
     found = []
     if model is not None:
-        found += [f"model={model}"] if model in packaged_models() else _model_overrides(model)
+        packaged = model in packaged_models()
+        found += [f"model={model}"] if packaged else _model_overrides(model, command) + _on_cpu(command, overrides)
     if data is not None:
         text_files("--data", data)
         found += ["data=text", f"data.path={_quoted(data)}"]
     return found
 
 
-def _model_overrides(model: str) -> list[str]:
+def _model_overrides(model: str, command: str) -> list[str]:
     with refused(f"--model {shown(model)}"):
         config = _read_config(model)
     name = re.sub(r"[^\w.-]+", "-", Path(os.path.expanduser(model)).resolve().name).lower()
     positions = config.get("max_position_embeddings")
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
-    if sizes:
+    if sizes and command not in ANSWERING:  # which read few of them
         values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
         print_once(f"--model {shown(model)}: {positions} positions, so model.presets has {values}")
     return [
@@ -58,6 +70,26 @@ def _model_overrides(model: str) -> list[str]:
         f"model.path={_quoted(model)}",
         *(f"model.presets.{key}={value}" for key, value in sizes.items()),
     ]
+
+
+def _on_cpu(command: str, overrides: Sequence[str]) -> list[str]:
+    """Returns smaller presets for training on a CPU, where those of a GPU would take days, and prints them."""
+    given = dict(each.split("=", 1) for each in overrides if "=" in each)
+    presets = {name: value for name, (key, value) in CPU_PRESETS.get(command, {}).items() if key not in given}
+    if not presets or not _is_cpu(given.get("device", "auto")):
+        return []
+    default = ModelPresets()
+    values = ", ".join(f"{name}={value} instead of {getattr(default, name)}" for name, value in presets.items())
+    print_once(f"on a CPU, so model.presets has {values}")
+    return [f"model.presets.{name}={value}" for name, value in presets.items()]
+
+
+def _is_cpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cpu"
+    import torch  # takes a second or two, and the job needs it
+
+    return not torch.cuda.is_available()
 
 
 def sizes_for(positions: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ LOSSES = ("mse", "kl", "smooth_l1")
 ATTENTIONS = ("plain", "multi_token")
 MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
 MAX_HEAD_SIZE = 256
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class TrainConfig:
     lr : peak learning rate.
     steps : optimizer steps.
     batch_size : chunks (or query batches) of an optimizer step, over all processes.
-    micro_batch_size : chunks (or query batches) of a forward pass on one device.
+    micro_batch_size : chunks (or query batches) of a forward pass on one device; ``auto``: as many as the device is faster
+        with and has memory for. The result depends on it only by rounding.
     schedule : a name of ``transformers.SchedulerType``, e.g. ``cosine``, ``linear``, ``constant``.
     warmup_steps, weight_decay : optimizer steps of warm-up; weight decay of AdamW.
     max_grad_norm : gradients are clipped to this norm; 0 does not clip.
@@ -36,7 +38,7 @@ class TrainConfig:
     lr: float = field(metadata=within("(0, 1000]"))
     steps: int = field(metadata=within("[1, 1e7]"))
     batch_size: int = field(default=1, metadata=within("[1, 65536]"))
-    micro_batch_size: int = field(default=1, metadata=within("[1, 65536]"))
+    micro_batch_size: int | str = field(default=AUTO, metadata=choices((AUTO,)) | within("[1, 65536]"))
     schedule: str = "cosine"
     warmup_steps: int = field(default=0, metadata=within("[0, 1e7]"))
     weight_decay: float = field(default=0.0, metadata=within("[0, 1000]"))
@@ -51,11 +53,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check(self, "train.")
         require(
-            self.batch_size % self.micro_batch_size == 0,
+            self.batch_size % self.least_micro_batch == 0,
             "train.batch_size",
             self.batch_size,
             f"a multiple of train.micro_batch_size={self.micro_batch_size}",
         )
+
+    @property
+    def least_micro_batch(self) -> int:
+        """``micro_batch_size``, or 1 for ``auto``, before the training loop has chosen a number."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else 1
 
 
 @dataclass(frozen=True)
@@ -78,13 +85,14 @@ class TrackerConfig:
 
     Attributes
     ----------
-    kind : ``wandb`` (offline without an API key) or ``none``.
+    kind : ``wandb`` (offline without an API key), ``auto`` (the same, but says how an offline run is uploaded only where
+        wandb is set up) or ``none``.
     project : project of Weights & Biases.
     group : runs that wandb shows together (None: the experiment, or else the sweep, if there is one).
     upload : upload the files of gates, k-means and query classifiers; otherwise wandb records only where they are.
     """
 
-    kind: str = field(default="wandb", metadata=choices(("wandb", "none")))
+    kind: str = field(default="auto", metadata=choices(("auto", "wandb", "none")))
     project: str = "msattn"
     group: str | None = None
     upload: bool = False

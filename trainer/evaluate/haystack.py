@@ -25,18 +25,22 @@ def check_texts(cfg: EvalRunConfig) -> None:
     no training split.
     """
     haystacks = _haystacks(cfg)
-    if cfg.data.heldout_path is not None and (None in haystacks.values() or {*HELD_OUT_TASKS} & {*cfg.eval.tasks}):
+    if cfg.data.heldout_path is not None and reads_data(cfg):
         check_heldout(cfg.data)
     if cfg.data.source is not None:  # else nobody has named the text that artifacts were trained on
         for path, task in {path: task for task, path in haystacks.items() if path is not None}.items():
             check_apart(cfg.data, _source(path), f"eval.{task}.haystack={path}")
 
 
+def reads_data(cfg: EvalRunConfig) -> bool:
+    """Returns True if a task reads the held-out documents of ``cfg.data``."""
+    return None in _haystacks(cfg).values() or bool({*HELD_OUT_TASKS} & {*cfg.eval.tasks})
+
+
 def texts_hash(cfg: EvalRunConfig) -> str:
     """Returns a hash that changes when the local text on which the tasks evaluate does."""
     haystacks = _haystacks(cfg)
-    reads_heldout = None in haystacks.values() or bool({*HELD_OUT_TASKS} & {*cfg.eval.tasks})
-    own = [cfg.data] if reads_heldout and cfg.data.source != "hub" else []
+    own = [cfg.data] if reads_data(cfg) and cfg.data.source != "hub" else []
     texts = [*own, *(_source(path) for path in haystacks.values() if path is not None)]
     found = [source_identity(each, heldout=True) for each in texts]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
     from msattn.trainer.seer.gate import Gate
 
+# Tasks that read block selections, and those that read bucket routings.
+BLOCK_TASKS = {"perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "latency", "throughput"}
+ROUTED_TASKS = {"recall", "needle", "ruler", "harness", "prompts", "analysis", "decoding", "throughput"}
 COMMANDS = {  # by kind of artifact that they create
     "gate": "train-gate",
     "kmeans": "fit-kmeans",
@@ -200,7 +203,7 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
     Raises
     ------
     UserError
-        A given artifact is missing, or an artifact belongs to another model.
+        A given artifact is missing, or an artifact belongs to another model. Artifacts that no task reads are not looked for.
     """
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}
@@ -225,6 +228,8 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path
     paths: dict[str, tuple[str, str | Path]] = {}
     notes = []
     for kind, command in COMMANDS.items():
+        if not {*cfg.eval.tasks} & (BLOCK_TASKS if kind == "gate" else ROUTED_TASKS):
+            continue
         own = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
         default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
         if default == own:

@@ -1,7 +1,7 @@
 """Rows of an evaluation that has not ended, written as they are measured, so that ``resume=true`` continues it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,10 @@ class PartialRows:
 
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
+
+    def of_other_tasks(self, tasks: Collection[str]) -> list[EvalRow]:
+        """Returns the rows of all tasks but ``tasks``, in the order in which they were measured."""
+        return [row for rows in self._rows.values() for row in rows if row.task not in tasks]
 
     def get(self, *key: Any) -> list[EvalRow] | None:
         """Returns the rows of a measurement, None if it has not been made."""

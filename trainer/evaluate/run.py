@@ -1,12 +1,13 @@
 """``msattn eval``: runs the evaluation tasks and writes tables, figures and a report."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
+from sys import version_info
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import EvalRunConfig
@@ -16,6 +17,8 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from msattn.trainer.evaluate.harness_tasks import TaskSamples
     from msattn.trainer.evaluate.methods import ComparedMethods
     from msattn.trainer.evaluate.partial import PartialRows
@@ -57,20 +60,28 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.training.tracker import Tracker
 
+    if cfg.data.source is None and haystack.reads_data(cfg):
+        library = f"the source files of Python {version_info.major}.{version_info.minor}'s standard library"
+        print_once(f"eval reads {library}, as no text was chosen; --data FILE_OR_FOLDER names one's own")
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     haystack.check_texts(cfg)
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     found = untrained.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)
     samples = harness_tasks.load_samples(cfg, loaded) if "harness" in cfg.eval.tasks else []  # refuses a task before others run
+    # Refuses other settings than those of the run to resume before the calibrations, which take minutes.
+    kept = PartialRows(folder.with_name("eval.partial"), settings_of(cfg, loaded, found), resume=cfg.resume)
     found = calibration.calibrate_selections(found, cfg, loaded)
     calibration.calibrate_routers(found, cfg, loaded)
     found = key_shares.match_key_shares(found, cfg, loaded)
-    kept = PartialRows(folder.with_name("eval.partial"), settings_of(cfg, loaded, found), resume=cfg.resume)
+    rows: list[EvalRow] = []
     try:
-        rows = _run_tasks(cfg, loaded, found, samples, kept)
+        for of_task in _run_tasks(cfg, loaded, found, samples, kept):
+            rows += of_task
     except KeyboardInterrupt as stop:
-        raise type(stop)(*([f"{len(kept)} rows are kept; resume=true continues after them"] if len(kept) else [])) from stop
+        _print_tables([*rows, *kept.of_other_tasks({row.task for row in rows})], [])
+        ways = f"{len(kept)} rows are kept: the same command with resume=true continues after them"
+        raise type(stop)(*([ways] if len(kept) else [])) from stop
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
     comparison = compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
@@ -92,8 +103,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
 def _run_tasks(
     cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", samples: "list[TaskSamples]", kept: "PartialRows"
-) -> list[EvalRow]:
-    """Returns the rows of all tasks, in the order of ``cfg.eval.tasks``; ``samples`` are those of lm_eval.
+) -> Iterator[list[EvalRow]]:
+    """Yields the rows of each task, in the order of ``cfg.eval.tasks``; ``samples`` are those of lm_eval.
 
     Rows of the longer tasks are ``kept`` as they are measured. Times of one evaluation are measured in one run.
     """
@@ -119,30 +130,37 @@ def _run_tasks(
     tasks: dict[str, Any] = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
     tasks |= {part.__name__.rsplit(".", 1)[-1]: partial(part.run, kept=kept) for part in (perplexity, needle, documents, ruler)}
     tasks |= {"analysis": analysis.run, "harness": partial(harness.run, kept=kept, samples=samples)}
-    rows: list[EvalRow] = []
     with Progress() as progress:
         for task in cfg.eval.tasks:
             compared = without_routers(found) if task == "analysis" else found  # its partitions are learned ones
-            rows += tasks[task](loaded, cfg, compared, progress)
+            rows = tasks[task](loaded, cfg, compared, progress)
+            yield [replace(row, extra=row.extra | {"device": device}) for row in rows]
     if device == "cpu" and {"latency", "decoding", "throughput"} & set(cfg.eval.tasks):
         found.notes.append(CPU_NOTE)
-    return [replace(row, extra=row.extra | {"device": device}) for row in rows]
 
 
 def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
     """Prints the tables, the comparison with another evaluation, the verdict and the path of the report."""
-    from rich.console import Console
-
-    from msattn.trainer.evaluate.report import compare, tables
+    from msattn.trainer.evaluate.report import compare
     from msattn.trainer.evaluate.report.verdict import verdict
 
-    console = Console()
-    tables.show(rows, notes, console)
+    console = _print_tables(rows, notes)
     if comparison:
         compare.show(comparison, console)
     for sentence in verdict(rows):
         console.print(sentence, style="bold", highlight=False, markup=False)
     console.print(f"Report: [bold]{report}[/bold]", soft_wrap=True)
+
+
+def _print_tables(rows: list[EvalRow], notes: list[str]) -> "Console":
+    """Prints a table for each task, and the notes; returns the console."""
+    from rich.console import Console
+
+    from msattn.trainer.evaluate.report import tables
+
+    console = Console()
+    tables.show(rows, notes, console)
+    return console
 
 
 def summary(rows: Sequence[EvalRow]) -> dict[str, float]:

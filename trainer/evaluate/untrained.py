@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.methods import ROUTED_TASKS, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.saap.lsh import CollidingKeys
 from msattn.trainer.saap.quest_pages import QuestPages
@@ -25,6 +25,8 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
     They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
     number of buckets of ``model.presets`` and route all served layers.
     """
+    if not ROUTED_TASKS & {*cfg.eval.tasks}:
+        return methods
     like = methods.bucket_routings[0] if methods.bucket_routings else None
     buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets
     layers = like.router.layers if like else models.served_layers(model.config)

@@ -1,6 +1,6 @@
 """The tensors of one attention layer in a forward pass, as the tap hands them to attention functions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,13 @@ class LayerInputs:
     def capped(self, scores: Tensor) -> Tensor:
         """Returns scaled scores as the layer's softmax gets them."""
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+    def sequence(self, b: int) -> "LayerInputs":
+        """Returns the inputs of sequence ``b`` of a pass without a cache and without padding, as a batch of one."""
+        one = {name: getattr(self, name)[b : b + 1] for name in ("q", "k", "v", "q_nope", "k_nope")}
+        of_batch = {name: getattr(self, name) for name in ("cos", "sin", "positions")}
+        one |= {name: x if x is None or len(x) == 1 else x[b : b + 1] for name, x in of_batch.items()}
+        return replace(self, **one)
 
     @property
     def rotates(self) -> bool:

@@ -84,7 +84,7 @@ def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) ->
     """Trains ``solver`` and returns its metrics: the last losses, accuracy on unseen problems, steps, seconds."""
     problems = Problems(cfg.mta, cfg.train.steps * cfg.train.batch_size, seed=(cfg.seed, 0))
     unseen = Problems(cfg.mta, cfg.mta.test_problems, seed=(cfg.seed, 1))
-    evaluate = partial(accuracy, solver, unseen, cfg.train.micro_batch_size)
+    evaluate = partial(accuracy, solver, unseen, cfg.train.batch_size)
     result = fit(
         solver,
         problems,

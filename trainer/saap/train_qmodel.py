@@ -196,7 +196,7 @@ def layers_at_once(
     online = isinstance(train, OnlineTargets)
     *_, num_buckets, head_dim = heldout.partition.centroids.shape
     weights = cfg.qmodel.hidden * (head_dim + num_buckets)
-    elements = cfg.qmodel.batch_queries * cfg.train.micro_batch_size * (cfg.qmodel.hidden + num_buckets)
+    elements = cfg.qmodel.batch_queries * cfg.train.least_micro_batch * (cfg.qmodel.hidden + num_buckets)
     layer_bytes = heldout.max_layer_bytes() + (train.max_layer_bytes(heads) if online else train.max_layer_bytes())
     layer_bytes += heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
     on_gpu = device.type == "cuda"

@@ -35,17 +35,23 @@ class DecodeGateDistiller(GateDistiller):
         """Runs the teacher as :meth:`GateDistiller.forward`, and trains with some queries of ``input_ids``."""
         cfg = self.gate.cfg
         first = max(cfg.sink + cfg.recent, cfg.skip_rows * cfg.block_size)
-        self._positions = sample_queries(input_ids, cfg.queries, first)
+        self._positions = [sample_queries(ids[None], cfg.queries, first) for ids in input_ids]
         return super().forward(input_ids)
 
     def layer_loss(self, x: LayerInputs) -> LayerLoss:
-        """Returns dense attention, and the loss of the layer's gates."""
-        cfg, positions = self.gate.cfg, self._positions
-        largest = largest_in_blocks(x, positions, cfg.block_size, sink=cfg.sink, recent=cfg.recent)
-        visible = far_blocks(positions, x.num_keys, cfg.block_size, cfg.recent)
+        """Returns dense attention, and the loss of the layer's gates, the mean over the sequences."""
         with torch.enable_grad():
-            loss = gate_loss(self.gate.logits(x, positions), largest, visible, replace(cfg, skip_rows=0))
+            losses = [self._sequence_loss(x.sequence(b), positions) for b, positions in enumerate(self._positions)]
+            loss = torch.stack(losses).mean()
         return LayerLoss(dense_attention(x), loss, list(self.gate.gates[x.layer].parameters()))
+
+    def _sequence_loss(self, x: LayerInputs, positions: Tensor) -> Tensor:
+        """Returns the loss of the layer's gates at ``positions [n]`` of one sequence."""
+        cfg = self.gate.cfg
+        with torch.no_grad():
+            largest = largest_in_blocks(x, positions, cfg.block_size, sink=cfg.sink, recent=cfg.recent)
+        visible = far_blocks(positions, x.num_keys, cfg.block_size, cfg.recent)
+        return gate_loss(self.gate.logits(x, positions), largest, visible, replace(cfg, skip_rows=0))
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from msattn.trainer.serving.paged.attention import PagedAttention, is_paged
 from msattn.trainer.serving.paged.batching import batching_config
 from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
-from msattn.trainer.serving.statistics import Statistics
+from msattn.trainer.serving.statistics import SparseStats, Statistics
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
@@ -59,12 +59,13 @@ class Sparse(NotCopied):
         self.attached = True
         self._prepared: WeakSet[Any] = WeakSet()  # caches
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> SparseStats:
         """Returns statistics since the context began, as means over layers and passes; None where there was no such pass.
 
         Returns
         -------
-        dict
+        SparseStats
+            A dict that prints in one line.
             ``sparsity``: share of the causally visible blocks that passes over several tokens did not read (a block at zoom z
             counts as 1 / z of a block), 0 in a dense pass; None without a selection.
             ``selectivity``: keys that single tokens read in the routed layers, which are those without ``dense_layers``, over
@@ -82,19 +83,19 @@ class Sparse(NotCopied):
         """
         prefill, decoding = self.statistics.mean("prefill_recall"), self.statistics.mean("decode_recall")
         measured = [value for value in (prefill, decoding) if value is not None]
-        return {
-            "sparsity": self.statistics.mean("sparsity"),
-            "selectivity": self.statistics.share_of_keys(),
-            "recall": sum(measured) / len(measured) if measured else None,
-            "prefill_recall": prefill,
-            "decode_recall": decoding,
-            "dense_fallbacks": self.statistics.number("dense_fallbacks"),
-            "dense_by_choice": self.statistics.number("dense_by_choice"),
-            "graph_steps": self.statistics.number("graph_steps"),
-            "eager_steps": self.statistics.number("eager_steps"),
-            "selection_s": self.statistics.seconds("selection"),
-            "attention_s": self.statistics.seconds("attention"),
-        }
+        return SparseStats(
+            sparsity=self.statistics.mean("sparsity"),
+            selectivity=self.statistics.share_of_keys(),
+            recall=sum(measured) / len(measured) if measured else None,
+            prefill_recall=prefill,
+            decode_recall=decoding,
+            dense_fallbacks=self.statistics.number("dense_fallbacks"),
+            dense_by_choice=self.statistics.number("dense_by_choice"),
+            graph_steps=self.statistics.number("graph_steps"),
+            eager_steps=self.statistics.number("eager_steps"),
+            selection_s=self.statistics.seconds("selection"),
+            attention_s=self.statistics.seconds("attention"),
+        )
 
     def batching_config(self, **options: Any) -> "ContinuousBatchingConfig":
         """Returns the configuration of transformers' continuous batching that suits an attached model.

@@ -12,6 +12,15 @@ from torch import Tensor
 from msattn.trainer.models.timing import PhaseTimer
 
 
+class SparseStats(dict[str, Any]):
+    """The dict of :meth:`msattn.trainer.attach.Sparse.stats`, which prints in one line what was measured or counted."""
+
+    def __repr__(self) -> str:
+        measured = {name: value for name, value in self.items() if isinstance(value, float) or value}
+        shown = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in measured.items()]
+        return ", ".join(shown) or "no pass was counted"
+
+
 class Statistics:
     """Means of named values, which several threads may add, without a synchronization with the device before :meth:`mean`.
 

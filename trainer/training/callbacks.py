@@ -15,14 +15,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
-from msattn.trainer.progress import Progress, postpone
+from msattn.trainer.progress import Progress, duration, postpone
 from msattn.trainer.training.checkpoints import (
     TrainingResult,
     describe_last_checkpoint,
@@ -33,7 +33,8 @@ from msattn.trainer.training.checkpoints import (
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
-BAR_WIDTH = 72  # characters of the progress bar's line before the figures
+BAR_WIDTH = 57  # characters of the progress bar's line before the figures
+SLOW_PASSES = 5.0  # seconds of a step from which its passes are shown
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,6 +47,7 @@ class TrainingCallback(TrainerCallback):
     settings : stored in each checkpoint, see :func:`msattn.trainer.training.checkpoints.resume_settings`.
     previous : result of the run that is resumed, zero steps for a new one.
     stop_consensus : lets all ranks stop after the same step.
+    tokens : tokens of an item, None if items have none.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class TrainingCallback(TrainerCallback):
         settings: dict[str, Any],
         previous: TrainingResult,
         stop_consensus: StopConsensus,
+        tokens: int | None = None,
     ) -> None:
+        self.tokens = tokens
         self.module = module
         self.train = train
         self.tracker = tracker
@@ -71,6 +75,7 @@ class TrainingCallback(TrainerCallback):
         self.console = Console()
         self._started = time.perf_counter()
         self._first_step: tuple[int, float] | None = None  # with the time at which it ended
+        self._passes: list[float] = []  # ends of the passes of this step, after its beginning
         self._reset_sums()
 
     def _reset_sums(self) -> None:
@@ -100,6 +105,41 @@ class TrainingCallback(TrainerCallback):
         if "input_ids" in inputs:
             self._tokens += inputs["input_ids"].numel()
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._passes = [time.perf_counter()]
+        if args.process_index == 0 and self.tokens is not None:
+            size, steps = self.train.batch_size, state.max_steps - state.global_step
+            at_once = f", {args.per_device_train_batch_size} in a pass" if args.gradient_accumulation_steps > 1 else ""
+            a_step = f"{size} x {self.tokens:,} = {size * self.tokens:,} tokens{at_once}"
+            print(f"a step reads {a_step}; {steps} steps {steps * size * self.tokens:,}", flush=True)
+        if args.process_index == 0:
+            self._show_pass(args)
+
+    def _show_pass(self, args: TrainingArguments) -> None:
+        """Shows the number of the pass that runs in place of figures, before the first step has ended."""
+        if args.gradient_accumulation_steps > 1:
+            self._progress.update(self._task, figures=f"pass {len(self._passes)} of {args.gradient_accumulation_steps}")
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Shows the progress within a step of several passes, and how long steps take as soon as two passes were timed."""
+        self._passes.append(time.perf_counter())
+        passes, began = len(self._passes) - 1, self._passes[0]
+        if args.process_index != 0 or self._passes[-1] - began < SLOW_PASSES:
+            return
+        share = passes / args.gradient_accumulation_steps
+        self._progress.update(self._task, completed=state.global_step + share)
+        if self._first_step is None:
+            self._show_pass(args)
+        if self._first_step is None and passes == min(2, args.gradient_accumulation_steps - 1):
+            seconds = (self._passes[-1] - self._passes[-2]) * args.gradient_accumulation_steps  # the first pass compiles
+            steps = state.max_steps - state.global_step
+            print(
+                f"a step takes about {duration(seconds)}, {steps} steps {duration(steps * seconds)}; "
+                "smaller train.batch_size, train.steps and data.seq_len take less",
+                flush=True,
+            )
+            postpone()
+
     def on_step_end(  # pyrefly: ignore[bad-override]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
@@ -109,6 +149,7 @@ class TrainingCallback(TrainerCallback):
             control.should_log = True
         self._steps += 1
         self._progress.update(self._task, completed=step)
+        self._passes = [time.perf_counter()]
         self._first_step = self._first_step or (step, time.perf_counter())
         stop_signal = self.stop_consensus.exchange(self.signal)
         if stop_signal:
@@ -205,14 +246,16 @@ class TrainingCallback(TrainerCallback):
     def _print(self, step: int, figures: dict[str, float], evaluated: Mapping[str, float] | None = None) -> None:
         """Prints figures, without those of single layers, which only the tracker records.
 
-        Beside a progress bar, the figures last ``evaluated`` follow if there is room.
+        Beside a progress bar stand as many of them as there is room for, then those last ``evaluated``.
         """
         shown = dict(figures)
         left = shown.pop("seconds_left", None)
         line = _one_line(shown)
         if self.console.is_terminal:
-            longer = f"{line}  {_one_line(evaluated or {})}"
-            line = longer if BAR_WIDTH + len(longer) <= self.console.width else line
+            longer = f"{line}  {_one_line(evaluated or {})}".rstrip().split("  ")
+            while len(longer) > 1 and BAR_WIDTH + len("  ".join(longer)) > self.console.width:
+                longer.pop()
+            line = "  ".join(longer)
             self._progress.update(self._task, completed=step, figures=line)
         else:
             line += f"  {timedelta(seconds=round(left))} left" if left is not None else ""
@@ -225,8 +268,11 @@ class TrainingCallback(TrainerCallback):
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(10),
+            TimeElapsedColumn(),
+            TextColumn("so far,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             TextColumn("{task.fields[figures]}"),
         )
         with Progress(*columns, console=self.console, transient=False, enabled=enabled) as self._progress:
@@ -251,7 +297,7 @@ class TrainingCallback(TrainerCallback):
             if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
                 with suppress(OSError):  # stderr is closed or full
-                    os.write(2, f"{name}: finishing and saving this step\n".encode())
+                    os.write(2, f"{name}: finishing and saving this step; a second one stops at once\n".encode())
 
         for number in STOP_SIGNALS:
             signal.signal(number, finish_step)

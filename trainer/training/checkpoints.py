@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from msattn.trainer.config import TrainConfig
+from msattn.trainer.config.train import AUTO
 from msattn.trainer.errors import UserError, first_line, print_once, write_error
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import checked, read_json
@@ -30,6 +31,7 @@ SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
 MARKER = "complete.json"  # written last: a checkpoint without it is incomplete and ignored
 MAX_MARKER_BYTES = 8_000_000
 MAX_CHECKPOINTS = 2  # number of complete checkpoints that are kept
+MICRO_BATCH = "train.micro_batch_size"
 # Settings that a resumed run may change, as they do not affect the result.
 _CHANGEABLE = ("log_every", "save_every", "num_workers")
 
@@ -173,7 +175,8 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
 
 def _check_settings(checkpoints: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key, value in json.loads(json.dumps(now)).items():
-        if before.get(key) != value:
+        chosen = key == MICRO_BATCH and value == AUTO  # the checkpoint has the number that was chosen
+        if before.get(key) != value and not chosen:
             raise UserError(
                 f"resume=true: the run in {checkpoints} has {key}={before.get(key)}, not {value}; "
                 "use the same settings, or resume=false to start again"

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,8 +26,10 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import Fault, Terminated, TrainingDiverged, UserError, output_error
+from msattn.trainer.training import micro_batch
 from msattn.trainer.training.callbacks import TrainingCallback
 from msattn.trainer.training.checkpoints import (
+    MICRO_BATCH,
     WEIGHTS,
     TrainingResult,
     describe_last_checkpoint,
@@ -105,22 +108,31 @@ def fit(
         torch.cuda.set_device(device)
     settings = resume_settings(train, seed, optimizer, arguments.world_size, extra_settings)
     last = prepare_resume(checkpoints, settings, resume=resume, writes=arguments.process_index == 0)
-    previous = read_marker(last).result if last is not None else TrainingResult(0, 0.0, {}, {})
-    if last is not None and previous.steps >= train.steps:
-        load_weights(module, last)
-        return previous
+    previous = TrainingResult(0, 0.0, {}, {})
+    if last is not None:
+        marker = read_marker(last)
+        previous, train = marker.result, replace(train, micro_batch_size=marker.settings[MICRO_BATCH])
+        if previous.steps >= train.steps:
+            load_weights(module, last)
+            return previous
 
     if train.compile:
         module.compile(dynamic=False)
+    collate = collate or default_collate
+    train = micro_batch.resolve(train, module, dataset, collate, device, arguments.world_size, sharded=shard is not None)
+    settings[MICRO_BATCH] = train.micro_batch_size
+    arguments.per_device_train_batch_size = train.least_micro_batch
+    arguments.gradient_accumulation_steps = train.batch_size // (train.least_micro_batch * arguments.world_size)
     stop_consensus = StopConsensus(arguments.world_size)
-    callback = TrainingCallback(module, train, tracker, evaluate, settings, previous, stop_consensus)
+    tokens = micro_batch.tokens_of(dataset)
+    callback = TrainingCallback(module, train, tracker, evaluate, settings, previous, stop_consensus, tokens)
     optimizer_class = torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam
     options = {"lr": train.lr, "betas": (0.9, train.beta2), "fused": True}
     trainer = _Trainer(
         model=module,
         args=arguments,
         train_dataset=_ShuffledPasses(dataset, train.steps * train.batch_size, seed) if shuffle else dataset,
-        data_collator=cast(Any, collate or default_collate),
+        data_collator=cast(Any, collate),
         optimizer_cls_and_kwargs=(optimizer_class, options),
         callbacks=[callback],
     )
@@ -198,7 +210,6 @@ def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed
     arguments = _Arguments(
         output_dir=str(checkpoints),
         max_steps=train.steps,
-        per_device_train_batch_size=train.micro_batch_size,
         learning_rate=train.lr,
         lr_scheduler_type=train.schedule,
         warmup_steps=train.warmup_steps,
@@ -222,13 +233,12 @@ def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed
         report_to="none",
         disable_tqdm=True,
     )
-    per_pass = train.micro_batch_size * arguments.world_size
+    per_pass = train.least_micro_batch * arguments.world_size
     if train.batch_size % per_pass:
         raise UserError(
             f"train.batch_size={train.batch_size}: accepted are multiples of micro_batch_size x processes = "
-            f"{train.micro_batch_size} x {arguments.world_size}"
+            f"{train.least_micro_batch} x {arguments.world_size}"
         )
-    arguments.gradient_accumulation_steps = train.batch_size // per_pass
     return arguments
 
 

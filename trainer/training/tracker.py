@@ -64,7 +64,7 @@ class Tracker:
         job: str = "",
         tags: Sequence[str] = (),
     ) -> "Tracker":
-        """Opens ``folder/metrics.jsonl`` and, with ``cfg.kind="wandb"``, a wandb run (offline without an API key).
+        """Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an API key).
 
         Raises
         ------
@@ -75,7 +75,7 @@ class Tracker:
         run = None
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
-            if cfg.kind == "wandb":
+            if cfg.kind != "none":
                 run = WandbRun.start(cfg, folder, run_name, config, job, tags)
         return cls(folder, run, writes=writes)
 

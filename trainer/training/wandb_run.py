@@ -15,6 +15,7 @@ TOKEN = re.compile(r"[\w-]{32,}")  # API keys in messages; also hides hashes
 NOT_NAMED = re.compile(r"[^\w.-]+", re.ASCII)  # what the name of a wandb artifact cannot hold
 UPLOAD_SECONDS = 1800  # after which a run no longer waits for its upload
 ALIAS_LENGTH = 16  # characters of a content hash
+SETTINGS = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT")
 LONG_KEYS = ("tensors", "details")  # of a manifest; they are in the uploaded file
 
 
@@ -27,6 +28,7 @@ class WandbRun:
     def __init__(self, run: Any, cfg: TrackerConfig, name: str) -> None:
         self._run = run
         self._upload = cfg.upload
+        self._says_upload = cfg.kind == "wandb" or is_set_up()
         self._name = name
         self._failed: set[str] = set()
 
@@ -141,10 +143,10 @@ class WandbRun:
             self._send(f"the use of {name}", lambda: self._run.use_artifact(name, type=kind))
 
     def finish(self) -> None:
-        """Ends the run; prints the upload command of an offline run."""
+        """Ends the run; prints the upload command of an offline run to those who use wandb."""
         offline, folder = self._run.offline, Path(self._run.dir).parent
         self._send("the end of the run", self._run.finish)
-        if offline:
+        if offline and self._says_upload:
             print(f"wandb sync {folder}")
 
     def _send(self, what: str, call: Callable[[], Any]) -> None:
@@ -155,6 +157,12 @@ class WandbRun:
             if what not in self._failed:
                 print_once(f"warning: tracker=wandb: sending {what} failed ({_reason(error)}); the files here are complete")
             self._failed.add(what)
+
+
+def is_set_up() -> bool:
+    """Returns True if the environment or wandb's settings say that this user works with wandb."""
+    settings = Path(os.environ.get("WANDB_CONFIG_DIR") or Path("~/.config/wandb").expanduser(), "settings")
+    return settings.is_file() or any(os.environ.get(name) for name in SETTINGS)
 
 
 @contextmanager
@@ -173,7 +181,7 @@ def uploaded_as(kind: str, config: Mapping[str, Any]) -> str | None:
     tracker, model = config.get("tracker"), config.get("model")
     if not isinstance(tracker, Mapping) or not isinstance(model, Mapping):
         return None
-    if tracker.get("kind") != "wandb" or tracker.get("upload") is not True:
+    if tracker.get("kind") not in ("wandb", "auto") or tracker.get("upload") is not True:
         return None
     name = f"{model.get('name')}-{config.get('name')}"
     return f"{tracker.get('project')}/{_artifact_name(name, kind)}"

@@ -241,7 +241,7 @@ class Impl(AttentionImpl[Metadata]):
 
 def stats(worker: Any) -> dict[str, Any]:
     """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for ``llm.collective_rpc(stats)``."""
-    return _sparse(worker).stats()
+    return dict(_sparse(worker).stats())  # of a type that the messages between vLLM's processes know
 
 
 def clear_stats(worker: Any) -> None:
