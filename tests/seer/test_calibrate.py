@@ -61,7 +61,7 @@ def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity
     """Measured on 64 blocks, rows with more than 16 blocks read the share at 24 to 128 blocks, or what is always read."""
     table = calibrate({"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 64 * BLOCK)[0]}])["drawn"]
     select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=sparsity)
-    policy = Selection.from_config(select, thresholds=table).policy[0]
+    (policy, _) = Selection.from_config(select, thresholds=table).policy  # pyrefly: ignore[not-iterable]
     for blocks in (24, 32, 64, 128):
         candidates = candidate_blocks(blocks * BLOCK, blocks * BLOCK, BLOCK, None, CPU)
         mask = policy(scores_of_power_law(blocks, 0.5, seed=blocks), candidates)[:, :, 16:]
