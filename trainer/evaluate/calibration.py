@@ -20,12 +20,15 @@ from msattn.trainer.models.families import check_length
 from msattn.trainer.routing import calibrate as key_calibrate
 from msattn.trainer.routing.calibrate import threshold_at
 from msattn.trainer.seer.a_shape import AShape, measure_spans
+from msattn.trainer.seer.blocks import SINK_AND_LOCAL, sparsity_in_reach
 from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, FLOOR, SPARSITIES, calibrate
 from msattn.trainer.seer.select import Scorer, Selection, always_read
 from msattn.trainer.storage.hashes import file_hash
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
+
+LIMITED_TASKS = ("perplexity", "recall", "needle", "documents", "ruler")  # with lengths and sparsities
 
 
 def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
@@ -95,6 +98,30 @@ def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> lis
     text = replace(cfg.data, needles=cfg.model.presets.needles)
     chunks = data.chunks(text, loaded.tokenizer, seed=cfg.seed, num_chunks=number)
     return [chunks[i] for i in range(len(chunks))]
+
+
+def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]:
+    """Returns a note for each length at which the blocks that are always read are more than a requested share."""
+    if not methods.block_selections:
+        return []
+    first = methods.block_selections[0]
+    size = first.select.block_size if first.gate is None else first.gate.cfg.block_size
+    always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
+    sections = {task: getattr(cfg.eval, task) for task in cfg.eval.tasks if task in LIMITED_TASKS}
+    asked: dict[int, set[float]] = {}
+    for section in sections.values():
+        for length in getattr(section, "lengths", None) or [section.length]:
+            asked.setdefault(length, set()).update(section.sparsities)
+    notes = []
+    for length, sparsities in sorted(asked.items()):
+        most = sparsity_in_reach(-(-length // size), always)
+        if beyond := sorted(each for each in sparsities if each > most):
+            notes.append(
+                f"{length} tokens: every row reads its own block, the first {always.sink_blocks} and the {always.local_blocks} "
+                f"before its own, so at most {100 * most:.1f} % of the blocks are left out, also at sparsity "
+                f"{', '.join(f'{each:g}' for each in beyond)}."
+            )
+    return notes
 
 
 def _lacks(method: BlockSelectionMethod) -> bool:

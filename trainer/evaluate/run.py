@@ -73,6 +73,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     kept = PartialRows(folder.with_name("eval.partial"), settings_of(cfg, loaded, found), resume=cfg.resume)
     found = calibration.calibrate_selections(found, cfg, loaded)
     calibration.calibrate_routers(found, cfg, loaded)
+    found.notes.extend(calibration.unreachable_notes(found, cfg))
     found = key_shares.match_key_shares(found, cfg, loaded)
     rows: list[EvalRow] = []
     try:

@@ -178,3 +178,9 @@ def sparsity(selected: Tensor, candidates: Candidates) -> Tensor:
     """
     copies = selected.numel() // candidates.visible.numel()
     return 1 - blocks_read(selected) / (candidates.num_visible * (EIGHTHS * copies))
+
+
+def sparsity_in_reach(blocks: int, always: AlwaysRead) -> float:
+    """Returns the share of the visible blocks of a prompt that are not always read, for a prompt of ``blocks`` blocks."""
+    least = 1 + always.sink_blocks + always.local_blocks
+    return 1 - sum(min(visible, least) for visible in range(1, blocks + 1)) / (blocks * (blocks + 1) / 2)
