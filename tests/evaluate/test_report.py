@@ -26,6 +26,7 @@ from msattn.trainer.storage.documents import finite
 
 def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
     extra = {"length": 4096, "bits_per_byte": 2.1 * ratio, "ratio_interval": [ratio - 0.01, ratio + 0.01]}
+    extra |= {"kl_divergence": 0.0123, "kl_interval": [0.0119, 0.0127], "same_top": 0.951, "same_top_interval": [0.948, 0.954]}
     setting = "" if method == "dense" else f"sparsity {sparsity:g}"
     figures = {"ratio_to_dense": ratio, "sparsity": sparsity, "selectivity": 1 - sparsity, "recall": 0.9}
     spent = {"latency_s": 0.25, "peak_memory_mb": 512.0, "samples": 16}

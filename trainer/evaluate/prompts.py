@@ -83,7 +83,7 @@ def as_row(
             "latency_of": "a prompt and its answer",
             "same_as_dense": fmean(map(share_of_equal_tokens, answers.tokens, dense.tokens)),
             "examples": [
-                {"prompt": prompt.text, "expected": prompt.answer, "answer": text.strip(), "correct": right}
+                {"prompt": prompt.text, "expected": prompt.answer, "answer": text, "correct": right}
                 for prompt, text, right in zip(prompts, answers.texts, correct, strict=True)
             ][:MOST_EXAMPLES],
         },

@@ -31,7 +31,8 @@ class EvalRow:
         :func:`~msattn.trainer.evaluate.report.examples.examples`. One row each: ``maps`` and ``decoded``, see
         :mod:`~msattn.trainer.evaluate.reads`. ``perplexity``, ``documents`` and ``ruler``: ``ratio_interval``, of
         ``ratio_to_dense``, from differences on the same samples. ``perplexity`` and ``documents``: ``losses``, of each
-        sample in nats. ``ruler``: the score of each task, under its name, and ``scores``, of each prompt by task. ``harness``:
+        sample in nats, ``kl_divergence`` from dense attention's predictions, in nats a token, and ``same_top``, the share of
+        tokens whose most likely prediction is dense attention's, both with intervals. ``ruler``: the score of each task, under its name, and ``scores``, of each prompt by task. ``harness``:
         ``benchmark``, the name of lm_eval's task, and ``length`` only if it makes prompts of given lengths.
         ``latency``: ``situation``, the name of a
         :class:`~msattn.trainer.evaluate.latency.Situation`. ``decoding``: ``batch``, and what each token is ``launched_by``.

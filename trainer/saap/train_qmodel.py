@@ -96,8 +96,9 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         if isinstance(cache, TargetCache):
             cache.compute_missing(loaded.model, ranks)
             cache.check()
-    if (share := long_range_share(train, heldout)) < 1 and ranks.is_main_process:
-        print(f"{1 - share:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
+    near = 1 - long_range_share(train, heldout)
+    if near >= 0.0005 and ranks.is_main_process:  # it is printed as 0.1 % or more
+        print(f"{near:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
     config, fingerprint = loaded.model.config, loaded.fingerprint
     heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
     del loaded
