@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval, student_t, wilson
 from msattn.trainer.evaluate.report import files as report
@@ -313,6 +314,25 @@ def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: 
     for value in ("1.0040", "95.0%", "90.0%", "No qmodel here."):
         assert value in text
     assert ("512 MiB" in text) == (width == 160)
+
+
+def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
+    """Long prompts, large batches and long names: columns go and text wraps before a number is cut."""
+    names = ("dense, same cache and graphs", "gate and classifier (embedded), calibrated")
+    long = [replace(row, extra=row.extra | {"length": 131072}) for row in (*rows, *speed_rows()) if "length" in row.extra]
+    shares = {"ratio_interval": [0.9, 1.1], **dict.fromkeys(RULER_TASKS, 0.3)}
+    rates = {"batch": 64, "first_token_p50_s": 123.45, "first_token_p99_s": 223.45, "times_same cache and graphs": 3.45}
+    for name in names:
+        figures = {"ratio_to_dense": 0.912, "selectivity": 0.123, "samples": 132, "extra": {"length": 131072, **shares, **rates}}
+        for task, score in (("ruler", 0.345), ("throughput", 1234.5)):
+            long.append(EvalRow(task, name, "sparsity 0.9, 5 % of far keys", score, "score", (0.3, 0.4), **figures))
+    long += [replace(row, task="documents", method=row.method + " (embedded), calibrated") for row in long[:3]]
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    tables.show(long, [], console)
+    text = console.export_text()
+    assert "…" not in text
+    for number in ("131,072", "123.45 s", "34.5%", "0.912", "0.0123", "1.0300", "1234", "1760"):
+        assert number in text
 
 
 def test_json_has_null_for_infinity_and_nan() -> None:
