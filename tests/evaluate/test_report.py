@@ -305,7 +305,7 @@ def test_perplexity_axis_shows_zero_and_every_value_within_its_limits(rises: lis
     assert shown == (["▲ 1 beyond, up to 3,900 %"] if 3900.0 in rises else [])
 
 
-@pytest.mark.parametrize("width", [72, 100, 160])
+@pytest.mark.parametrize("width", [72, 100, 200])
 def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: int) -> None:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     tables.show(rows, about.notes, console)
@@ -313,7 +313,7 @@ def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: 
     assert "…" not in text
     for value in ("1.0040", "95.0%", "90.0%", "No qmodel here."):
         assert value in text
-    assert ("512 MiB" in text) == (width == 160)
+    assert ("512 MiB" in text) == (width == 200)
 
 
 def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
