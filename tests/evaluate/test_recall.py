@@ -31,7 +31,9 @@ def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch:
     own, sparse = perplexity.token_scores(loaded, dense, ids), perplexity.token_scores(loaded, other, ids, dense)
     torch.testing.assert_close(own.losses, F.cross_entropy(logits, ids[1:], reduction="none"))
     torch.testing.assert_close(sparse.losses, F.cross_entropy(changed, ids[1:], reduction="none"))
-    divergences = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=each) for each in (logits, changed)))
+    divergences = torch.distributions.kl_divergence(
+        *(torch.distributions.Categorical(logits=each) for each in (logits, changed))
+    )
     torch.testing.assert_close(sparse.divergences, divergences)
     assert torch.equal(sparse.agreements, (logits.argmax(-1) == changed.argmax(-1)).float())
     assert 0 < sparse.agreements.sum() < 59

@@ -28,6 +28,7 @@ from msattn.trainer.storage.documents import finite
 def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
     extra = {"length": 4096, "bits_per_byte": 2.1 * ratio, "ratio_interval": [ratio - 0.01, ratio + 0.01]}
     extra |= {"kl_divergence": 0.0123, "kl_interval": [0.0119, 0.0127], "same_top": 0.951, "same_top_interval": [0.948, 0.954]}
+    extra["losses"] = [ratio, 1.1 * ratio]
     setting = "" if method == "dense" else f"sparsity {sparsity:g}"
     figures = {"ratio_to_dense": ratio, "sparsity": sparsity, "selectivity": 1 - sparsity, "recall": 0.9}
     spent = {"latency_s": 0.25, "peak_memory_mb": 512.0, "samples": 16}
@@ -44,6 +45,7 @@ def needle_row(method: str, found: int, length: int) -> EvalRow:
     answer = {"prompt": "The number of <b>it</b> is 42. … is", "expected": "42", "answer": "42", "correct": found > 0}
     examples = [answer, answer | {"answer": "<script>alert(1)</script>", "correct": False}]
     extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "examples": examples}
+    extra["correct"] = [number < found for number in range(20)]
     setting = "" if method == "dense" else "2 probes"
     figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
     return EvalRow("needle", method, setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
@@ -179,7 +181,7 @@ def test_the_page_has_its_sections_in_order(rows: list[EvalRow], about: report.C
     assert [each.split(":")[0] for each in headings[2:]] == [
         "Perplexity of held-out text", "Attention mass read", "Needles in a haystack",
     ]  # fmt: skip
-    assert text.index("the gate reads") < text.index("No qmodel here.") < text.index("Example answers")
+    assert text.index("Against the best method") < text.index("No qmodel here.") < text.index("Example answers")
     assert text.index("<details><summary>Versions, hashes and configuration") > text.rindex("<h2>")
 
 
@@ -323,7 +325,12 @@ def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
     shares = {"ratio_interval": [0.9, 1.1], **dict.fromkeys(RULER_TASKS, 0.3)}
     rates = {"batch": 64, "first_token_p50_s": 123.45, "first_token_p99_s": 223.45, "times_same cache and graphs": 3.45}
     for name in names:
-        figures = {"ratio_to_dense": 0.912, "selectivity": 0.123, "samples": 132, "extra": {"length": 131072, **shares, **rates}}
+        figures = {
+            "ratio_to_dense": 0.912,
+            "selectivity": 0.123,
+            "samples": 132,
+            "extra": {"length": 131072, **shares, **rates},
+        }
         for task, score in (("ruler", 0.345), ("throughput", 1234.5)):
             long.append(EvalRow(task, name, "sparsity 0.9, 5 % of far keys", score, "score", (0.3, 0.4), **figures))
     long += [replace(row, task="documents", method=row.method + " (embedded), calibrated") for row in long[:3]]

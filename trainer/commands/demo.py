@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from msattn.trainer.commands.compose import compose, launch
-from msattn.trainer.commands.demo_conclusion import conclusion
 
-SHOWN = ("dense", "gate", "gate (embedded)", "quest", "random")  # methods whose answers to a prompt are printed
+SHOWN = (
+    "dense",
+    "gate",
+    "gate (embedded)",
+    "quest",
+    "vertical_slash",
+    "mean_pool",
+    "random",
+)  # methods whose answers to a prompt are printed
 
 
 class DemoCommand(NamedTuple):
@@ -64,9 +71,6 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
     _print_answers(rows, console)
-    training = configs["train-gate"].train
-    console.rule("[bold]Verdict[/bold]", align="left")
-    console.print(conclusion(rows, training.steps * training.batch_size), markup=False, highlight=False)
     report = folder / "report.html"
     console.print(f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]", soft_wrap=True)
     return report

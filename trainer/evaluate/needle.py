@@ -1,7 +1,9 @@
 """Needle in a haystack: retrieval of a number that the context states once.
 
 A sample is correct if each token of the number is the most likely one after the correct tokens before it. White space that some
-tokenizers make a token of its own before the number is given, since it does not depend on the needle. Block selections read the prompt in one sparse prefill, which has to find the answer's first token, then decode the others, as
+tokenizers make a token of its own before the number is given, since it does not depend on the needle.
+
+Block selections read the prompt in one sparse prefill, which has to find the answer's first token, then decode the others, as
 ``generate`` does; in one pass with the prompt, the answer's own queries would choose blocks for the question. Routing runs a
 dense prefill of the context, then decodes the question and the answer token by token; with ``question=dense`` the question is
 part of the prefill. All methods use the same samples.
@@ -74,7 +76,9 @@ class Samples:
 
         Some tokenizers make that a token of its own.
         """
-        texts = [[self.tokenizer.decode([id]) for id in ids[-n:].tolist()] for ids, n in zip(self.ids, self.answers, strict=True)]
+        texts = [
+            [self.tokenizer.decode([id]) for id in ids[-n:].tolist()] for ids, n in zip(self.ids, self.answers, strict=True)
+        ]
         return [len(tokens) - next((at for at, text in enumerate(tokens) if text.strip()), 0) for tokens in texts]
 
     @property
@@ -94,7 +98,7 @@ class Samples:
         return [(rows[at : at + size], tokens) for tokens, rows in groups.items() for at in range(0, len(rows), size)]
 
     def found(self, predicted: Tensor) -> list[bool]:
-        """Returns True for each sample whose :attr:`judged` tokens are all correct; ``predicted [n, longest]`` are the last ones."""
+        """Returns True for each sample whose :attr:`judged` tokens are correct; ``predicted [n, longest]`` are the last ones."""
         correct = predicted.cpu() == self.ids[:, -self.longest :]
         return [bool(row[-judged:].all()) for row, judged in zip(correct, self.judged, strict=True)]
 
@@ -313,6 +317,7 @@ def as_row(
             "needles": cfg.eval.needle.needles,
             "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
             "latency_of": "a decoded token, batched" if routed else "a prefill",
+            "correct": found,
             "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
             "examples": samples.examples(result.predicted),
         },

@@ -13,7 +13,6 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.trainer import data

@@ -133,15 +133,13 @@ def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Compariso
     """Prints the tables, the comparison with another evaluation, the verdict and the path of the report."""
     from rich.console import Console
 
-    from msattn.trainer.evaluate.report import compare, tables
-    from msattn.trainer.evaluate.report.verdict import verdict
+    from msattn.trainer.evaluate.report import compare, tables, verdict
 
     console = Console()
     tables.show(rows, notes, console)
     if comparison:
         compare.show(comparison, console)
-    for sentence in verdict(rows):
-        console.print(sentence, style="bold", highlight=False, markup=False)
+    verdict.show(verdict.verdict(rows), console)
     console.print(f"Report: [bold]{report}[/bold]", soft_wrap=True)
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from msattn.trainer.evaluate.report.style import BLUE, GRID, INK
 
-TEXT_COLUMNS = ("task", "method", "setting", "launched by", "answer", "key", "here", "there")
+TEXT_COLUMNS = (
+    *("task", "method", "setting", "launched by", "answer", "key", "here", "there"),
+    *("quality", "best trained", "best untrained"),
+)
 THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}  # colours of figures that follow the page's theme
 
 

@@ -68,7 +68,9 @@ def _perplexity(rows: list[EvalRow]) -> dict[str, list[str]]:
         "KL": [f"{row.extra['kl_divergence']:.4f}" for row in rows],
         "KL, 95 %": ["" if row.method == "dense" else _interval(row.extra["kl_interval"], "{:.4f}") for row in rows],
         "same top": [_percent(row.extra["same_top"]) for row in rows],
-        "same top, 95 %": ["" if row.method == "dense" else _interval(row.extra["same_top_interval"], "{:.1%}") for row in rows],
+        "same top, 95 %": [
+            "" if row.method == "dense" else _interval(row.extra["same_top_interval"], "{:.1%}") for row in rows
+        ],
         "bits per byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
     }
 
