@@ -45,7 +45,7 @@ def needle_row(method: str, found: int, length: int) -> EvalRow:
     answer = {"prompt": "The number of <b>it</b> is 42. … is", "expected": "42", "answer": "42", "correct": found > 0}
     examples = [answer, answer | {"answer": "<script>alert(1)</script>", "correct": False}]
     extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "examples": examples}
-    extra["correct"] = [number < found for number in range(20)]
+    extra |= {"correct": [number < found for number in range(20)]}
     setting = "" if method == "dense" else "2 probes"
     figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
     return EvalRow("needle", method, setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.config.text_files import is_unicode, read_text
 from msattn.trainer.config.values import shown
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, print_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     UserError : there is no artifact, an artifact does not fit the model, or the prompt exceeds the model's positions.
     """
     from msattn.trainer.attach import attach
-    from msattn.trainer.commands.greedy import check_fits, load_served
+    from msattn.trainer.commands.greedy import check_fits, describe, load_served
     from msattn.trainer.commands.tracked import tracked
     from msattn.trainer.models.chat import encode_prompt
 
@@ -77,6 +77,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     ids = encode_prompt(loaded.tokenizer, prompt, cfg.chat).to(loaded.model.device)
     check_fits(loaded.model, ids.shape[1], cfg.max_new_tokens, "prompt")
     contexts = {"dense": nullcontext(), "sparse": attach(loaded.model, **served.options)}
+    print_once(describe(cfg, served))
     results = {name: _greedy(loaded, ids, cfg.max_new_tokens, context) for name, context in contexts.items()}
     _print_results(results, ids.shape[1])
     with tracked(cfg, "generate", served, after_work=True) as tracker:

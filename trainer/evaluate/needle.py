@@ -98,7 +98,7 @@ class Samples:
         return [(rows[at : at + size], tokens) for tokens, rows in groups.items() for at in range(0, len(rows), size)]
 
     def found(self, predicted: Tensor) -> list[bool]:
-        """Returns True for each sample whose :attr:`judged` tokens are correct; ``predicted [n, longest]`` are the last ones."""
+        """Returns True for each sample whose :attr:`judged` tokens are correct. ``predicted [n, longest]``: the last ones."""
         correct = predicted.cpu() == self.ids[:, -self.longest :]
         return [bool(row[-judged:].all()) for row, judged in zip(correct, self.judged, strict=True)]
 
