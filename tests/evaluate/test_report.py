@@ -127,6 +127,9 @@ def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: repor
     assert list(figures) == ["tradeoff", "perplexity", "recall", "recall_heads", "needle", "needle_grid"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
     assert all(path.with_suffix(".svg").read_text().startswith("<?xml") for path in figures.values())
+    assert [path.name for path in tmp_path.glob("*_phone.svg")] == ["tradeoff_phone.svg"]
+    clips = [set(re.findall(r'<clipPath id="(.*?)"', (tmp_path / f"tradeoff{end}.svg").read_text())) for end in ("", "_phone")]
+    assert clips[0].isdisjoint(clips[1]), "a browser takes the first of two elements with one id, which may be hidden"
 
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["artifacts"]["gate"] == {"path": "outputs/tiny/base/gate", "content_hash": "f" * 64, "created": "2026-11-20"}
@@ -162,7 +165,7 @@ def test_page_is_self_contained_and_well_formed(tmp_path: Path, rows: list[EvalR
     page = (tmp_path / "report.html").read_text()
     Check().feed(page)
     assert not opened
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 7  # the first figure twice
     assert all(source.startswith(("data:image/png;base64,", "#")) for source in sources)
     assert "A &lt;title&gt;" in page
     assert "No qmodel here." in page
