@@ -143,19 +143,19 @@ def stack_panels(figure: "Figure") -> None:
     """Puts the panels of a figure below each other, for a phone, and narrows its legends."""
     from matplotlib.gridspec import GridSpec
 
-    panels = figure.axes
-    grid = panels[0].get_gridspec()
+    panels, grid = figure.axes, figure.axes[0].get_gridspec()
+    assert grid is not None
     height = figure.get_figheight() / grid.nrows
     stacked = GridSpec(len(panels), 1, figure=figure)
-    for axes, place in zip(panels, stacked, strict=True):
-        axes.set_subplotspec(place)
+    for number, axes in enumerate(panels):
+        axes.set_subplotspec(stacked[number])
         if axes.get_legend() is not None:
             axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=1)
     figure.set_size_inches(PHONE_WIDTH, height * len(panels))
     for legend in figure.legends[:]:
-        labels = [text.get_text() for text in legend.get_texts()]
+        labels, handles = [text.get_text() for text in legend.get_texts()], [each for each in legend.legend_handles if each]
         legend.remove()
-        figure.legend(legend.legend_handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
 
 def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: list[list[float]], method: str) -> None:
