@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-PADDING = 3  # characters between two columns; the two edges have a space each
+PADDING = 3  # characters between two columns; the two edges have a space each, together one less
 TEXT_WIDTH = 14  # characters of a column of text, whose longer cells wrap before columns go
 
 
@@ -18,11 +18,12 @@ def fitting(
     If they do not, headers break at their spaces and the columns of ``text`` wrap, then the groups of ``optional`` headers go,
     in this order.
     """
-    if sum(PADDING + max(map(len, [header, *cells])) for header, cells in columns.items()) <= width:
+    room = width + 1
+    if sum(PADDING + max(map(len, [header, *cells])) for header, cells in columns.items()) <= room:
         return columns
     broken = {header.replace(" ", "\n").replace("\n%", " %"): cells for header, cells in columns.items()}
     for names in optional:
-        if sum(PADDING + _least_width(header, cells, header in text) for header, cells in broken.items()) > width:
+        if sum(PADDING + _least_width(header, cells, header in text) for header, cells in broken.items()) > room:
             broken = {header: cells for header, cells in broken.items() if header.replace("\n", " ") not in names}
     return broken
 
@@ -40,5 +41,5 @@ def with_columns(title: str, headers: Sequence[str], text: Collection[str]) -> "
 
 
 def _least_width(header: str, cells: list[str], is_text: bool) -> int:
-    lines = max(map(len, [*header.split("\n"), *cells]))
-    return max(min(lines, TEXT_WIDTH), *(len(word) for cell in cells for word in cell.split())) if is_text else lines
+    whole = max(map(len, [*header.split("\n"), *cells]))
+    return max([min(whole, TEXT_WIDTH), *(len(word) for cell in cells for word in cell.split())]) if is_text else whole
