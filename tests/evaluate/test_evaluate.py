@@ -26,7 +26,7 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     written = {path.name for path in folder.iterdir()}
     names = ["tradeoff", "perplexity", "recall", "recall_heads", "recall_maps", "recall_decoded", "needle", "needle_grid"]
     figures = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
-    assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
+    assert written == figures | {"tradeoff_phone.svg", "results.json", "results.csv", "report.html", "metrics.jsonl"}
 
     results = json.loads((folder / "results.json").read_text())
     assert results["config"] == json.loads(json.dumps(asdict(cfg)))
