@@ -21,7 +21,7 @@ from transformers.generation.streamers import TextStreamer
 from msattn.trainer import models
 from msattn.trainer.commands.chat import Conversation, StopOnInterrupt
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.commands.greedy import load_served
+from msattn.trainer.commands.greedy import describe, load_served
 from msattn.trainer.errors import Terminated, UserError
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.chat import encode_conversation
@@ -69,6 +69,14 @@ def answer_at_once(messages: list[dict[str, str]], tokenizer: Any = None) -> tup
     model: Any = loaded.model
     found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
     return str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)), ids.shape[1]
+
+
+def test_a_selection_without_training_decodes_with_a_named_router_alone() -> None:
+    """The classifiers of the same model and name were trained; whoever asks for Quest has not asked for them."""
+    assert not any(load_served(compose("generate", ["select=quest"])).chosen.values())
+    served = load_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=embedded"]))
+    assert describe(cfg, served) == "tiny: prompts by quest, topk, sparsity=0.9; new tokens by the embedded qmodel"
+    assert load_served(compose("generate", [])).chosen["qmodel"]
 
 
 @pytest.mark.parametrize("overrides", [DENSE, ROUTED])

@@ -42,7 +42,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "<svg" in (folder / "eval/report.html").read_text(encoding="utf-8")
     rows = json.loads((folder / "eval/results.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {"perplexity", "recall", "needle"}
-    assert {"dense", "gate", "random", "quest"} <= {row["method"] for row in rows}
+    assert {"dense", "gate", "quest", "vertical_slash", "mean_pool"} <= {row["method"] for row in rows}
     assert "One of the needle prompts" in out
     assert "The hidden token for" in out
     made = (folder / "kmeans/manifest.json").read_bytes()

@@ -49,6 +49,16 @@ def test_rows_are_those_of_the_first_tokens(tmp_path: Path, texts: str) -> None:
         assert rows["dense", "", length]["score"] == pytest.approx(math.exp(loss.item()), rel=1e-4)
         assert rows["random", "sparsity 0", length]["ratio_to_dense"] == pytest.approx(1, abs=1e-5)
         assert rows["random", "sparsity 0.8", length]["ratio_to_dense"] != pytest.approx(1, abs=1e-5)
+        dense, whole, sparse = (
+            rows[each, setting, length]["extra"]
+            for each, setting in (("dense", ""), ("random", "sparsity 0"), ("random", "sparsity 0.8"))
+        )
+        assert (dense["kl_divergence"], dense["same_top"]) == (0, 1)
+        assert whole["kl_divergence"] == pytest.approx(0, abs=1e-6)
+        assert whole["same_top"] == 1
+        assert sparse["kl_divergence"] > 1e-5
+        assert 0 <= sparse["kl_interval"][0] <= sparse["kl_divergence"] <= sparse["kl_interval"][1]
+        assert sparse["same_top_interval"][0] <= sparse["same_top"] <= sparse["same_top_interval"][1] <= 1
     assert (folder / "documents.svg").exists()
 
 

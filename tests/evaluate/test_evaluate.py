@@ -26,7 +26,7 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     written = {path.name for path in folder.iterdir()}
     names = ["tradeoff", "perplexity", "recall", "recall_heads", "recall_maps", "recall_decoded", "needle", "needle_grid"]
     figures = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
-    assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
+    assert written == figures | {"tradeoff_phone.svg", "results.json", "results.csv", "report.html", "metrics.jsonl"}
 
     results = json.loads((folder / "results.json").read_text())
     assert results["config"] == json.loads(json.dumps(asdict(cfg)))
@@ -123,7 +123,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_a_users_error() -> None:
     """For example fp16 that overflows."""
-    run = PerplexityRun(losses=[float("nan")], seconds=[1.0], peak_mb=1.0, sparsity=0.5)
+    run = PerplexityRun([float("nan")], [0.0], [1.0], seconds=[1.0], peak_mb=1.0, sparsity=0.5)
     with pytest.raises(UserError, match=r"gate sparsity 0\.5: the loss is nan; dtype=float32 may help"):
         perplexity.as_row("perplexity", "gate", "sparsity 0.5", run, run, 1.0, 64)
 

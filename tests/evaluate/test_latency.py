@@ -66,7 +66,7 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
 def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = evaluate(config(tmp_path))
     written = {path.name for path in folder.iterdir()}
-    figures = {"latency.png", "latency.svg", "speed.png", "speed.svg"}
+    figures = {"latency.png", "latency.svg", "speed.png", "speed.svg", "speed_phone.svg"}
     assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
     results = json.loads((folder / "results.json").read_text())
     every = {(row["task"], row["method"], row["setting"], row["extra"]["length"]): row for row in results["rows"]}

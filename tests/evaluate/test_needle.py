@@ -86,3 +86,17 @@ def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: s
     assert samples.found(right) == [True] * 4
     right[2, -1] += 1
     assert samples.found(right) == [True, True, False, True]
+
+
+def test_white_space_before_the_number_is_not_judged(loaded: Loaded, tmp_path: Path, text: str) -> None:
+    """It does not depend on the needle. This tokenizer makes it a token of its own, as those that split numbers into digits."""
+    cfg = config(tmp_path, text)
+    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
+    assert samples.judged == [count - 1 for count in samples.answers]
+    predicted = samples.ids[:, -samples.longest :].clone()
+    predicted[:, 0] += 1
+    assert samples.found(predicted) == [True] * 4
+    (first, _) = samples.examples(predicted)
+    assert first["answer"] == first["expected"]
+    predicted[0, 1] = loaded.tokenizer(["\n"], add_special_tokens=False)["input_ids"][0][0]
+    assert samples.examples(predicted)[0]["answer"] == "\n" + first["expected"][1:], "answers are shown as they are"

@@ -22,12 +22,23 @@ from msattn.trainer.saap.qmodel import QModel
 from tests.evaluate.runs import BUCKETS, config, kept_rows
 
 
-def test_losses_in_pieces_equal_the_models_losses(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(perplexity, "LOGIT_ROWS", 7)
     ids = torch.randint(1, 4096, (60,), generator=torch.Generator().manual_seed(0))
-    losses = torch.cat(list(perplexity.token_losses(loaded, perplexity.prefill(loaded, ids), ids)))
-    logits = loaded.model(ids[None]).logits[0]
-    torch.testing.assert_close(losses, F.cross_entropy(logits[:-1], ids[1:], reduction="none"))
+    dense = perplexity.prefill(loaded, ids)
+    other = dense + torch.randn(dense.shape, generator=torch.Generator().manual_seed(1))
+    logits, changed = loaded.model(ids[None]).logits[0, :-1], loaded.model.lm_head(other)[0, :-1]
+    own, sparse = perplexity.token_scores(loaded, dense, ids), perplexity.token_scores(loaded, other, ids, dense)
+    torch.testing.assert_close(own.losses, F.cross_entropy(logits, ids[1:], reduction="none"))
+    torch.testing.assert_close(sparse.losses, F.cross_entropy(changed, ids[1:], reduction="none"))
+    divergences = torch.distributions.kl_divergence(
+        *(torch.distributions.Categorical(logits=each) for each in (logits, changed))
+    )
+    torch.testing.assert_close(sparse.divergences, divergences)
+    assert torch.equal(sparse.agreements, (logits.argmax(-1) == changed.argmax(-1)).float())
+    assert 0 < sparse.agreements.sum() < 59
+    assert own.divergences.sum() == 0
+    assert own.agreements.sum() == 59
 
 
 def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval, student_t, wilson
 from msattn.trainer.evaluate.report import files as report
@@ -26,6 +27,8 @@ from msattn.trainer.storage.documents import finite
 
 def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
     extra = {"length": 4096, "bits_per_byte": 2.1 * ratio, "ratio_interval": [ratio - 0.01, ratio + 0.01]}
+    extra |= {"kl_divergence": 0.0123, "kl_interval": [0.0119, 0.0127], "same_top": 0.951, "same_top_interval": [0.948, 0.954]}
+    extra["losses"] = [ratio, 1.1 * ratio]
     setting = "" if method == "dense" else f"sparsity {sparsity:g}"
     figures = {"ratio_to_dense": ratio, "sparsity": sparsity, "selectivity": 1 - sparsity, "recall": 0.9}
     spent = {"latency_s": 0.25, "peak_memory_mb": 512.0, "samples": 16}
@@ -42,6 +45,7 @@ def needle_row(method: str, found: int, length: int) -> EvalRow:
     answer = {"prompt": "The number of <b>it</b> is 42. … is", "expected": "42", "answer": "42", "correct": found > 0}
     examples = [answer, answer | {"answer": "<script>alert(1)</script>", "correct": False}]
     extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "examples": examples}
+    extra |= {"correct": [number < found for number in range(20)]}
     setting = "" if method == "dense" else "2 probes"
     figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
     return EvalRow("needle", method, setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
@@ -123,6 +127,9 @@ def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: repor
     assert list(figures) == ["tradeoff", "perplexity", "recall", "recall_heads", "needle", "needle_grid"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in figures.values())
     assert all(path.with_suffix(".svg").read_text().startswith("<?xml") for path in figures.values())
+    assert [path.name for path in tmp_path.glob("*_phone.svg")] == ["tradeoff_phone.svg"]
+    clips = [set(re.findall(r'<clipPath id="(.*?)"', (tmp_path / f"tradeoff{end}.svg").read_text())) for end in ("", "_phone")]
+    assert clips[0].isdisjoint(clips[1]), "a browser takes the first of two elements with one id, which may be hidden"
 
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["artifacts"]["gate"] == {"path": "outputs/tiny/base/gate", "content_hash": "f" * 64, "created": "2026-11-20"}
@@ -158,7 +165,7 @@ def test_page_is_self_contained_and_well_formed(tmp_path: Path, rows: list[EvalR
     page = (tmp_path / "report.html").read_text()
     Check().feed(page)
     assert not opened
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 7  # the first figure twice
     assert all(source.startswith(("data:image/png;base64,", "#")) for source in sources)
     assert "A &lt;title&gt;" in page
     assert "No qmodel here." in page
@@ -177,7 +184,7 @@ def test_the_page_has_its_sections_in_order(rows: list[EvalRow], about: report.C
     assert [each.split(":")[0] for each in headings[2:]] == [
         "Perplexity of held-out text", "Attention mass read", "Needles in a haystack",
     ]  # fmt: skip
-    assert text.index("the gate reads") < text.index("No qmodel here.") < text.index("Example answers")
+    assert text.index("Against the best method") < text.index("No qmodel here.") < text.index("Example answers")
     assert text.index("<details><summary>Versions, hashes and configuration") > text.rindex("<h2>")
 
 
@@ -303,7 +310,7 @@ def test_perplexity_axis_shows_zero_and_every_value_within_its_limits(rises: lis
     assert shown == (["▲ 1 beyond, up to 3,900 %"] if 3900.0 in rises else [])
 
 
-@pytest.mark.parametrize("width", [72, 100, 160])
+@pytest.mark.parametrize("width", [72, 100, 200])
 def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: int) -> None:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     tables.show(rows, about.notes, console)
@@ -311,7 +318,31 @@ def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: 
     assert "…" not in text
     for value in ("1.0040", "95.0%", "90.0%", "No qmodel here."):
         assert value in text
-    assert ("512 MiB" in text) == (width == 160)
+    assert ("512 MiB" in text) == (width == 200)
+
+
+def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
+    """Long prompts, large batches and long names: columns go and text wraps before a number is cut."""
+    names = ("dense, same cache and graphs", "gate and classifier (embedded), calibrated")
+    long = [replace(row, extra=row.extra | {"length": 131072}) for row in (*rows, *speed_rows()) if "length" in row.extra]
+    shares = {"ratio_interval": [0.9, 1.1], **dict.fromkeys(RULER_TASKS, 0.3)}
+    rates = {"batch": 64, "first_token_p50_s": 123.45, "first_token_p99_s": 223.45, "times_same cache and graphs": 3.45}
+    for name in names:
+        figures = {
+            "ratio_to_dense": 0.912,
+            "selectivity": 0.123,
+            "samples": 132,
+            "extra": {"length": 131072, **shares, **rates},
+        }
+        for task, score in (("ruler", 0.345), ("throughput", 1234.5)):
+            long.append(EvalRow(task, name, "sparsity 0.9, 5 % of far keys", score, "score", (0.3, 0.4), **figures))
+    long += [replace(row, task="documents", method=row.method + " (embedded), calibrated") for row in long[:3]]
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    tables.show(long, [], console)
+    text = console.export_text()
+    assert "…" not in text
+    for number in ("131,072", "123.45 s", "34.5%", "0.912", "0.0123", "1.0300", "1234", "1760"):
+        assert number in text
 
 
 def test_json_has_null_for_infinity_and_nan() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from msattn.trainer import artifacts
+from msattn.trainer import artifacts, models
 from msattn.trainer.attach import attach
 from msattn.trainer.config import (
     ArtifactsConfig,
@@ -27,14 +27,14 @@ from msattn.trainer.config import (
     TrainConfig,
     TrainQModelConfig,
 )
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.saap import fit_kmeans as fit_kmeans_module
 from msattn.trainer.saap import targets
 from msattn.trainer.saap.distillation import Distiller
 from msattn.trainer.saap.fit_kmeans import fit_kmeans
 from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.qmodel import QModel, routing_warning
 from msattn.trainer.saap.targets import QueryTargets, TargetCache, key_buckets, layer_targets
 from msattn.trainer.saap.train_qmodel import layer_groups, train_qmodel
 from msattn.trainer.training.parts import FinishedParts
@@ -156,6 +156,27 @@ def test_trained_routing_beats_kmeans_routing(trained: Path) -> None:
     lines = (trained / "toy" / "base" / "runs" / "qmodel" / "layers_0-1" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
     assert losses[-1] < losses[0]
+
+
+def test_a_classifier_that_routes_worse_than_its_kmeans_warns(text: Path, trained: Path, tmp_path: Path) -> None:
+    assert QModel.load(trained / "toy" / "base" / "qmodel").routing_warning is None
+    _, cfg = configs(text, tmp_path)
+    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
+    cfg = replace(cfg, model=replace(cfg.model, presets=replace(cfg.model.presets, probes=2)))
+    with pytest.warns(ModelWarning, match=r"worse than their k-means alone: [0-9.]+% of the held-out attention mass in"):
+        folder = train_qmodel(replace(cfg, train=replace(cfg.train, steps=1)))
+    model = models.load(cfg.model, device="cpu").model
+    with pytest.warns(ModelWarning, match="worse than their k-means alone"), attach(model, qmodel=folder):
+        pass
+
+
+@pytest.mark.parametrize(("probes", "warning"), [(1, None), (2, "in 2 buckets"), (3, "in 2 buckets"), (4, None), (None, None)])
+def test_the_warning_is_about_the_buckets_that_serving_reads(probes: int | None, warning: str | None) -> None:
+    metrics = {"recall_qmodel@1": 0.5, "recall_kmeans@1": 0.4, "recall_qmodel@2": 0.5, "recall_kmeans@2": 0.6}
+    metrics |= {"recall_qmodel@4": 0.8, "recall_kmeans@4": 0.8, "recall_qmodel@4/layer 0": 0.1}
+    found = routing_warning(metrics, probes)
+    assert found is None if warning is None else warning in (found or "")
+    assert routing_warning({"loss": 1.0}, probes) is None  # an imported artifact
 
 
 def interrupted_after(times: int, function: Any) -> Any:

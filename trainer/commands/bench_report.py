@@ -5,6 +5,7 @@ from colorsys import hsv_to_rgb
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.kernels.bench import SHIPPED, BenchRow
+from msattn.trainer.evaluate.report.terminal import fitting, with_columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,12 +84,13 @@ COLUMNS = (
     Column("memory", lambda row: _optional(row.memory_gb, "{:.3g} GB"), 0),
     Column("compile", lambda row: _optional(row.compile_s, "{:.1f} s"), 3),
 )
+TEXT_COLUMNS = ("variant",)
 EAGER_PRIORITY = 2  # of the speedup over eager code
 LEGEND = "share: of this machine's measured peak; error: relative error of a row; x: speedup over a peer"
 
 
-def _columns(timed: Sequence[BenchRow], width: int) -> list[tuple[Column, list[str]]]:
-    """Returns the non-empty columns that fit ``width`` characters, with their cells."""
+def _columns(timed: Sequence[BenchRow], width: int) -> dict[str, list[str]]:
+    """Returns the non-empty columns that fit ``width`` characters, as ``{header: cells}``."""
     speedups = [
         Column(
             f"x {peer}",
@@ -97,29 +99,21 @@ def _columns(timed: Sequence[BenchRow], width: int) -> list[tuple[Column, list[s
         )
         for peer in dict.fromkeys(peer for row in timed for peer in row.times)
     ]
-    filled = [(column, [column.cell(row) for row in timed]) for column in (*COLUMNS, *speedups)]
-    filled = [(column, cells) for column, cells in filled if any(cells)]
-    droppable = sorted(column.priority for column, _ in filled if column.priority is not None)
-    for priority in droppable:
-        if sum(3 + max(map(len, [column.header, *cells])) for column, cells in filled) > width:
-            filled = [(column, cells) for column, cells in filled if column.priority != priority]
-    return filled
+    filled = {column: [column.cell(row) for row in timed] for column in (*COLUMNS, *speedups)}
+    filled = {column: cells for column, cells in filled.items() if any(cells)}
+    droppable = sorted((column.priority, column.header) for column in filled if column.priority is not None)
+    shown = {column.header: cells for column, cells in filled.items()}
+    return fitting(shown, width, TEXT_COLUMNS, [[header] for _, header in droppable])
 
 
 def table(rows: Sequence[BenchRow], width: int) -> "Table":
     """Returns the rows that have a time as a table with a section for each length."""
-    from rich import box
-    from rich.table import Table
-
     timed = [row for row in rows if row.ms is not None]
     columns = _columns(timed, width)
     heading = f"{title(rows[0])}\n{LEGEND}" if rows else ""
-    shown = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column, _ in columns:
-        is_text = column.header == "variant"
-        shown.add_column(column.header, justify="left" if is_text else "right", no_wrap=not is_text)
+    shown = with_columns(heading, list(columns), TEXT_COLUMNS)
     previous = 0
-    for row, (keys, *cells) in zip(timed, zip(*(cells for _, cells in columns), strict=True), strict=True):
+    for row, (keys, *cells) in zip(timed, zip(*columns.values(), strict=True), strict=True):
         if previous and row.length != previous:
             shown.add_section()
         shown.add_row("" if row.length == previous else keys, *cells, style="bold" if row.variant in OURS else None)

@@ -49,9 +49,16 @@ def load_served(cfg: AnswerConfig) -> Served:
 
 
 def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
-    """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name."""
-    chosen = {kind: getattr(cfg.artifacts, kind) or artifacts.default_artifact(cfg, kind) for kind in artifacts.KINDS}
-    if cfg.select.scores != "gate":  # a baseline needs no gate
+    """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name.
+
+    With a selection that needs no training, such as ``select=quest``, only those of the configuration.
+    """
+    untrained = cfg.select.scores != "gate"
+    chosen: dict[str, str | Path | None] = {
+        kind: getattr(cfg.artifacts, kind) or (None if untrained else artifacts.default_artifact(cfg, kind))
+        for kind in artifacts.KINDS
+    }
+    if untrained:
         chosen["gate"] = None
     elif not any(chosen.values()):
         config_and_tokenizer(cfg.model)  # a model that is not supported has its own message

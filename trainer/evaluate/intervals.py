@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev, variance
 
 Z = 1.959963985  # 97.5 % quantile of the normal distribution
+Interval = tuple[float, float]
 
 
 def student_t(degrees: int) -> float:
@@ -47,3 +48,18 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     half = Z / (1 + Z**2 / trials) * math.sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
     # The bounds at 0 and 1 are exact in theory, but not in floating point.
     return (0.0 if successes == 0 else center - half), (1.0 if successes == trials else center + half)
+
+
+def paired_proportions(one: Sequence[bool], other: Sequence[bool]) -> Interval | None:
+    """Returns Bonett and Price's interval of the difference of two proportions of the same trials; None for a single trial.
+
+    It adds a trial to each of the two ways to differ, so that few trials without a difference do not have an empty interval.
+    """
+    trials = len(one)
+    if trials < 2:
+        return None
+    won, lost = (
+        (sum(a and not b for a, b in zip(*pair, strict=True)) + 1) / (trials + 2) for pair in ((one, other), (other, one))
+    )
+    half = Z * math.sqrt((won + lost - (won - lost) ** 2) / (trials + 2))
+    return max(-1.0, won - lost - half), min(1.0, won - lost + half)

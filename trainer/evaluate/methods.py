@@ -215,6 +215,8 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
         if warning := artifacts.check_model(module.artifact.manifest, loaded.fingerprint, strict=False):
             notes.append(warning)
         manifests[label] = {"path": str(path), **module.artifact.manifest}
+        if isinstance(module, QModel) and module.routing_warning:
+            notes.append(f"{label} {path}: {module.routing_warning}")
         read.append(module.artifact)
         found[label] = module.to(device)
     return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes, read)

@@ -1,7 +1,9 @@
 """Needle in a haystack: retrieval of a number that the context states once.
 
-A sample is correct if greedy decoding gives the answer: each of its tokens is the most likely one after those before it. Block
-selections read the prompt in one sparse prefill, which has to find the answer's first token, then decode the others, as
+A sample is correct if each token of the number is the most likely one after the correct tokens before it. White space that some
+tokenizers make a token of its own before the number is given, since it does not depend on the needle.
+
+Block selections read the prompt in one sparse prefill, which has to find the answer's first token, then decode the others, as
 ``generate`` does; in one pass with the prompt, the answer's own queries would choose blocks for the question. Routing runs a
 dense prefill of the context, then decodes the question and the answer token by token; with ``question=dense`` the question is
 part of the prefill. All methods use the same samples.
@@ -69,6 +71,17 @@ class Samples:
         return [prompt.answer_tokens for prompt in self.prompts]
 
     @property
+    def judged(self) -> list[int]:
+        """Numbers of last tokens that depend on the needle: of the answers without the white space that begins them.
+
+        Some tokenizers make that a token of its own.
+        """
+        texts = [
+            [self.tokenizer.decode([id]) for id in ids[-n:].tolist()] for ids, n in zip(self.ids, self.answers, strict=True)
+        ]
+        return [len(tokens) - next((at for at, text in enumerate(tokens) if text.strip()), 0) for tokens in texts]
+
+    @property
     def longest(self) -> int:
         """Number of tokens of the longest answer."""
         return max(self.answers)
@@ -77,31 +90,25 @@ class Samples:
         return self.ids.split(max(1, BATCH_TOKENS // self.ids.shape[1]))
 
     def prefills(self) -> list[tuple[list[int], int]]:
-        """Returns the samples of each prefill, and how many of their tokens it reads: the prompt, and what begins every answer.
-
-        That is white space, which some tokenizers make a token of its own. It must not be decoded: the next token is the first
-        that depends on the needle.
-        """
+        """Returns the samples of each prefill, and how many of their tokens it reads: those before the :attr:`judged` ones."""
         groups: dict[int, list[int]] = {}
-        for number, answer in enumerate(self.answers):
-            texts = [self.tokenizer.decode([id]) for id in self.ids[number, -answer:].tolist()]
-            blanks = next((place for place, text in enumerate(texts) if text.strip()), 0)
-            groups.setdefault(self.ids.shape[1] - answer + blanks, []).append(number)
+        for number, judged in enumerate(self.judged):
+            groups.setdefault(self.ids.shape[1] - judged, []).append(number)
         size = max(1, BATCH_TOKENS // self.ids.shape[1])
         return [(rows[at : at + size], tokens) for tokens, rows in groups.items() for at in range(0, len(rows), size)]
 
     def found(self, predicted: Tensor) -> list[bool]:
-        """Returns True for each sample whose answer tokens are all correct; ``predicted [n, longest]`` are the last tokens."""
+        """Returns True for each sample whose :attr:`judged` tokens are correct. ``predicted [n, longest]``: the last ones."""
         correct = predicted.cpu() == self.ids[:, -self.longest :]
-        return [bool(row[-answer:].all()) for row, answer in zip(correct, self.answers, strict=True)]
+        return [bool(row[-judged:].all()) for row, judged in zip(correct, self.judged, strict=True)]
 
     def examples(self, predicted: Tensor) -> list[dict[str, Any]]:
         """Returns a prompt of each depth with the ``expected`` and the predicted ``answer``; the same for every method."""
-        found, decode, shown = self.found(predicted), self.tokenizer.decode, []
+        found, judged, decode, shown = self.found(predicted), self.judged, self.tokenizer.decode, []
         for i in (self.depths.index(depth) for depth in dict.fromkeys(self.depths)):
-            asked, answer = self.prompts[i], self.answers[i]
-            prompt, expected = decode(self.ids[i, :-answer], skip_special_tokens=True), decode(self.ids[i, -answer:])
-            given = {"expected": expected.strip(), "answer": decode(predicted[i, -answer:]).strip(), "correct": found[i]}
+            asked, last = self.prompts[i], judged[i]
+            prompt, expected = decode(self.ids[i, :-last], skip_special_tokens=True), decode(self.ids[i, -last:])
+            given = {"expected": expected, "answer": decode(predicted[i, -last:]), "correct": found[i]}
             shown.append({"prompt": excerpt(prompt, asked.statement, asked.question), **given})
         return shown
 
@@ -310,6 +317,7 @@ def as_row(
             "needles": cfg.eval.needle.needles,
             "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
             "latency_of": "a decoded token, batched" if routed else "a prefill",
+            "correct": found,
             "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
             "examples": samples.examples(result.predicted),
         },

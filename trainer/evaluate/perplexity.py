@@ -1,15 +1,18 @@
-"""Perplexity of held-out text with dense attention, gates and baselines, at each sparsity."""
+"""Perplexity of held-out text with dense attention, gates and baselines, at each sparsity.
+
+Beside it stand two measures of quantised models (llama.cpp's): the Kullback-Leibler divergence KL(dense || sparse) of the
+predictions in nats, and the share of tokens at which dense and sparse attention predict the same token.
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.trainer import data
@@ -28,18 +31,31 @@ if TYPE_CHECKING:
     from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
 
-LOGIT_ROWS = 2048  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 1 GB
+LOGIT_ROWS = 512  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 0.26 GB
 
 
 @dataclass(frozen=True)
 class PerplexityRun:
-    """Measurements of one method: mean token loss (nats) and prefill seconds of each text, peak MiB over all texts."""
+    """Measurements of one method.
+
+    Attributes
+    ----------
+    losses : mean token loss (nats) of each text.
+    divergences : mean KL divergence (nats) from the predictions of dense attention, of each text.
+    agreements : share of the tokens at which dense attention predicts the same token, of each text.
+    seconds : of the prefill of each text.
+    peak_mb : peak MiB over all texts.
+    hidden : last hidden states of each text, ``[1, N, hidden]`` on the CPU, of dense attention alone.
+    """
 
     losses: list[float]
+    divergences: list[float]
+    agreements: list[float]
     seconds: list[float]
     peak_mb: float
     sparsity: float
     recall: float | None = None
+    hidden: list[Tensor] = field(default_factory=list)
 
 
 def run(
@@ -84,7 +100,7 @@ def compare(
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
     prefill(loaded, texts[0])  # warm-up
-    dense = measure(loaded, texts, nullcontext(), advance)
+    dense = measure(loaded, texts, nullcontext(), advance, None)
     rows = [to_row("dense", "", dense, dense)]
     for method, label, select in plan:
         key = task, length, method.name, label
@@ -96,7 +112,7 @@ def compare(
                 prefill(loaded, ids)
                 advance()
             recall = sparse.stats()["recall"]
-        sparse_run = measure(loaded, texts, method.attach(loaded.model, select), advance)
+        sparse_run = measure(loaded, texts, method.attach(loaded.model, select), advance, dense.hidden)
         rows += kept.add([to_row(method.name, label, replace(sparse_run, recall=recall), dense)], *key)
     return rows
 
@@ -113,31 +129,70 @@ def logits(loaded: "Loaded", hidden: Tensor) -> Tensor:
     return output_logits(loaded.model, hidden)
 
 
-@torch.inference_mode()
-def token_losses(loaded: "Loaded", hidden: Tensor, input_ids: Tensor) -> Iterator[Tensor]:
-    """Yields the cross-entropy (nats) of tokens 1, 2, ... of ``input_ids [N]``, in pieces of ``LOGIT_ROWS`` tokens.
+class TokenScores(NamedTuple):
+    """Loss, KL divergence from dense attention (both in nats) and equality of the most likely token, fp32 ``[tokens]`` each."""
 
-    ``hidden [1, N, hidden]`` are the last hidden states of the same tokens.
+    losses: Tensor
+    divergences: Tensor
+    agreements: Tensor
+
+
+@torch.inference_mode()
+def token_scores(loaded: "Loaded", hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None) -> TokenScores:
+    """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``.
+
+    ``LOGIT_ROWS`` tokens at a time have logits, so that those of a whole text need no memory.
+
+    Parameters
+    ----------
+    hidden : last hidden states ``[1, N, hidden]`` of the same tokens.
+    dense : those of dense attention, on any device; None: ``hidden`` is dense attention's.
     """
-    targets = input_ids[1:].to(hidden.device)
-    for piece, target in zip(hidden[0, :-1].split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
-        yield F.cross_entropy(logits(loaded, piece).float(), target, reduction="none")
+    pieces = []
+    for begin in range(0, len(input_ids) - 1, LOGIT_ROWS):
+        rows = slice(begin, min(begin + LOGIT_ROWS, len(input_ids) - 1))
+        targets = input_ids[1:][rows].to(hidden.device)
+        own = logits(loaded, hidden[0, rows]).float().log_softmax(-1)
+        losses = -own.gather(-1, targets[:, None])[:, 0]
+        if dense is None:
+            pieces.append(TokenScores(losses, torch.zeros_like(losses), torch.ones_like(losses)))
+            continue
+        expected = logits(loaded, dense[0, rows].to(hidden.device)).float().log_softmax(-1)
+        agreements = (own.argmax(-1) == expected.argmax(-1)).float()
+        divergences = own.sub_(expected).mul_(expected.exp_()).sum(-1).neg_()
+        pieces.append(TokenScores(losses, divergences, agreements))
+    return TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
 
 
 def measure(
-    loaded: "Loaded", texts: Sequence[Tensor], attached: AbstractContextManager["Sparse | None"], advance: Callable[[], None]
+    loaded: "Loaded",
+    texts: Sequence[Tensor],
+    attached: AbstractContextManager["Sparse | None"],
+    advance: Callable[[], None],
+    dense: Sequence[Tensor] | None,
 ) -> PerplexityRun:
-    """Measures the loss and cost of every text inside the context ``attached``."""
-    losses, seconds, peaks = [], [], []
+    """Measures the scores and the cost of every text inside the context ``attached``.
+
+    Parameters
+    ----------
+    dense : the ``hidden`` states of the run of dense attention; None: this is that run.
+    """
+    scores: list[tuple[float, ...]] = []
+    hidden_states, seconds, peaks = [], [], []
     with attached as sparse:
-        for ids in texts:
+        for number, ids in enumerate(texts):
             with cost(loaded.model.device) as spent:
                 hidden = prefill(loaded, ids)
             seconds.append(spent.seconds)
             peaks.append(spent.peak_mb)
-            losses.append(fmean(torch.cat(list(token_losses(loaded, hidden, ids))).double().tolist()))
+            found = token_scores(loaded, hidden, ids, None if dense is None else dense[number])
+            scores.append(tuple(each.double().mean().item() for each in found))
+            if dense is None:
+                hidden_states.append(hidden.cpu())
             advance()
-        return PerplexityRun(losses, seconds, max(peaks), sparse.stats()["sparsity"] if sparse else 0.0)
+        losses, divergences, agreements = map(list, zip(*scores, strict=True))
+        sparsity = sparse.stats()["sparsity"] if sparse else 0.0
+        return PerplexityRun(losses, divergences, agreements, seconds, max(peaks), sparsity, hidden=hidden_states)
 
 
 def as_row(
@@ -174,6 +229,15 @@ def as_row(
             "length": length,
             "bits_per_byte": loss * bits_per_byte_of_nats,
             "ratio_interval": ratio_spread and [math.exp(bound) for bound in ratio_spread],
+            "kl_divergence": fmean(run.divergences),
+            "kl_interval": _within(mean_interval(run.divergences), 0.0, math.inf),
+            "same_top": fmean(run.agreements),
+            "same_top_interval": _within(mean_interval(run.agreements), 0.0, 1.0),
             "losses": run.losses,
         },
     )
+
+
+def _within(bounds: tuple[float, float] | None, low: float, high: float) -> list[float] | None:
+    """Returns an interval without what exceeds the possible values."""
+    return bounds and [min(max(bound, low), high) for bound in bounds]

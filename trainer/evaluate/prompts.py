@@ -81,9 +81,10 @@ def as_row(
         extra={
             "length": max(ids.shape[1] for ids in encoded),
             "latency_of": "a prompt and its answer",
+            "correct": correct,
             "same_as_dense": fmean(map(share_of_equal_tokens, answers.tokens, dense.tokens)),
             "examples": [
-                {"prompt": prompt.text, "expected": prompt.answer, "answer": text.strip(), "correct": right}
+                {"prompt": prompt.text, "expected": prompt.answer, "answer": text, "correct": right}
                 for prompt, text, right in zip(prompts, answers.texts, correct, strict=True)
             ][:MOST_EXAMPLES],
         },

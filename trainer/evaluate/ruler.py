@@ -181,7 +181,7 @@ def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> li
             {
                 "prompt": f"… {(sample.prompt + sample.begun)[-EXCERPT:]}",
                 "expected": ", ".join(sample.answers),
-                "answer": text.strip(),
+                "answer": text,
                 "correct": is_complete(sample, text),
             }
         )

@@ -142,14 +142,12 @@ def _run_tasks(
 
 def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
     """Prints the tables, the comparison with another evaluation, the verdict and the path of the report."""
-    from msattn.trainer.evaluate.report import compare
-    from msattn.trainer.evaluate.report.verdict import verdict
+    from msattn.trainer.evaluate.report import compare, verdict
 
     console = _print_tables(rows, notes)
     if comparison:
         compare.show(comparison, console)
-    for sentence in verdict(rows):
-        console.print(sentence, style="bold", highlight=False, markup=False)
+    verdict.show(verdict.verdict(rows), console)
     console.print(f"Report: [bold]{report}[/bold]", soft_wrap=True)
 
 

@@ -5,6 +5,8 @@ head). It maps a query before RoPE to a distribution over the buckets of :class:
 are computed in batched products.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,15 @@ class QModel(artifacts.ArtifactModule):
         qmodel.artifact, qmodel.thresholds = artifact, None if calibration is None else asdict(calibration)
         return qmodel.requires_grad_(False).eval()
 
+    @property
+    def routing_warning(self) -> str | None:
+        """The warning of :func:`routing_warning` for the artifact, at the number of probes that it records."""
+        if self.artifact is None:
+            return None
+        manifest = self.artifact.manifest
+        probes = manifest["details"].get("serving", {}).get("probes")
+        return routing_warning(manifest["metrics"], probes)
+
     def shard(self, part: HeadShard) -> "QModel":
         """Returns the classifiers and the partition of a part of the heads, for tensor parallelism."""
         heads, hidden = self.weight_in.shape[1] // part.ranks, self.weight_in.shape[3]
@@ -207,3 +218,22 @@ class QModel(artifacts.ArtifactModule):
 def _accepted_heads(artifact: artifacts.Artifact) -> tuple[int, int]:
     """Returns the numbers of classifiers that a layer may have: one for each query head, or for each key/value head."""
     return artifact.manifest["model"]["num_heads"], artifact.manifest["model"]["num_kv_heads"]
+
+
+def routing_warning(metrics: Mapping[str, Any], probes: int | None) -> str | None:
+    """Returns a warning if classifiers find less held-out attention mass than their k-means alone, else None.
+
+    Parameters
+    ----------
+    metrics : of training, with ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of buckets.
+    probes : buckets that are read in serving; the largest L up to it decides. None: the largest L.
+    """
+    measured = sorted(int(name[14:]) for name in metrics if re.fullmatch(r"recall_qmodel@[0-9]{1,6}", name))
+    count = max((each for each in measured if each <= (probes or each)), default=min(measured, default=None))
+    own, kmeans = metrics.get(f"recall_qmodel@{count}"), metrics.get(f"recall_kmeans@{count}")
+    if not isinstance(own, int | float) or not isinstance(kmeans, int | float) or own >= kmeans:
+        return None
+    return (
+        f"the classifiers route worse than their k-means alone: {own:.1%} of the held-out attention mass in {count} buckets, "
+        f"k-means {kmeans:.1%}; train them longer (train.steps) or on more prompts, or route with the kmeans artifact"
+    )

@@ -10,6 +10,7 @@ of each other, so the result is the same for every grouping and number of ranks.
 import os
 import shutil
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,14 @@ from torch.utils.data import Dataset
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.memory import free_memory, release_memory
 from msattn.trainer.routing.buckets import layer_index, serving
 from msattn.trainer.routing.calibrate import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.saap.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.online import BatchNumbers, OnlineBatches, OnlineTargets
-from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.saap.qmodel import QModel, routing_warning
 from msattn.trainer.saap.targets import TargetCache
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
@@ -96,8 +97,9 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         if isinstance(cache, TargetCache):
             cache.compute_missing(loaded.model, ranks)
             cache.check()
-    if (share := long_range_share(train, heldout)) < 1 and ranks.is_main_process:
-        print(f"{1 - share:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
+    near = 1 - long_range_share(train, heldout)
+    if near >= 0.0005 and ranks.is_main_process:  # it is printed as 0.1 % or more
+        print(f"{near:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
     config, fingerprint = loaded.model.config, loaded.fingerprint
     heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
     del loaded
@@ -368,3 +370,5 @@ def write_artifact(
     for leftover in work.glob("layers_*/checkpoints"):  # a resumed run may have grouped the layers differently
         shutil.rmtree(leftover)
     artifacts.print_summary(folder, metrics)
+    if warning := routing_warning(metrics, serving(cfg.model.presets, partition.num_buckets)["probes"]):
+        warnings.warn(warning, ModelWarning, stacklevel=2)

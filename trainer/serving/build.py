@@ -19,6 +19,7 @@ from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
+from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import Selection
@@ -92,6 +93,8 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     gate = None if selection is None else selection.gate
     for warning in _check_same_model(host, gate, router, options.strict):
         _warn_once(warning)
+    if isinstance(router, QModel) and router.routing_warning:
+        _warn_once(router.routing_warning)
     if selection is not None:
         check_selection(selection, config)
     reads = reads_of(router, probes=options.probes, keys=options.keys, threshold=options.threshold)

@@ -17,18 +17,18 @@ NEEDLE_EXAMPLES = (
 )
 CAPTIONS = {
     "tradeoff": (
-        "Left: quality against the share of the keys that is read. Right: the same quality against the measured time, relative "
-        "to dense attention on the same prompts: the time of a prefill for block selections, and of a decoded token for "
-        "routing (if the task <code>decoding</code> ran). Best is the upper left corner for needles and the lower left corner "
-        "for perplexity. The dotted line is dense attention."
+        "Quality against the share of the keys that is read, and beside it (on a phone below it) against the measured time, "
+        "relative to dense attention on the same prompts: the time of a prefill for block selections, and of a decoded token "
+        "for routing (if the task <code>decoding</code> ran). Best is the upper left corner for needles and the lower left "
+        "corner for perplexity. The dotted line is dense attention."
     ),
     "speed": (
-        "Left: time to the first token of one prompt. Right: tokens per second of <code>model.generate</code> for one sequence "
-        "after a cache of random keys. <i>Dense, transformers</i> is the model with nothing attached. <i>Dense, same cache and "
-        "graphs</i> reads every key through the cache and the CUDA graphs of <code>msattn.attach</code>, so its distance to "
-        "the sparse lines is due to the keys that these do not read. The fastest kernel is the fastest of PyTorch's SDPA "
-        "backends at each length; in decoding it runs without <code>generate</code>, on a GPU as a CUDA graph of one token. "
-        "With many methods, each is shown in its setting that reads the fewest keys."
+        "First the time to the first token of one prompt, then tokens per second of <code>model.generate</code> for one "
+        "sequence after a cache of random keys. <i>Dense, transformers</i> is the model with nothing attached. <i>Dense, same "
+        "cache and graphs</i> reads every key through the cache and the CUDA graphs of <code>msattn.attach</code>, so its "
+        "distance to the sparse lines is due to the keys that these do not read. The fastest kernel is that of PyTorch's "
+        "SDPA backends at each length; in decoding it runs without <code>generate</code>, on a GPU as a CUDA graph of one "
+        "token. With many methods, each is shown in its setting that reads the fewest keys."
     ),
     "perplexity": (
         "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "

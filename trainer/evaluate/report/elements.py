@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from msattn.trainer.evaluate.report.style import BLUE, GRID, INK
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, phone_path
 
-TEXT_COLUMNS = ("task", "method", "setting", "launched by", "answer", "key", "here", "there")
+TEXT_COLUMNS = (
+    *("task", "method", "setting", "launched by", "answer", "key", "here", "there"),
+    *("quality", "best trained", "best untrained"),
+)
 THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}  # colours of figures that follow the page's theme
 
 
@@ -25,14 +28,23 @@ def table(columns: dict[str, list[str]], bold: Sequence[bool] = ()) -> str:
 
 
 def figure(path: Path, explanation: str) -> str:
-    """Returns the SVG file beside the PNG file ``path``, inline and in the colours of the page, with its explanation (HTML)."""
-    text = path.with_suffix(".svg").read_text(encoding="utf-8")
+    """Returns the SVG file beside the PNG file ``path``, inline and in the colours of the page, with its explanation (HTML).
+
+    A figure with a file for phones has both, of which the page shows one.
+    """
+    wide, phone = path.with_suffix(".svg"), phone_path(path)
+    shown = f'<div class="scroll">{_inline(wide)}</div>'
+    if phone.exists():
+        shown = f'<div class="scroll wide">{_inline(wide)}</div><div class="phone">{_inline(phone)}</div>'
+    return f"<figure>{shown}<figcaption>{explanation}</figcaption></figure>"
+
+
+def _inline(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
     drawing = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     for color, variable in THEME.items():
         drawing = drawing.replace(color.lower(), variable)
-    label = f'<svg role="img" aria-label="{escape(path.stem)}"'
-    drawing = drawing.replace("<svg", label, 1)
-    return f'<figure><div class="scroll">{drawing}</div><figcaption>{explanation}</figcaption></figure>'
+    return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(path.stem)}"', 1)
 
 
 def folded(summary: str, body: str, is_open: bool = False) -> str:

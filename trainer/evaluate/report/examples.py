@@ -49,7 +49,7 @@ def _order(row: EvalRow) -> tuple[int, float]:
 
 def _prompt(answers: list[tuple[EvalRow, dict[str, Any]]]) -> str:
     first = answers[0][1]
-    prompt, expected = first["prompt"], first.get("expected") or ""
+    prompt, expected = first["prompt"], (first.get("expected") or "").strip()
     if len(prompt) > PROMPT_CHARACTERS:
         prompt = f"… {prompt[-PROMPT_CHARACTERS:]}"
     parts = prompt.split(expected) if expected else [prompt]

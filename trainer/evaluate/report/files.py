@@ -38,7 +38,7 @@ def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
         line = asdict(row)
         extra = line.pop("extra")
         line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
-        if "ratio_interval" in extra:
-            line["ratio_low"], line["ratio_high"] = extra["ratio_interval"] or (None, None)
+        for name in [key.removesuffix("_interval") for key in extra if key.endswith("_interval")]:
+            line[f"{name}_low"], line[f"{name}_high"] = extra[f"{name}_interval"] or (None, None)
         lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
     return lines

@@ -14,7 +14,7 @@ from msattn.trainer.evaluate.report.examples import examples
 from msattn.trainer.evaluate.report.style import is_trained
 from msattn.trainer.evaluate.report.tables import HEADINGS, caption
 from msattn.trainer.evaluate.report.tables import table as columns_of
-from msattn.trainer.evaluate.report.verdict import verdict
+from msattn.trainer.evaluate.report.verdict import Verdict, verdict
 from msattn.trainer.evaluate.row import EvalRow
 
 _FOLDER = files("msattn.trainer.evaluate.report")
@@ -34,7 +34,7 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
     """
     drawn = {name: figure(path, CAPTIONS[name]) for name, path in figures.items()}
     sections = {
-        "Verdict": "".join(f"<p>{escape(_unbroken(sentence))}</p>" for sentence in verdict(rows)) + _notes(about["notes"]),
+        "Verdict": _verdict(verdict(rows)) + _notes(about["notes"]),
         "Speed beside quality": _timed("tradeoff", drawn, about),
         "Speed by length": _timed("speed", drawn, about),
         "Example answers": examples(rows),
@@ -60,6 +60,11 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
 def _section(heading: str, body: str) -> str:
     identifier = "-".join("".join(c if c.isalnum() else " " for c in heading.lower()).split()[:4])
     return f'<section id="{identifier}"><h2>{escape(heading)}</h2>\n{body}</section>'
+
+
+def _verdict(found: Verdict) -> str:
+    sentences = "".join(f"<p>{escape(_unbroken(sentence))}</p>" for sentence in found.sentences)
+    return (table(found.table()) if found.lines else "") + sentences
 
 
 def _unbroken(sentence: str) -> str:

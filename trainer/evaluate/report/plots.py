@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msattn.trainer.evaluate.report import analysis, curves, heatmaps, speed, tradeoff
-from msattn.trainer.evaluate.report.style import drawing
+from msattn.trainer.evaluate.report.style import drawing, phone_path, stack_panels
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ FIGURES: dict[str, Callable[[list[EvalRow]], "Figure | None"]] = {
 def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
     """Writes the figures that ``rows`` have data for as ``folder/<name>.png`` and, with a transparent background, ``.svg``.
 
+    Of the first one, which readers of the report see first, ``<name>_phone.svg`` has the panels below each other.
+
     Returns
     -------
     dict
@@ -51,5 +53,15 @@ def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
             if figure is not None:
                 drawn[name] = folder / f"{name}.png"
                 figure.savefig(drawn[name], dpi=DPI)
-                figure.savefig(drawn[name].with_suffix(".svg"), dpi=DPI, facecolor="none", metadata={"Date": None})
+                _save_svg(figure, drawn[name].with_suffix(".svg"))
+                if len(drawn) == 1:
+                    stack_panels(figure)
+                    _save_svg(figure, phone_path(drawn[name]))
     return drawn
+
+
+def _save_svg(figure: "Figure", path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # ids of clips in two figures of a page must differ
+        figure.savefig(path, dpi=DPI, facecolor="none", metadata={"Date": None})

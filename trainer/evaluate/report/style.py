@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
@@ -48,6 +49,7 @@ METHOD_TITLES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "que
 }
 KEY_SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks of the share of keys read, in percent
 RISES = (-50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)  # ticks of the rise of perplexity, in percent
+PHONE_WIDTH = 4.6  # inches of a figure that a phone shows in its whole width
 HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broken, and how far tells nothing
 
 
@@ -93,7 +95,7 @@ def drawing() -> Iterator[None]:
     import matplotlib
 
     colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    settings = {"axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "msattn"}
+    settings = {"axes.facecolor": "none", "svg.fonttype": "none"}
     with matplotlib.rc_context(dict.fromkeys(colored, INK) | settings):
         yield
 
@@ -130,6 +132,30 @@ def panel_grid(panels: int) -> "tuple[Figure, list[Axes]]":
     for unused in axes[panels:]:
         unused.set_axis_off()
     return figure, axes[:panels]
+
+
+def phone_path(path: Path) -> Path:
+    """Returns the SVG file for phones of the figure ``path``; only the first figure of a report has one."""
+    return path.with_name(f"{path.stem}_phone.svg")
+
+
+def stack_panels(figure: "Figure") -> None:
+    """Puts the panels of a figure below each other, for a phone, and narrows its legends."""
+    from matplotlib.gridspec import GridSpec
+
+    panels, grid = figure.axes, figure.axes[0].get_gridspec()
+    assert grid is not None
+    height = figure.get_figheight() / grid.nrows
+    stacked = GridSpec(len(panels), 1, figure=figure)
+    for number, axes in enumerate(panels):
+        axes.set_subplotspec(stacked[number])
+        if axes.get_legend() is not None:
+            axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=1)
+    figure.set_size_inches(PHONE_WIDTH, height * len(panels))
+    for legend in figure.legends[:]:
+        labels, handles = [text.get_text() for text in legend.get_texts()], [each for each in legend.legend_handles if each]
+        legend.remove()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
 
 def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: list[list[float]], method: str) -> None:

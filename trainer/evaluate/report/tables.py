@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.report.style import is_trained, method_title
+from msattn.trainer.evaluate.report.terminal import fitting, with_columns
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
@@ -24,14 +25,16 @@ HEADINGS = {
     "decoding": "Tokens per second in decoding",
     "throughput": "Requests served together",
 }
+TEXT_COLUMNS = ("method", "setting")
 SPEEDUP = "x "  # start of the columns of speed-ups
 SAMPLE_UNITS = dict.fromkeys(("needle", "ruler", "prompts", "latency"), "prompts per row")
 SAMPLE_UNITS |= {"documents": "documents per row", "harness": "samples per row", "decoding": "tokens per row"}
 SAMPLE_UNITS["throughput"] = "requests per row"
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
-    *("peak memory", "sparsity", "bits per byte", "latency", "95 % interval", "attention", "selection", "launched by"),
-    *("break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests", "vs dense, 95 %", "vs dense"),
+    *("peak memory", "sparsity", "bits per byte", "latency", "same top, 95 %", "KL, 95 %", "95 % interval", "recall"),
+    *("attention", "selection", "launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests"),
+    *("same top", "KL", "vs dense, 95 %", "vs dense"),
 )
 
 
@@ -62,6 +65,12 @@ def _perplexity(rows: list[EvalRow]) -> dict[str, list[str]]:
         "perplexity": [f"{row.score:.3f}" for row in rows],
         "vs dense": [f"{row.ratio_to_dense:.4f}" for row in rows],
         "95 % interval": ["" if row.method == "dense" else _interval(row.extra["ratio_interval"], "{:.4f}") for row in rows],
+        "KL": [f"{row.extra['kl_divergence']:.4f}" for row in rows],
+        "KL, 95 %": ["" if row.method == "dense" else _interval(row.extra["kl_interval"], "{:.4f}") for row in rows],
+        "same top": [_percent(row.extra["same_top"]) for row in rows],
+        "same top, 95 %": [
+            "" if row.method == "dense" else _interval(row.extra["same_top_interval"], "{:.1%}") for row in rows
+        ],
         "bits per byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
     }
 
@@ -207,17 +216,10 @@ def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
 
 
 def _terminal(rows: list[EvalRow], width: int) -> "Table":
-    from rich import box
-    from rich.table import Table
-
     columns = table(rows)
     speedups = sorted((name for name in columns if name.startswith(SPEEDUP)), key=len, reverse=True)
-    for names in (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))):
-        if sum(3 + max(map(len, [header, *cells])) for header, cells in columns.items()) > width:
-            columns = {header: cells for header, cells in columns.items() if header not in names}
-    shown = Table(title=caption(rows), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        shown.add_column(name, justify="left" if name in ("method", "setting") else "right", no_wrap=True)
+    columns = fitting(columns, width, TEXT_COLUMNS, (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))))
+    shown = with_columns(caption(rows), list(columns), TEXT_COLUMNS)
     before = None
     for row, (method, *cells) in zip(rows, zip(*columns.values(), strict=True), strict=True):
         group = (row.method, row.extra.get("length"), row.extra.get("batch"))
