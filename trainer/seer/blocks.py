@@ -67,6 +67,10 @@ class Candidates:
         """Number of visible blocks of each row: int64 ``[B | 1, 1, Tr, 1]``."""
         return self.visible.sum(-1, keepdim=True)
 
+    def rows(self, chosen: slice) -> "Candidates":
+        """Returns the candidates of some of the rows."""
+        return Candidates(self.visible[..., chosen, :], self.always[..., chosen, :])
+
     @cached_property
     def num_visible(self) -> Tensor:
         """Number of visible blocks, at least 1: int64 scalar."""

@@ -125,7 +125,7 @@ def calibrate(
     def dense_attention_with_histograms(x: LayerInputs) -> Tensor:
         for name, scorer in scorers.items():
             candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, always)
-            added = histograms(scorer(x), candidates, floor)
+            added = histograms(scorer(x)[..., :-1, :], candidates.rows(slice(-1)), floor)  # gates score the last row otherwise
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else _Histograms(*map(torch.add, before, added))
         return dense_attention(x)

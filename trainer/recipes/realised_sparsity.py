@@ -1,0 +1,62 @@
+"""Share of the blocks that calibrated selections leave out, by prompt length.
+
+``python -m msattn.trainer.recipes.realised_sparsity OVERRIDES`` takes the overrides of ``msattn eval``: lengths are those of
+``eval.ruler.lengths``, sparsities and the number of texts those of ``eval.perplexity``. Counted are rows with more than 16
+visible blocks, since shorter rows read little more than the blocks that are always read, and apart from them the last row, for
+which gates have a rule of its own. Baselines are calibrated on training text at ``data.seq_len``, as in ``msattn eval``. Prints
+CSV.
+"""
+
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LONG = 16  # visible blocks that a counted row exceeds
+
+
+@torch.inference_mode()
+def main(overrides: list[str]) -> None:
+    """Prints a line for each scorer, requested sparsity and length: the mean and the extreme layers."""
+    from msattn.trainer import data, models
+    from msattn.trainer.commands.compose import compose
+    from msattn.trainer.evaluate import calibration, methods
+    from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+
+    cfg: Any = compose("eval", ["eval=perplexity", "select=calibrated", *overrides])
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    found = methods.find_methods(cfg, loaded, loaded.model.device)
+    found = calibration.calibrate_selections(found, cfg, loaded)
+    settings = [
+        (method.name, select.sparsity, method.selection(select))
+        for method in found.block_selections
+        if method.select.policy == "calibrated"
+        for _, select in method.settings(cfg.eval.perplexity.sparsities)
+    ]
+    print("scores,sparsity,length,realised,least_layer,most_layer,last_row", flush=True)
+    for length in cfg.eval.ruler.lengths:
+        options = {"seq_len": length, "num_chunks": cfg.eval.perplexity.num_chunks}
+        chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, **options)
+        shares: dict[tuple[str, float], dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+
+        def counted(x: LayerInputs, shares: Any = shares) -> Tensor:
+            scores = {name: selection.scorer(x) for name, _, selection in settings}
+            for name, sparsity, selection in settings:
+                mask, visible = selection.choose(scores[name], x), selection.candidates(x).row_visible[..., 0]
+                shares[name, sparsity][x.layer].append((1 - mask.sum(-1) / visible).mean((0, 1))[LONG:])
+            return dense_attention(x)
+
+        with tap(loaded.model, counted):
+            for i in range(len(chunks)):
+                run_backbone(loaded.model, chunks[i]["input_ids"][None].to(loaded.model.device))
+        for (name, sparsity), by_layer in shares.items():
+            rows = torch.stack([torch.stack(found).mean(0) for found in by_layer.values()])  # [layers, rows]
+            layers, last = rows[:, :-1].mean(1), rows[:, -1].mean()
+            figures = layers.mean(), layers.min(), layers.max(), last
+            print(f"{name},{sparsity},{length},{','.join(f'{figure:.4f}' for figure in figures)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
