@@ -19,6 +19,7 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.seer.blocks import AlwaysRead
 from msattn.trainer.seer.gate import Gate
 from msattn.trainer.seer.select import GateScores, MeanPool, Selection, TopK
 from msattn.trainer.serving.cache_layers import BucketLayer
@@ -27,6 +28,7 @@ from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2
 EVERY_BLOCK = SelectConfig(sparsity=0.0, dense_below=0)
+NEAREST_HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ class PooledScores(GateScores):
 
 
 def half_by_pooled_scores(model: Any) -> Selection:
-    return Selection(TopK(0.5), PooledScores(gate_for(model)))
+    return Selection(TopK(0.5), PooledScores(gate_for(model)), AlwaysRead(0, 0))
 
 
 def random_partition(seed: int = 0) -> KMeans:
@@ -121,7 +123,11 @@ def test_a_left_padded_batch_matches_its_rows_alone(model: Any) -> None:
     rows = [random_tokens(1, n, seed=n)[0] for n in (37, 80)]
     settings: dict[str, Any] = {"probes": 2, "recent": 5, "dense_layers": (0,)}
     with attach(
-        model, gate=gate_for(model), select=SelectConfig(sparsity=0.5), qmodel=random_partition(), **settings
+        model,
+        gate=gate_for(model),
+        select=NEAREST_HALF,
+        qmodel=random_partition(),
+        **settings,
     ) as sparse:
         ids, mask = left_padded(rows)
         options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
@@ -139,7 +145,7 @@ def test_stats_of_prefill_and_decoding(model: Any) -> None:
         assert set(sparse.stats().values()) == {None, 0}
         generate(model, ids)
         stats = sparse.stats()
-    kept = sum(max(1, round(0.4 * row)) for row in range(1, 11))
+    kept = sum(min(row, max(3, round(0.4 * row))) for row in range(1, 11))  # sink, local and diagonal blocks at least
     assert stats["sparsity"] == pytest.approx(1 - kept / 55)
     assert 0.4 < stats["recall"] < 1
     assert stats["selectivity"] is None
@@ -188,7 +194,7 @@ def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
 @torch.no_grad()
 def test_short_prompts_are_dense_by_choice(model: Any) -> None:
     short, long = random_tokens(2, 63), random_tokens(2, 64)
-    select = SelectConfig(sparsity=0.8, dense_below=64)
+    select = SelectConfig(sparsity=0.8, dense_below=64, sink_blocks=0, local_blocks=0)
     with attach(
         model, gate=gate_for(model), select=select, qmodel=random_partition(), probes=1, recent=4, dense_layers=()
     ) as sparse:

@@ -12,7 +12,7 @@ from msattn.trainer import models
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import methods, needle, perplexity, ruler
+from msattn.trainer.evaluate import calibration, needle, perplexity, ruler
 from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import PerplexityRun
@@ -146,7 +146,7 @@ def test_other_settings_are_refused_before_the_calibrations(tmp_path: Path, text
     cfg = config(tmp_path, text, tasks=["perplexity"], baselines=["random"])
     cfg.folder.mkdir(parents=True)
     (cfg.folder / "eval.partial").write_text('{"seed": 1}\n')
-    monkeypatch.setattr(methods, "calibrate_baselines", lambda *_: 1 / 0)
+    monkeypatch.setattr(calibration, "calibrate_selections", lambda *_: 1 / 0)
     with pytest.raises(UserError, match="has seed=1, not 0"):
         evaluate(replace(cfg, resume=True))
 

@@ -39,7 +39,7 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
     assert (dense["score"], dense["samples"]) == (0.5, 2)
     assert [example["correct"] for example in dense["extra"]["examples"]] == [True, False]
     assert (full["score"], full["sparsity"], full["extra"]["same_as_dense"]) == (0.5, 0, 1)
-    assert sparse["sparsity"] > 0.5
+    assert sparse["sparsity"] > 0.15  # the prompt has few blocks, of which three are always read
     assert sparse["extra"]["same_as_dense"] < 1
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "never &lt;said&gt;" in page

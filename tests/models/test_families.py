@@ -26,6 +26,7 @@ from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, r
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.saap.kmeans import KMeans
+from msattn.trainer.seer.blocks import AlwaysRead
 from msattn.trainer.seer.gate import AttnGate, Gate
 from msattn.trainer.seer.select import Selection, TopK
 from msattn.trainer.serving.cache import can_crop
@@ -44,7 +45,7 @@ def partition_for(model: Any) -> KMeans:
 
 def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
     """Attaches a gate and a router. Blocks are chosen by pooled queries alone, which chunks of a prompt do not change."""
-    select = Selection(TopK(sparsity), PooledScores(gate_for(model)))
+    select = Selection(TopK(sparsity), PooledScores(gate_for(model)), AlwaysRead(0, 0))
     window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
     return attach(model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window)
 

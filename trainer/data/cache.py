@@ -32,12 +32,12 @@ def cached(
     make: Callable[[], np.ndarray],
     *,
     quiet: bool = False,
-    least_seconds: float = LEAST_SECONDS,
+    however_short: bool = False,
 ) -> np.ndarray:
     """Returns the array that ``make`` returns, from a file in ``folder`` if it is there, and else keeps it there.
 
     A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning says so. Arrays that
-    are made in less than ``least_seconds`` are not kept.
+    are made in less than :data:`LEAST_SECONDS` are not kept.
 
     Parameters
     ----------
@@ -45,6 +45,7 @@ def cached(
     what : name of the array for messages, such as ``tokens of the documents of data.path=books``.
     identity : returns, as JSON values, everything that the array depends on; None if that is not known, and nothing is kept.
     quiet : do not print where the array is kept.
+    however_short : also keep an array that was made in less time.
     """
     key = _key(identity) if folder is not None else None
     if folder is None or key is None:
@@ -66,7 +67,7 @@ def cached(
             start = time.monotonic()
             found = make()
             # A text that has changed while it was read is not kept either.
-            if time.monotonic() - start >= least_seconds and _key(identity) == key:
+            if (however_short or time.monotonic() - start >= LEAST_SECONDS) and _key(identity) == key:
                 _write(path, found, what, quiet)
     return found
 

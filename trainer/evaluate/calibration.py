@@ -159,7 +159,7 @@ class _Kept:
     def array(self, what: str, identity: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
         """Returns the array of ``make``, or the one that was kept for the same ``identity``, model and text."""
         known = json.loads(json.dumps(self._depends_on | {"what": what, "identity": identity}))
-        return cached(self.folder, what, lambda: known, make, quiet=True, least_seconds=0.0)
+        return cached(self.folder, what, lambda: known, make, quiet=True, however_short=True)
 
     def scorer(self, method: BlockSelectionMethod) -> Scorer:
         """Returns the scorer of a method; that of the A shape is measured."""

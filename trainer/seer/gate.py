@@ -257,7 +257,8 @@ class Gate(GateArtifact):
         cfg, thresholds, num_layers = details.gate, details.thresholds, base["num_layers"]
         if isinstance(thresholds, FixedThresholds):
             print_once(
-                f"warning: artifact {path}: its thresholds, of an earlier version, are not used; train-gate makes new ones"
+                f"warning: artifact {path}: its thresholds, of an earlier version, are not used; "
+                "python -m msattn.trainer.recipes.recalibrate_gate measures new ones"
             )
             thresholds = None
         layers = list(range(num_layers)) if details.layers is None else details.layers

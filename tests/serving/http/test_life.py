@@ -201,7 +201,8 @@ def test_a_thread_that_dies_ends_the_server(
 def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> None:
     prompt = "def main(arguments):\n    return arguments.get('x')\n\n" * 20
     tokens = embedded.tokenizer(prompt).input_ids
-    options: Any = {"gate": "embedded", "qmodel": "embedded", "select": "topk", "sparsity": 0.7, "dense_below": 0}
+    options: Any = {"gate": "embedded", "qmodel": "embedded", "select": {"sink_blocks": 0, "local_blocks": 0}, "sparsity": 0.7}
+    options |= {"dense_below": 0}
     model: Any = embedded.model
     with msattn.attach(model, **options) as sparse:
         ends = model.generation_config.eos_token_id

@@ -1,0 +1,41 @@
+"""Measures the thresholds of a trained gate anew, which ``select=calibrated`` reads, and writes them into its artifact.
+
+``python -m msattn.trainer.recipes.recalibrate_gate FOLDER OVERRIDES`` takes the overrides of ``msattn train-gate`` that name
+the model and its training text. It serves gates whose artifacts were written by earlier versions.
+"""
+
+import sys
+from typing import Any
+
+
+def main(folder: str, overrides: list[str]) -> None:
+    """Calibrates the gate in ``folder`` on the first training chunks and replaces its artifact.
+
+    Raises
+    ------
+    UserError : the artifact is missing, damaged or of another model, or as ``msattn train-gate``.
+    """
+    from msattn.trainer import artifacts, data, models
+    from msattn.trainer.commands.compose import compose
+    from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS
+    from msattn.trainer.seer.gate import Gate
+    from msattn.trainer.seer.train_gate import gate_thresholds
+
+    cfg: Any = compose("train-gate", overrides)
+    gate = Gate.load(folder)
+    assert gate.artifact is not None
+    manifest = gate.artifact.manifest
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    artifacts.check_model(manifest, loaded.fingerprint, strict=True)
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
+    gate.to(loaded.model.device)
+    gate.thresholds = gate_thresholds(gate, loaded.model, [chunks[i] for i in range(len(chunks))])
+    facts = {key: manifest[key] for key in ("model", "data", "seed", "metrics")}
+    artifacts.write(
+        gate.artifact.path, kind="gate", tensors=gate.artifact.tensors, config=gate.artifact.config, details=gate.details(),
+        overwrite=True, **facts,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
