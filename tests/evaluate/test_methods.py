@@ -12,7 +12,7 @@ from msattn.trainer import artifacts, data, models
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.attach import attach
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import ArtifactsConfig, SelectConfig, TopKConfig
+from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, PerplexityConfig, SelectConfig, TopKConfig
 from msattn.trainer.evaluate import calibration, methods, perplexity
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
@@ -103,6 +103,43 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
         calibration.calibrate_selections(untouched := methods.find_methods(cfg, loaded, torch.device("cpu")), decoding, loaded)
         is untouched
     )
+
+
+def test_a_gate_without_fitting_thresholds_is_calibrated(
+    loaded: Loaded, trained: Path, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Thresholds are measured once for a gate, a text and the blocks that are always read, and kept on disk."""
+    cfg = config(trained, text, baselines=["quest"])
+    text_of_chunks = replace(cfg.data, cache=str(tmp_path), seq_len=256)
+    cfg = replace(cfg, data=text_of_chunks, select=SelectConfig("calibrated", block_size=16))
+    passes = []
+    monkeypatch.setattr(calibration, "calibrate", lambda *given, **keys: passes.append(1) or calibrate(*given, **keys))
+
+    def calibrated(cfg: EvalRunConfig) -> dict[str, methods.BlockSelectionMethod]:
+        found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+        assert any(note.startswith("gate: its artifact holds no thresholds for this selection") for note in found.notes)
+        return {method.name: method for method in found.block_selections}
+
+    first = calibrated(cfg)
+    assert first["gate"].thresholds is not None
+    assert first["gate"].thresholds != first["quest"].thresholds
+    again = calibrated(cfg)
+    assert len(passes) == 1
+    assert all(again[name].thresholds == first[name].thresholds for name in ("gate", "quest"))
+    other = calibrated(replace(cfg, select=replace(cfg.select, sink_blocks=3)))
+    assert len(passes) == 2
+    assert other["gate"].thresholds != first["gate"].thresholds
+
+
+def test_a_note_says_where_a_sparsity_is_out_of_reach(loaded: Loaded, trained: Path, text: str) -> None:
+    cfg = config(trained, text, tasks=["perplexity"], perplexity=PerplexityConfig(160, 3, [0.5, 0.6]))
+    (note,) = calibration.unreachable_notes(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg)
+    read = 1 + 2 + 8 * 3  # of 10 row blocks, which see 55 blocks in all
+    assert note.startswith("160 tokens: every row reads its own block, the first 1 and the 1 before its own, so at most")
+    assert f" {100 * (1 - read / 55):.1f} % " in note
+    assert note.endswith("at sparsity 0.6.")
+    everything = replace(cfg, select=replace(cfg.select, sink_blocks=0, local_blocks=0))
+    assert calibration.unreachable_notes(methods.find_methods(everything, loaded, torch.device("cpu")), everything) == []
 
 
 @pytest.mark.slow

@@ -342,6 +342,25 @@ def test_sparsity_beyond_the_calibration_is_refused():
         Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.97), gate)
 
 
+def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
+    model, gate = tiny_model(), noisy_gate(config())
+    gate.always = AlwaysRead(2, 1)
+    gate.thresholds = calibrate({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 400)[0]}])["gate"]
+    assert Selection.from_config(SelectConfig("calibrated"), gate).always == AlwaysRead(2, 1)
+    with pytest.raises(
+        UserError, match=r"^select.sink_blocks=1: the gate was calibrated with 2; select.policy=topk accepts any"
+    ):
+        Selection.from_config(SelectConfig("calibrated", sink_blocks=1), gate)
+    assert Selection.from_config(SelectConfig("topk", sink_blocks=0), gate).always == AlwaysRead(0, 1)
+
+
+def test_thresholds_of_earlier_versions_are_not_used(tmp_path, capsys):
+    gate = noisy_gate(config())
+    gate.thresholds = {"floor": 0.75, "sparsities": [0.5], "layers": [[0.1], [0.2]]}
+    assert Gate.load(write(gate, tmp_path / "gate")).thresholds is None
+    assert "its thresholds, of an earlier version, are not used" in capsys.readouterr().err
+
+
 def write(gate: Gate, folder):
     fingerprint = models.fingerprint(tiny_model())
     return artifacts.write(
@@ -357,6 +376,7 @@ def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     loaded = Gate.load(write(gate, tmp_path / "gate"))
     assert loaded.cfg == gate.cfg
     assert loaded.thresholds == gate.thresholds
+    assert loaded.always == AlwaysRead(1, 1)
     assert loaded.artifact is not None
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     x = inputs_of_layers(tiny_model(), random_tokens(1, 50))[1]

@@ -137,9 +137,13 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     assert "does not identify the weights" in (check_model(manifest, fingerprint(model), strict=False) or "")
     with pytest.raises(UserError, match="does not identify the weights"):
         check_model(manifest, fingerprint(model))
-    with attach(model, gate=gate, select="topk", sparsity=0.5) as sparse:
+    with attach(model, gate=gate, select="topk", sparsity=0.8, dense_below=0) as sparse:
         model(random_tokens(1, 160))
-    assert sparse.stats()["sparsity"] > 0.3
+    read = sum(max(1, round(0.2 * row)) for row in range(1, 11))  # as in the paper, only a row's own block is always read
+    assert sparse.stats()["sparsity"] > 1 - read / 55 - 0.1  # the last row may read more
+    with attach(model, gate=gate, select={"sink_blocks": 1, "local_blocks": 1}, sparsity=0.8, dense_below=0) as more:
+        model(random_tokens(1, 160))
+    assert more.stats()["sparsity"] < sparse.stats()["sparsity"] - 0.1
 
 
 class Code:
