@@ -14,16 +14,16 @@ from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import family_of, head_dim, num_heads, num_kv_heads, num_layers, text_config
+from msattn.trainer.models.gguf.weights import read_weights
 from msattn.trainer.models.identity import has_values
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import check_regular, checked
-from msattn.trainer.storage.model_files import ModelFiles
+from msattn.trainer.storage.gguf_file import read_gguf
+from msattn.trainer.storage.model_files import INDEX, SAFETENSORS, WEIGHT_FILES, ModelFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-INDEX = ".index.json"
-FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-")  # transformers would read these files instead
 FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=255)]
@@ -47,16 +47,17 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     """
     if files.locate(ADAPTER) is not None:  # transformers would load the base model that it names
         raise _not_whole(files, ADAPTER)
-    first = next((name for name in FILES if files.locate(name) is not None), None)
+    first = next((name for name in WEIGHT_FILES if files.locate(name) is not None), None)
     if first is None:
-        raise UserError(f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(FILES)})")
+        raise UserError(f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(WEIGHT_FILES)})")
     names = _parts(files, first) if first.endswith(INDEX) else [first]
     files.download(names)
     parts = [_regular(files, name) for name in names]
     folder = parts[0].parent
     if distributed := sorted(filter(DISTRIBUTED.match, os.listdir(folder))):
         raise _not_whole(files, distributed[0])
-    _check_size(files, config, sum(part.stat().st_size for part in parts))
+    bits = 8 if is_quantized(config) else 1
+    _check_size(files, config, bits * sum(part.stat().st_size for part in parts))
     if first.startswith("pytorch"):
         for part in parts:
             limited(lambda part=part: _check_pickle(part), f"{files.name}: {part.name} does not hold weights alone")
@@ -65,8 +66,21 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     return folder
 
 
+def unpacked_weights(files: ModelFiles, config: "PreTrainedConfig", dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns the weights in a GGUF file by the names of transformers, on the CPU.
+
+    Raises
+    ------
+    UserError : there are fewer bits than the model has weights; or as :func:`msattn.trainer.models.gguf.weights.read_weights`.
+    """
+    assert files.gguf is not None
+    file = read_gguf(files.gguf, files.name)
+    _check_size(files, config, 8 * files.gguf.stat().st_size)
+    return read_weights(file, num_layers(config), (num_heads(config), num_kv_heads(config)), dtype, files.name)
+
+
 def _not_whole(files: ModelFiles, name: str) -> UserError:
-    return UserError(f"{files.name}: {name}: accepted are whole models with their weights in {FILES[0]}, or in parts")
+    return UserError(f"{files.name}: {name}: accepted are whole models with their weights in {SAFETENSORS}, or in parts")
 
 
 def _regular(files: ModelFiles, name: str) -> Path:
@@ -131,11 +145,11 @@ def _check_pickle(path: Path) -> None:
             raise TypeError(f"{name!r:.80} is no tensor of real numbers")
 
 
-def _check_size(files: ModelFiles, config: "PreTrainedConfig", size: int) -> None:
-    """Raises UserError if the model has more weights than ``size`` bytes hold: a bit each if quantized, else a byte."""
+def _check_size(files: ModelFiles, config: "PreTrainedConfig", most: int) -> None:
+    """Raises UserError if the model has more weights than ``most``: one for each bit of a quantized file, else for each byte."""
     text, heads = text_config(config), num_heads(config) + num_kv_heads(config)
     inner = 0 if family_of(config).experts else text.intermediate_size
     layer = text.hidden_size * (2 * heads * head_dim(config) + 3 * inner)
     weights = num_layers(config) * layer + text.vocab_size * text.hidden_size
-    if weights > size * (8 if is_quantized(config) else 1):
-        raise files.error(ValueError(f"{weights:,} weights by config.json in {size:,} bytes"))
+    if weights > most:
+        raise files.error(ValueError(f"{weights:,} weights by its configuration, at most {most:,} in the files"))
