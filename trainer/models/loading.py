@@ -210,7 +210,7 @@ def _pretrained(
     own = None if trust_remote_code else generation_config(files, config)
     try:
         folder = checked_weights(files, config) if unpacked is None else None
-        kind = AutoModelForCausalLM if unpacked is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        kind: Any = AutoModelForCausalLM if unpacked is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with no_progress_bar():
             model, info = kind.from_pretrained(
                 files.source if trust_remote_code else folder,  # code is in other files, of the same commit

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer.errors import UserError, first_line, only_errors
-from msattn.trainer.storage.gguf_file import SUFFIX
 from msattn.trainer.storage.documents import check_contained, check_regular, read_json, read_text, root_of_links
+from msattn.trainer.storage.gguf_file import SUFFIX
 
 SAFETENSORS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
 WEIGHT_FILES = (SAFETENSORS, f"{SAFETENSORS}{INDEX}", PICKLE, f"{PICKLE}{INDEX}")  # in the order of preference

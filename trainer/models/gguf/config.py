@@ -7,7 +7,13 @@ from typing import Any
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.gguf_file import GgufFile
 
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}  # by architecture
+FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}  # by architecture
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 KEYS = {  # of each architecture's own metadata
     "context_length": "max_position_embeddings",
@@ -27,7 +33,7 @@ TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "paddi
 SLIDING = ("gemma2", "gemma3")  # whose layers have the window; Qwen's files may name one that no layer uses
 OF_HIDDEN = {("gemma2", 46), ("gemma3", 62)}  # 27B, by layers: scores are divided by the root of hidden size over heads
 LOCAL_ROPE_BASE = 1e4  # of Gemma 3's sliding layers
-LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192  # of Llama 3.1's RoPE, in all its models
 
 
 def gguf_config(file: GgufFile, where: str) -> dict[str, Any]:
@@ -48,18 +54,20 @@ def gguf_config(file: GgufFile, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: general.architecture={architecture!s:.60}: accepted in GGUF files are {', '.join(FAMILIES)}")
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items() if key.startswith(f"{architecture}.")}
     if own.get("expert_count"):
-        raise UserError(f"{where}: {architecture}.expert_count={own['expert_count']!s:.20}: accepted are models without experts")
+        raise UserError(
+            f"{where}: {architecture}.expert_count={own['expert_count']!s:.20}: accepted are models without experts"
+        )
     if EMBEDDING not in file.tensors or not file.tensors[EMBEDDING].shape:
         raise UserError(f"{where}: there is no tensor {EMBEDDING}")
-    config = {name: own[key] for key, name in KEYS.items() if key in own and (name != "sliding_window" or architecture in SLIDING)}
+    config = {
+        name: own[key] for key, name in KEYS.items() if key in own and (name != "sliding_window" or architecture in SLIDING)
+    }
     config |= {name: metadata[f"tokenizer.ggml.{key}"] for key, name in TOKENS.items() if f"tokenizer.ggml.{key}" in metadata}
     config |= {
         "model_type": FAMILIES[architecture],
         "vocab_size": file.tensors[EMBEDDING].shape[0],  # may be padded beyond the tokens
         "tie_word_embeddings": HEAD not in file.tensors,
     }
-    if isinstance(config.get("rms_norm_eps"), float):  # stored in single precision; config.json has the short number
-        config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")
     if architecture in SLIDING:
         config |= _of_gemma(architecture, config, own)
     if ROPE_FACTORS in file.tensors:
@@ -80,14 +88,16 @@ def _rope_scaling(kind: Any, own: Mapping[str, Any], where: str) -> dict[str, An
 
 def _llama3_rope(factors: Sequence[float], base: Any, where: str) -> dict[str, Any]:
     """Returns the parameters of Llama 3.1's RoPE, of which a file has the divisors of the frequencies alone."""
-    scaling = LLAMA3_ROPE | {"factor": max(factors, default=0.0)}
-    low, high, positions = (LLAMA3_ROPE[key] for key in list(LLAMA3_ROPE)[1:])
-    for i, found in enumerate(factors):
-        wavelength = 2 * math.pi * (base if isinstance(base, float) else math.nan) ** (i / len(factors))
-        smooth = min(max((positions / wavelength - low) / (high - low), 0.0), 1.0)
-        if not math.isclose(found, 1 / ((1 - smooth) / scaling["factor"] + smooth), rel_tol=1e-3):
-            raise UserError(f"{where}: {ROPE_FACTORS} has frequencies of another RoPE than Llama 3.1's")
-    return scaling
+    largest = max(factors, default=0.0)
+    known = isinstance(base, float) and base > 1 and largest >= 1
+    for i, found in enumerate(factors if known else ()):
+        wavelength = 2 * math.pi * base ** (i / len(factors))
+        smooth = min(max((ORIGINAL / wavelength - LOW) / (HIGH - LOW), 0.0), 1.0)
+        known = known and math.isclose(found, 1 / ((1 - smooth) / largest + smooth), rel_tol=1e-3)
+    if not known:
+        raise UserError(f"{where}: {ROPE_FACTORS} has frequencies of another RoPE than Llama 3.1's")
+    own = {"low_freq_factor": LOW, "high_freq_factor": HIGH, "original_max_position_embeddings": ORIGINAL}
+    return {"rope_type": "llama3", "factor": largest, **own}
 
 
 def _of_gemma(architecture: str, config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,11 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> "PreTrainedTokeni
     types = own.get("token_type") or []
     for group in (SPECIAL, OF_USERS):
         chosen = [token for token, each in zip(tokens, types, strict=False) if each == group]
-        known = [AddedToken(each, normalized=False, special=group == SPECIAL) for each in chosen if backend.token_to_id(each) is not None]
+        known = [
+            AddedToken(each, normalized=False, special=group == SPECIAL)
+            for each in chosen
+            if backend.token_to_id(each) is not None
+        ]
         backend.add_special_tokens(known) if group == SPECIAL else backend.add_tokens(known)
     ids = {role: own.get(f"{name}_token_id") for role, name in ROLES.items()}
     named = {role: tokens[i] for role, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
@@ -79,7 +83,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> "PreTrainedTokeni
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
     template = metadata.get("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **named)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **named
+    )
 
 
 def _byte_level(tokens: Sequence[str], own: Mapping[str, Any], where: str) -> "Tokenizer":
