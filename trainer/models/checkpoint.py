@@ -104,10 +104,12 @@ def check_loaded(files: ModelFiles, model: "PreTrainedModel", info: Mapping[str,
     if missing := sorted(info["missing_keys"]):  # transformers initialized them at random
         raise UserError(f"{files.name}: the checkpoint has no weights for {', '.join(missing[:3])}")
     for name, found, expected in sorted(info["mismatched_keys"]):
-        raise UserError(f"{files.name}: {name} has the shape {list(found)}, by config.json it is {list(expected)}")
+        raise UserError(f"{files.name}: {name} has the shape {list(found)}, by its configuration it is {list(expected)}")
     left_over = sorted(info["unexpected_keys"])
     if left_over and not is_quantized(model.config):
-        raise UserError(f"{files.name}: by config.json the model has no {', '.join(left_over[:3])}, which the checkpoint has")
+        raise UserError(
+            f"{files.name}: by its configuration the model has no {', '.join(left_over[:3])}, which the checkpoint has"
+        )
     for name, weight in model.named_parameters():
         if has_values(weight) and not torch.isfinite(weight).all():
             raise UserError(f"{files.name}: {name} has values that are not finite")
