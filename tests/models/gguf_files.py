@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+from gguf.constants import GGMLQuantizationType, RopeScalingType
+from gguf.gguf_writer import GGUFWriter
+from gguf.quants import quantize
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.factory import tiny_model
@@ -58,11 +60,11 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
 
     Parameters
     ----------
-    kind : type of the matrices, of :class:`gguf.GGMLQuantizationType`; other tensors are in single precision.
+    kind : type of the matrices, of ``gguf.GGMLQuantizationType``; other tensors are in single precision.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -74,7 +76,7 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
@@ -96,8 +98,8 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
             continue
         values = _as_stored(name, weight.float().numpy(), config, architecture)
         if values.ndim == 2 and kind != "F32":
-            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
-            writer.add_tensor(gguf_name(name, architecture), packed, raw_dtype=gguf.GGMLQuantizationType[kind])
+            packed = quantize(values, GGMLQuantizationType[kind])
+            writer.add_tensor(gguf_name(name, architecture), packed, raw_dtype=GGMLQuantizationType[kind])
         else:
             writer.add_tensor(gguf_name(name, architecture), values)
     writer.write_header_to_file()
@@ -121,7 +123,7 @@ def _as_stored(name: str, values: np.ndarray[Any, Any], config: Any, architectur
     return values + 1 if architecture.startswith("gemma") and name.endswith("norm.weight") else np.ascontiguousarray(values)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _add_tokenizer(writer: GGUFWriter) -> None:
     tokens = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES), *SPECIAL]
     unused = [f"[PAD{i}]" for i in range(len(tokens), SIZE)]
     writer.add_tokenizer_model("gpt2")

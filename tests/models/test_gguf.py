@@ -7,9 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
@@ -111,7 +112,8 @@ def test_the_tokenizer_matches_special_tokens_digits_and_blank_lines(file: Path,
     assert tokenizer.eos_token == "<|end|>"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|start|>hi<|end|>"
     tokenizer.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
+    saved: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert saved(text).input_ids == tokenizer(text).input_ids
 
 
 def test_a_vocabulary_of_sentencepiece_merges_earlier_tokens_first() -> None:
@@ -237,9 +239,9 @@ def packed(file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from transformers.integrations.gguf import kernels
 
     monkeypatch.setattr(kernels, "_gguf_kernel", kernel := ReferenceKernel())
-    model, q8_0 = load_gguf(file).model, gguf.GGMLQuantizationType.Q8_0
+    model, q8_0 = load_gguf(file).model, GGMLQuantizationType.Q8_0
     names = [name for name, weight in model.named_parameters() if weight.ndim == 2]
-    blocks = {name: gguf.quants.quantize(model.get_parameter(name).numpy(), q8_0) for name in names}
+    blocks = {name: quantize(model.get_parameter(name).numpy(), q8_0) for name in names}
     replaced = utils.replace_with_gguf_modules(model, {name: int(q8_0) for name in names}, kernel, torch.float32)
     for name, module in replaced.items():
         module.weight.data = torch.from_numpy(blocks[name])
