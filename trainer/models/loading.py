@@ -11,7 +11,7 @@ import torch
 
 from msattn.trainer.config import ModelConfig, nearest
 from msattn.trainer.config.values import shown
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.models.architecture import generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights, unpacked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
@@ -211,7 +211,7 @@ def _pretrained(
     try:
         folder = checked_weights(files, config) if unpacked is None else None
         kind: Any = AutoModelForCausalLM if unpacked is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        with no_progress_bar():
+        with no_progress_bar(), only_errors("transformers"):  # its report of weights that do not fit; they are refused below
             model, info = kind.from_pretrained(
                 files.source if trust_remote_code else folder,  # code is in other files, of the same commit
                 state_dict=unpacked,
