@@ -211,7 +211,10 @@ def _pretrained(
     try:
         folder = checked_weights(files, config) if unpacked is None else None
         kind: Any = AutoModelForCausalLM if unpacked is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        with no_progress_bar(), only_errors("transformers"):  # its report of weights that do not fit; they are refused below
+        with (
+            no_progress_bar(),
+            only_errors("transformers.modeling_utils"),
+        ):  # its report of weights that do not fit; they are refused below
             model, info = kind.from_pretrained(
                 files.source if trust_remote_code else folder,  # code is in other files, of the same commit
                 state_dict=unpacked,

@@ -1,0 +1,76 @@
+"""Weights that others trained, SmolLM2-135M: what models trained here do not have, such as an attention sink."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import msattn
+from msattn.trainer.config import ModelConfig
+from msattn.trainer.models import Loaded, load
+from msattn.trainer.models.chat import encode_prompt
+from tests.house.modules import ROOT
+from tests.running import succeed
+
+MODEL = ROOT / "outputs/smollm2/model"
+TEXT = ROOT / "LICENSE"  # a long text that stays as it is
+pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="needs SmolLM2, which make models brings")  # see tests/conftest.py
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Loaded:
+    return load(ModelConfig(name="smollm2", path=str(MODEL)), device="cpu", dtype="float32")
+
+
+def tokens(smollm2: Loaded, length: int) -> torch.Tensor:
+    """Returns int64 ``[1, length]`` tokens of a text."""
+    return torch.tensor([smollm2.tokenizer(TEXT.read_text()).input_ids[:length]])
+
+
+@torch.no_grad()
+def test_reading_every_block_is_dense_attention(smollm2: Loaded) -> None:
+    ids = tokens(smollm2, 1024)
+    dense = smollm2.model(ids).logits
+    with msattn.attach(smollm2.model, select="quest", sparsity=0.0, dense_below=0) as sparse:
+        logits = smollm2.model(ids).logits
+        assert sparse.stats()["sparsity"] == 0
+    assert torch.allclose(logits, dense, atol=2e-3)
+    assert torch.equal(logits.argmax(-1), dense.argmax(-1))
+
+
+@torch.no_grad()
+def test_the_sink_is_read(smollm2: Loaded) -> None:
+    """At the same sparsity, rows that always read the first block lose less: most heads put most of their attention there."""
+    ids, losses = tokens(smollm2, 1024), []
+    for sink_blocks in (0, 1):
+        select = {"scores": "quest", "sparsity": 0.8, "sink_blocks": sink_blocks}
+        with msattn.attach(smollm2.model, select=select, dense_below=0):
+            logits = smollm2.model(ids).logits[0, 512:-1]
+        losses.append(F.cross_entropy(logits, ids[0, 513:]).item())
+    print(losses)
+    assert losses[1] < losses[0] - 0.1
+
+
+def test_a_gate_has_the_format_that_it_had(
+    smollm2: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT.read_text()[:3000])
+    (tmp_path / "heldout.txt").write_text(TEXT.read_text()[5000:7000])
+    monkeypatch.setattr("msattn.trainer.models.load", lambda *arguments, **options: smollm2)
+    sizes = ["data.heldout_path=heldout.txt", "data.seq_len=256", "train.steps=2", "train.batch_size=1"]
+    succeed("train-gate", "model=smollm2", "--data", "text.txt", *sizes, "train.eval_every=0", "tracker=none", "device=cpu")
+    gate: Any = msattn.load(tmp_path / "outputs/smollm2/base/gate")
+    shapes = {name: tuple(tensor.shape) for name, tensor in gate.state_dict().items()}
+    print(shapes)
+    manifest = gate.artifact.manifest
+    print(manifest["model"], list(manifest), list(manifest["details"]))
+
+
+@torch.no_grad()
+def test_a_question_has_the_answer_that_it_had(smollm2: Loaded) -> None:
+    ids = encode_prompt(smollm2.tokenizer, "What is the capital of France?", chat=None)
+    answer = smollm2.model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
+    assert smollm2.tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
