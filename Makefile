@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes of gpu-test: each takes 12 GB of GPU memory, tests of offsets beyond 2**31 elements 60 GB.
 WORKERS ?= 4
+# Models that `make models` brings: smollm2, gemma3_270m; both if empty.
+MODELS ?=
 BIN := $(VENV)/bin
 # Tests write bytecode: without it every process compiles its imports again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20

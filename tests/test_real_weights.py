@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import msattn
+from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ModelConfig
-from msattn.trainer.models import Loaded, load
+from msattn.trainer.models import Loaded, load, random_config
 from msattn.trainer.models.chat import encode_prompt
+from msattn.trainer.models.identity import config_fingerprint
 from tests.house.modules import ROOT
 from tests.running import succeed
 
@@ -49,28 +51,29 @@ def test_the_sink_is_read(smollm2: Loaded) -> None:
         with msattn.attach(smollm2.model, select=select, dense_below=0):
             logits = smollm2.model(ids).logits[0, 512:-1]
         losses.append(F.cross_entropy(logits, ids[0, 513:]).item())
-    print(losses)
     assert losses[1] < losses[0] - 0.1
 
 
-def test_a_gate_has_the_format_that_it_had(
-    smollm2: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None
-) -> None:
+def test_a_gate_has_the_format_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT.read_text()[:3000])
     (tmp_path / "heldout.txt").write_text(TEXT.read_text()[5000:7000])
-    monkeypatch.setattr("msattn.trainer.models.load", lambda *arguments, **options: smollm2)
-    sizes = ["data.heldout_path=heldout.txt", "data.seq_len=256", "train.steps=2", "train.batch_size=1"]
-    succeed("train-gate", "model=smollm2", "--data", "text.txt", *sizes, "train.eval_every=0", "tracker=none", "device=cpu")
+    own = ["model=smollm2", f"model.path={MODEL}", "--data", "text.txt", "data.heldout_path=heldout.txt", "data.seq_len=256"]
+    succeed("train-gate", *own, "train.steps=2", "train.batch_size=1", "train.eval_every=0", "tracker=none", "device=cpu")
     gate: Any = msattn.load(tmp_path / "outputs/smollm2/base/gate")
+    names = [f"layers.{layer}.{side}_weight" for layer in range(30) for side in ("query", "key")]
     shapes = {name: tuple(tensor.shape) for name, tensor in gate.state_dict().items()}
-    print(shapes)
-    manifest = gate.artifact.manifest
-    print(manifest["model"], list(manifest), list(manifest["details"]))
+    assert shapes == {"inv_freq": (32,)} | dict.fromkeys(names, (9, 64, 192)), "three poolings of 64 channels"
+    found = gate.artifact.manifest["model"]
+    hashes = {"config_hash": "1a2a706864ee37b1", "weights_hash": "8052db56c9250ebe", "tokenizer_hash": "33b7dd0ab4327c92"}
+    assert found | hashes == found
+    described = random_config(compose("train-gate", ["model=smollm2"]).model)
+    assert config_fingerprint(described)["config_hash"] == found["config_hash"]
 
 
 @torch.no_grad()
 def test_a_question_has_the_answer_that_it_had(smollm2: Loaded) -> None:
     ids = encode_prompt(smollm2.tokenizer, "What is the capital of France?", chat=None)
-    answer = smollm2.model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
+    model: Any = smollm2.model
+    answer = model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
     assert smollm2.tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
