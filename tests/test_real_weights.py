@@ -32,7 +32,8 @@ def tokens(smollm2: Loaded, length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_reading_every_block_is_dense_attention(smollm2: Loaded) -> None:
+def test_reading_every_block_is_dense_attention(smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2.model.config, "num_hidden_layers", 10)  # the first ones, for speed
     ids = tokens(smollm2, 1024)
     dense = smollm2.model(ids).logits
     with msattn.attach(smollm2.model, select="quest", sparsity=0.0, dense_below=0) as sparse:
@@ -57,9 +58,9 @@ def test_the_sink_is_read(smollm2: Loaded) -> None:
 def test_a_gate_has_the_format_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT.read_text()[:3000])
-    (tmp_path / "heldout.txt").write_text(TEXT.read_text()[5000:7000])
-    own = ["model=smollm2", f"model.path={MODEL}", "--data", "text.txt", "data.heldout_path=heldout.txt", "data.seq_len=256"]
-    succeed("train-gate", *own, "train.steps=2", "train.batch_size=1", "train.eval_every=0", "tracker=none", "device=cpu")
+    (tmp_path / "heldout.txt").write_text(TEXT.read_text()[5000:5800])
+    own = ["model=smollm2", f"model.path={MODEL}", "--data", "text.txt", "data.heldout_path=heldout.txt", "data.seq_len=128"]
+    succeed("train-gate", *own, "train.steps=1", "train.batch_size=1", "train.eval_every=0", "tracker=none", "device=cpu")
     gate: Any = msattn.load(tmp_path / "outputs/smollm2/base/gate")
     names = [f"layers.{layer}.{side}_weight" for layer in range(30) for side in ("query", "key")]
     shapes = {name: tuple(tensor.shape) for name, tensor in gate.state_dict().items()}

@@ -11,8 +11,7 @@ from msattn.trainer.config.model import packaged_models
 from msattn.trainer.config.text_files import refused, text_files
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, print_once
-from msattn.trainer.storage.gguf_file import SUFFIX, read_gguf
-from msattn.trainer.storage.model_files import ModelFiles, local_model
+from msattn.trainer.storage.model_files import GGUF, ModelFiles, local_model
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
@@ -48,7 +47,7 @@ def _model_overrides(model: str) -> list[str]:
     with refused(f"--model {shown(model)}"):
         positions = _positions(model)
     path = Path(os.path.expanduser(model)).resolve()
-    name = re.sub(r"[^\w.-]+", "-", path.stem if path.suffix.lower() == SUFFIX else path.name).lower()
+    name = re.sub(r"[^\w.-]+", "-", path.stem if path.suffix.lower() == GGUF else path.name).lower()
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
     if sizes:
         values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
@@ -87,12 +86,17 @@ def _positions(model: str) -> Any:
     name = f"--model {shown(model)}"
     local = local_model(model, name)
     if local is None and os.path.exists(os.path.expanduser(model)):
-        raise UserError(f"{name}: this is a file; accepted is the folder of a model, or a file that ends in {SUFFIX}")
-    if local is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.endswith(SUFFIX)):
+        raise UserError(f"{name}: this is a file; accepted is the folder of a model, or a file that ends in {GGUF}")
+    if local is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.endswith(GGUF)):
         accepted = f"a folder, a GGUF file, a Hub id, or one of {', '.join(packaged_models())}"
         raise UserError(f"{name}: no such folder or file; accepted is {accepted}")
     files = ModelFiles(name, local or model)
-    return files.config().get("max_position_embeddings") if files.gguf is None else read_gguf(files.gguf, name).positions
+    if files.gguf is None:
+        return files.config().get("max_position_embeddings")
+    from msattn.trainer.models.gguf import gguf_metadata
+
+    metadata, _ = gguf_metadata(files.gguf, name)
+    return metadata.get(f"{metadata['general.architecture']}.context_length")
 
 
 def _quoted(value: str) -> str:

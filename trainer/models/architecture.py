@@ -15,10 +15,9 @@ from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.config_keys import Architecture, Flag, Share, TokenId
 from msattn.trainer.models.families import FAMILIES, refusal
 from msattn.trainer.models.family_keys import FAMILY_KEYS
-from msattn.trainer.models.gguf.config import gguf_config
+from msattn.trainer.models.gguf import gguf_config
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
-from msattn.trainer.storage.gguf_file import read_gguf
 from msattn.trainer.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    document = files.config() if files.gguf is None else gguf_config(read_gguf(files.gguf, files.name), files.name)
+    document = files.config() if files.gguf is None else gguf_config(files.gguf, files.name)
     family = document.get("model_type")
     if family not in FAMILIES and document.get("auto_map"):
         raise files.brings_code()

@@ -14,11 +14,10 @@ from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import family_of, head_dim, num_heads, num_kv_heads, num_layers, text_config
-from msattn.trainer.models.gguf.weights import read_weights
+from msattn.trainer.models.gguf import check_tensors
 from msattn.trainer.models.identity import has_values
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import check_regular, checked
-from msattn.trainer.storage.gguf_file import read_gguf
 from msattn.trainer.storage.model_files import INDEX, SAFETENSORS, WEIGHT_FILES, ModelFiles
 
 if TYPE_CHECKING:
@@ -43,9 +42,13 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     Raises
     ------
     UserError : there are none, adapters or several checkpoints; a file is missing or no regular file, lies elsewhere, or holds
-        code; two files have the same weights; or there are fewer bytes than the model has weights.
+        code; two files have the same weights; there are fewer bytes than the model has weights; or a GGUF file has others.
     """
-    if files.locate(ADAPTER) is not None:  # transformers would load the base model that it names
+    if files.gguf is not None and not os.path.lexists(files.gguf.with_name(ADAPTER)):
+        _check_size(files, config, 8 * files.gguf.stat().st_size)
+        check_tensors(files.gguf, config, files.name)
+        return files.gguf.parent
+    if files.gguf is not None or files.locate(ADAPTER) is not None:  # transformers would load the base model that it names
         raise _not_whole(files, ADAPTER)
     first = next((name for name in WEIGHT_FILES if files.locate(name) is not None), None)
     if first is None:
@@ -66,19 +69,6 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     else:
         _check_headers(files, parts, quantized=is_quantized(config))
     return folder
-
-
-def unpacked_weights(files: ModelFiles, config: "PreTrainedConfig", dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns the weights in a GGUF file by the names of transformers, on the CPU.
-
-    Raises
-    ------
-    UserError : there are fewer bits than the model has weights; or as :func:`msattn.trainer.models.gguf.weights.read_weights`.
-    """
-    assert files.gguf is not None
-    file = read_gguf(files.gguf, files.name)
-    _check_size(files, config, 8 * files.gguf.stat().st_size)
-    return read_weights(file, num_layers(config), (num_heads(config), num_kv_heads(config)), dtype, files.name)
 
 
 def _not_whole(files: ModelFiles, name: str) -> UserError:

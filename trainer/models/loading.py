@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,10 @@ from msattn.trainer.config import ModelConfig, nearest
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.models.architecture import generation_config, pretrained_config
-from msattn.trainer.models.checkpoint import check_loaded, checked_weights, unpacked_weights
+from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
+from msattn.trainer.models.gguf import unpacking
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
@@ -203,21 +204,16 @@ def _pretrained(
     files: ModelFiles, config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, trust_remote_code: bool
 ) -> "PreTrainedModel":
     from safetensors import SafetensorError
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    unpacked = None if files.gguf is None else unpacked_weights(files, config, dtype)
-    trust_remote_code = trust_remote_code and unpacked is None
+    trust_remote_code = trust_remote_code and files.gguf is None
     own = None if trust_remote_code else generation_config(files, config)
     try:
-        folder = checked_weights(files, config) if unpacked is None else None
-        kind: Any = AutoModelForCausalLM if unpacked is None else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        with (
-            no_progress_bar(),
-            only_errors("transformers.modeling_utils"),
-        ):  # its report of weights that do not fit; they are refused below
-            model, info = kind.from_pretrained(
+        folder = checked_weights(files, config)
+        # Of a GGUF file that does not fit, transformers would print a report; it is refused below.
+        with no_progress_bar(), nullcontext() if files.gguf is None else only_errors("transformers"):
+            model, info = AutoModelForCausalLM.from_pretrained(
                 files.source if trust_remote_code else folder,  # code is in other files, of the same commit
-                state_dict=unpacked,
                 config=config,
                 generation_config=own,
                 revision=files.revision,
@@ -227,6 +223,7 @@ def _pretrained(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
                 **_attention(config),
+                **({} if files.gguf is None else unpacking(files.gguf)),
             )
     except (torch.OutOfMemoryError, UserError):
         raise

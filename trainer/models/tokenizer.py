@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Interval
 
 from msattn.trainer.errors import UserError, only_errors
-from msattn.trainer.models.gguf.tokenizer import gguf_tokenizer
+from msattn.trainer.models.gguf import gguf_metadata, gguf_tokenizer
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
-from msattn.trainer.storage.gguf_file import read_gguf
 from msattn.trainer.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -84,10 +83,10 @@ def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTr
     """
     from transformers import AutoTokenizer
 
-    if files.gguf is not None:
-        metadata = read_gguf(files.gguf, files.name).metadata
-        limited(lambda: _there_and_back(gguf_tokenizer(metadata, files.name)), f"{files.name}: no tokenizer")
-        return gguf_tokenizer(metadata, files.name)
+    if (path := files.gguf) is not None:
+        gguf_metadata(path, files.name)
+        limited(lambda: _there_and_back(gguf_tokenizer(path)), f"{files.name}: no tokenizer")
+        return gguf_tokenizer(path)
     if files.folder is not None and not any(files.find(name) for name in (VOCABULARY, *SLOW)):
         raise UserError(f"{files.name}: the folder has no tokenizer (none of {', '.join((VOCABULARY, *SLOW))})")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.storage.documents import check_contained, check_regular, read_json, read_text, root_of_links
-from msattn.trainer.storage.gguf_file import SUFFIX
 
 SAFETENSORS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
 WEIGHT_FILES = (SAFETENSORS, f"{SAFETENSORS}{INDEX}", PICKLE, f"{PICKLE}{INDEX}")  # in the order of preference
+GGUF = ".gguf"  # suffix of files that hold configuration, tokenizer and weights
 MAX_BYTES = 100_000_000  # of a file that is no weights: tokenizers take up to 35 MB
 
 
@@ -169,4 +169,4 @@ def local_model(path: str, name: str) -> Path | None:
 
 
 def _is_gguf(path: Path) -> bool:
-    return path.suffix.lower() == SUFFIX and os.path.isfile(path)
+    return path.suffix.lower() == GGUF and os.path.isfile(path)
