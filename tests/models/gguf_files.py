@@ -123,7 +123,7 @@ def _as_stored(name: str, values: np.ndarray[Any, Any], config: Any, architectur
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
     tokens = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES), *SPECIAL]
-    unused = [f"[PAD{i}]" for i in range(len(tokens), SIZE)]
+    unused = ["zoo", *(f"[PAD{i}]" for i in range(len(tokens) + 1, SIZE))]  # no merges lead to the first
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens + unused)

@@ -83,6 +83,8 @@ def test_the_tokenizer_matches_special_tokens_digits_and_blank_lines(file: Path,
             *("ĊĊ", "ĠĠ", "1", "2", "<|end|>"),
         ][1:]
     )
+    assert tokenizer.tokenize("zoo") == ["z", "o", "o"]
+    assert len(tokenizer) == SIZE, "transformers' own <|endoftext|> is not added"
     text = "Two cafés, 東京: 10\n"
     assert tokenizer(text).input_ids[0] == tokenizer.bos_token_id == 261
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
@@ -91,6 +93,11 @@ def test_the_tokenizer_matches_special_tokens_digits_and_blank_lines(file: Path,
     tokenizer.save_pretrained(tmp_path)
     saved: Any = AutoTokenizer.from_pretrained(tmp_path)
     assert saved(text).input_ids == tokenizer(text).input_ids
+
+
+def test_the_tokenizer_of_llama_3_knows_whole_words(tmp_path: Path) -> None:
+    tokenizer = load_gguf(write_gguf(tmp_path / "small.gguf", gguf_model(), tokenizer__ggml__pre="llama-bpe")).tokenizer
+    assert tokenizer.tokenize("zoo") == ["zoo"]
 
 
 def test_a_folder_with_one_file_and_no_other_weights(file: Path) -> None:
@@ -148,7 +155,7 @@ def test_damaged_files_are_refused(file: Path) -> None:
     ]
     for content in damages:
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"^model.path=\S+small.gguf: no intact GGUF file \(.+\)$"):
+        with pytest.raises(UserError, match=r"^model.path=\S+small.gguf: damaged, cut off, or no GGUF file \(.+\)$"):
             load_gguf(file)
     for place in range(8, start, 211):  # any byte of the header
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
@@ -178,7 +185,7 @@ def test_commands_take_a_file(
     file.write_bytes(file.read_bytes()[:-1000])
     assert exit_code("generate", *own, "--prompt", "the 12", "select=quest") == 2
     assert "Traceback" not in (printed := capsys.readouterr().err)
-    assert "small.gguf: no intact GGUF file" in printed
+    assert "small.gguf: damaged, cut off, or no GGUF file" in printed
 
 
 class ReferenceKernel:

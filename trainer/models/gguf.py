@@ -55,7 +55,7 @@ def gguf_metadata(path: Path, where: str) -> tuple[dict[str, Any], tuple[str, ..
     try:
         metadata, names = read_gguf_metadata(str(path))
     except OF_DAMAGE as error:
-        raise UserError(f"{where}: no intact GGUF file ({first_line(error)})") from error
+        raise UserError(f"{where}: damaged, cut off, or no GGUF file ({first_line(error)})") from error
     if reason := _refusal(metadata):
         raise UserError(f"{where}: {reason}")
     return metadata, names
@@ -90,7 +90,7 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
     except UserError:
         raise
     except OF_DAMAGE as error:
-        raise UserError(f"{where}: no intact GGUF file ({first_line(error)})") from error
+        raise UserError(f"{where}: damaged, cut off, or no GGUF file ({first_line(error)})") from error
     return document
 
 
@@ -162,10 +162,9 @@ def _check_packages(where: str) -> None:
 
 def _llama3_rope(path: Path, base: float, where: str) -> dict[str, Any]:
     """Returns the parameters of Llama 3.1's RoPE, if the divisors in the file are those of it."""
+    from gguf.gguf_reader import GGUFReader
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    from gguf.gguf_reader import GGUFReader
 
     (found,) = (torch.tensor(tensor.data) for tensor in GGUFReader(path).tensors if tensor.name == ROPE_FACTORS)
     scaling = {"rope_type": "llama3", "factor": found.max().item(), **LLAMA3}
