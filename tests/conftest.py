@@ -23,6 +23,8 @@ INTERPRETED_CASES = 3  # of a test of agreement with a reference that `make test
 UNTIL = float(os.environ.get("MSATTN_SLOW_TESTS_UNTIL", "inf"))  # seconds since 1970 after which no slow test begins
 NO_TIME = "no time was left for this slow test"
 
+NO_MODEL = "needs SmolLM2"  # begins the reason of tests that are skipped without it
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,13 +63,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how many slow tests had no time, and the tries of each area of the tests in ``tests/adversary``.
+    """Prints how many tests had no time or no model, and the tries of each area of the tests in ``tests/adversary``.
 
     These ended well, all, and with either of two good ends.
     """
     skipped = terminalreporter.stats.get("skipped", [])
     if count := sum(NO_TIME in str(report.longrepr) for report in skipped):
         terminalreporter.section(f"{count} slow tests were left out: no time was left for them")
+    if count := sum(NO_MODEL in str(report.longrepr) for report in skipped):
+        terminalreporter.section(f"{count} tests on SmolLM2 were left out: make models brings it")
     tried: Counter[str] = Counter()
     either: Counter[str] = Counter()
     well: Counter[str] = Counter()

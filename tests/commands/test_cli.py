@@ -84,7 +84,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
     [
         ("trian-gate", "No such command 'trian-gate'. Did you mean 'train-gate', 'train-mta'?"),
         ("train-gate modle=llama3", "unknown key modle (did you mean model?)"),
-        ("train-gate model=lama3", "model=lama3: accepted are lab, llama3"),
+        ("train-gate model=lama3", "model=lama3: accepted are gemma3_270m, lab, llama3"),
         ("train-gate train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
         ("train-gate +gate.hiden=3", "unknown key gate.hiden (did you mean gate.hidden?)"),
         ("train-gate ~train.stepz", "unknown key train.stepz"),
@@ -249,6 +249,17 @@ def test_completion(words: str, number: int, expected: str) -> None:
     env = {**os.environ, "_MSATTN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
     done = subprocess.run(MSATTN, env=env, capture_output=True, text=True, check=False)
     assert expected in done.stdout.split(), done.stderr
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "msattn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("msattn ")
+
+
+def test_doctor_takes_a_model_as_other_commands_do(msattn) -> None:
+    code, out, _ = msattn("doctor", "--model", "tiny")
+    assert (code, out) == (0, msattn("doctor", "tiny")[1])
+    assert msattn("doctor", "tiny", "--model", "lab")[::2] == (2, "msattn: --model lab and tiny: give one of the two\n")
 
 
 def test_doctor(msattn) -> None:

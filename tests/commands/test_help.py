@@ -67,7 +67,7 @@ def test_choices_are_named_where_the_comment_does_not(page) -> None:
 def test_the_overview_names_commands_groups_and_overrides(page) -> None:
     code, out = page("help")
     assert code == 0
-    for text in ("train-gate", "key=value", "model/presets  lab, long, teacher, tiny", "msattn help gate.heads"):
+    for text in ("train-gate", "key=value", "model/presets  lab, long, small, teacher, tiny", "msattn help gate.heads"):
         assert text in out
 
 

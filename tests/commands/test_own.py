@@ -89,7 +89,11 @@ def test_data_is_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
-        ("./none", None, "--model ./none: no such folder; accepted is a folder, a Hub id, or one of lab, llama3"),
+        (
+            "./none",
+            None,
+            "--model ./none: no such folder or file; accepted is a folder, a GGUF file, a Hub id, or one of gemma3_270m, lab",
+        ),
         (".", None, "--model .: the folder has no config.json"),
         (None, "none.txt", "--data=none.txt: no such file"),
         (None, ".", r"--data=.: no such file, or no .txt, .md, .jsonl, .parquet"),

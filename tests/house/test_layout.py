@@ -41,9 +41,11 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "trainer.serving": 10,
     "trainer.attach": 11,
     "trainer.evaluate": 12,
+    "trainer.recipes": 12,
     "trainer.commands": 13,
     "trainer": 13,
     "cli": 14,
+    "__main__": 15,
 }
 
 

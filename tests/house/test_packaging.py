@@ -47,7 +47,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("conf", "kernels", "trainer"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "cli.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "__main__.py", "cli.py"):
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist")]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
@@ -61,7 +61,7 @@ def test_the_wheel_holds_what_the_disk_holds(distributions: Path) -> None:
     held = {name.removeprefix("msattn/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("msattn/")}
     data = [path for path in (ROOT / "trainer/embedded").rglob("*/*") if path.is_file() and path.suffix != ".pyc"]
     data += [*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "trainer").rglob("*.css"), *(ROOT / "trainer").rglob("*.js")]
-    files = {"__init__.py", "cli.py", *(str(path.relative_to(ROOT)) for path in data)}
+    files = {"__init__.py", "__main__.py", "cli.py", *(str(path.relative_to(ROOT)) for path in data)}
     files |= {str(path.relative_to(ROOT)) for name in ("conf", "kernels", "trainer") for path in (ROOT / name).rglob("*.py")}
     assert held == files
     (source,) = distributions.glob("*.tar.gz")
@@ -94,7 +94,9 @@ def test_the_wheel_installs_into_an_empty_environment(distributions: Path, tmp_p
 
 def test_what_is_imported_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    used_by_code = [requirement for extra in ("cpu", "gpu", "harness", "serve", "vllm") for requirement in extras[extra]]
+    used_by_code = [
+        requirement for extra in ("cpu", "gpu", "gguf", "harness", "serve", "vllm") for requirement in extras[extra]
+    ]
     requirements = [*PROJECT["project"]["dependencies"], *used_by_code]
     declared = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}
     declared = {INSTALLS_AS.get(name, name) for name in declared} | {"msattn"}
@@ -107,7 +109,14 @@ def test_constraints_pin_versions_and_nothing_else() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
     pinned = {line.split("==")[0] for line in lines}
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["cpu"], *extras["harness"], *extras["serve"], *extras["dev"]]
+    wanted = [
+        *PROJECT["project"]["dependencies"],
+        *extras["cpu"],
+        *extras["gguf"],
+        *extras["harness"],
+        *extras["serve"],
+        *extras["dev"],
+    ]
     assert {re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower().replace("_", "-") for requirement in wanted} <= pinned
 
 

@@ -128,6 +128,8 @@ def test_missing_and_broken_folders_are_refused(folder: Path, tmp_path_factory: 
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(UserError, match=r"nowhere/model: no such folder"):
         load(pretrained(folder / "nowhere/model"), device="cpu")
+    with pytest.raises(UserError, match=r"nowhere/model: no such folder or GGUF file; run make models"):
+        load(pretrained(folder / "nowhere/model", obtained_by="run make models"), device="cpu")
     with pytest.raises(UserError, match=r"no config\.json"):
         load(pretrained(empty), device="cpu")
     weights = folder / "model.safetensors"

@@ -11,7 +11,7 @@ from msattn.trainer.config.model import packaged_models
 from msattn.trainer.config.text_files import refused, text_files
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, print_once
-from msattn.trainer.storage.model_files import ModelFiles, local_folder
+from msattn.trainer.storage.model_files import GGUF, ModelFiles, local_model
 
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
@@ -33,7 +33,7 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
 
     Parameters
     ----------
-    model : a folder or Hub id of a Hugging Face model, or an option of the group ``model``.
+    model : a folder or Hub id of a Hugging Face model, a GGUF file, or an option of the group ``model``.
     data : a text file, a folder or a glob.
     overrides : the other overrides.
     command : the command that they are for, whose training has smaller presets on a CPU.
@@ -57,9 +57,9 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
 
 def _model_overrides(model: str, command: str) -> list[str]:
     with refused(f"--model {shown(model)}"):
-        config = _read_config(model)
-    name = re.sub(r"[^\w.-]+", "-", Path(os.path.expanduser(model)).resolve().name).lower()
-    positions = config.get("max_position_embeddings")
+        positions = _positions(model)
+    path = Path(os.path.expanduser(model)).resolve()
+    name = re.sub(r"[^\w.-]+", "-", path.stem if path.suffix.lower() == GGUF else path.name).lower()
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
     if sizes and command not in ANSWERING:  # which read few of them
         values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
@@ -113,14 +113,22 @@ def sizes_for(positions: int) -> dict[str, Any]:
     }
 
 
-def _read_config(model: str) -> dict[str, Any]:
-    """Returns ``config.json`` of a local folder or of a Hub model."""
-    name, folder = f"--model {shown(model)}", local_folder(model)
-    if folder is None and os.path.exists(os.path.expanduser(model)):
-        raise UserError(f"{name}: this is a file; accepted is the folder of a model")
-    if folder is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
-        raise UserError(f"{name}: no such folder; accepted is a folder, a Hub id, or one of {', '.join(packaged_models())}")
-    return ModelFiles(name, folder or model).config()
+def _positions(model: str) -> Any:
+    """Returns the number of positions that ``config.json`` or a GGUF file states."""
+    name = f"--model {shown(model)}"
+    local = local_model(model, name)
+    if local is None and os.path.exists(os.path.expanduser(model)):
+        raise UserError(f"{name}: this is a file; accepted is the folder of a model, or a file that ends in {GGUF}")
+    if local is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.endswith(GGUF)):
+        accepted = f"a folder, a GGUF file, a Hub id, or one of {', '.join(packaged_models())}"
+        raise UserError(f"{name}: no such folder or file; accepted is {accepted}")
+    files = ModelFiles(name, local or model)
+    if files.gguf is None:
+        return files.config().get("max_position_embeddings")
+    from msattn.trainer.models.gguf import gguf_metadata
+
+    metadata, _ = gguf_metadata(files.gguf, name)
+    return metadata.get(f"{metadata['general.architecture']}.context_length")
 
 
 def _quoted(value: str) -> str:

@@ -78,7 +78,8 @@ class ModelConfig:
     Attributes
     ----------
     name : folder under ``outputs``.
-    path : Hub id, local folder, or ``embedded`` (the model that ships with the package).
+    path : Hub id, local folder, GGUF file, or ``embedded`` (the model that ships with the package).
+    obtained_by : the way to a model whose ``path`` does not exist, for the error message.
     init : ``pretrained``, or ``random`` (weights drawn from the seed, shape from ``architecture``; no download).
     revision : branch, tag or commit of a Hub model.
     trust_remote_code : run Python code that the model's folder or repository brings; without it such a model is refused.
@@ -92,6 +93,7 @@ class ModelConfig:
     init: str = field(default="pretrained", metadata=choices(("pretrained", "random")))
     revision: str | None = None
     trust_remote_code: bool = False
+    obtained_by: str | None = None
     rope_scaling: dict[str, Any] | None = None
     architecture: dict[str, Any] | None = None
     presets: ModelPresets = field(default_factory=ModelPresets)
@@ -99,7 +101,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check(self, "model.")
         folder_name("model.name", self.name)
-        require(bool(self.path.strip()), "model.path", self.path, "a Hub id, a folder, or embedded")
+        require(bool(self.path.strip()), "model.path", self.path, "a Hub id, a folder, a GGUF file, or embedded")
         require(
             self.init == "pretrained" or self.architecture is not None,
             "model.init",

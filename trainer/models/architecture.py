@@ -15,6 +15,7 @@ from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.config_keys import Architecture, Flag, Share, TokenId
 from msattn.trainer.models.families import FAMILIES, refusal
 from msattn.trainer.models.family_keys import FAMILY_KEYS
+from msattn.trainer.models.gguf import gguf_config
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
@@ -40,7 +41,7 @@ class GenerationKeys:
 
 
 def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
-    """Returns the configuration of a model, from the keys of :class:`Architecture`.
+    """Returns the configuration of a model, from the keys of :class:`Architecture`, which a GGUF file has as metadata.
 
     Raises
     ------
@@ -49,7 +50,7 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    document = files.config()
+    document = files.config() if files.gguf is None else gguf_config(files.gguf, files.name)
     family = document.get("model_type")
     if family not in FAMILIES and document.get("auto_map"):
         raise files.brings_code()
@@ -62,14 +63,15 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
         )
     if family not in FAMILIES:
         raise UserError(f"{files.name}: model_type={family!s:.60}: accepted are the decoders {', '.join(FAMILIES)}")
-    keys = _known(document, FAMILY_KEYS.get(family, Architecture), f"{files.name}: {CONFIG}")
+    where = f"{files.name}: {CONFIG if files.gguf is None else 'its metadata'}"
+    keys = _known(document, FAMILY_KEYS.get(family, Architecture), where)
     if quantization := keys.get("quantization_config"):
-        limited(lambda: _check_quantization(quantization), f"{files.name}: {CONFIG}: quantization_config is not accepted")
+        limited(lambda: _check_quantization(quantization), f"{where}: quantization_config is not accepted")
     try:
         return AutoConfig.for_model(**keys, name_or_path=str(files.source))
     except (StrictDataclassError, ValueError, KeyError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise UserError(f"{files.name}: {CONFIG}: {first_line(reason)}") from error
+        raise UserError(f"{where}: {first_line(reason)}") from error
 
 
 def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "GenerationConfig":

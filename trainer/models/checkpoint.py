@@ -14,16 +14,15 @@ from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import family_of, head_dim, num_heads, num_kv_heads, num_layers, text_config
+from msattn.trainer.models.gguf import check_tensors
 from msattn.trainer.models.identity import has_values
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import check_regular, checked
-from msattn.trainer.storage.model_files import ModelFiles
+from msattn.trainer.storage.model_files import INDEX, SAFETENSORS, WEIGHT_FILES, ModelFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-INDEX = ".index.json"
-FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-")  # transformers would read these files instead
 FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=255)]
@@ -43,20 +42,27 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     Raises
     ------
     UserError : there are none, adapters or several checkpoints; a file is missing or no regular file, lies elsewhere, or holds
-        code; two files have the same weights; or there are fewer bytes than the model has weights.
+        code; two files have the same weights; there are fewer bytes than the model has weights; or a GGUF file has others.
     """
-    if files.locate(ADAPTER) is not None:  # transformers would load the base model that it names
+    if files.gguf is not None and not os.path.lexists(files.gguf.with_name(ADAPTER)):
+        _check_size(files, config, 8 * files.gguf.stat().st_size)
+        check_tensors(files.gguf, config, files.name)
+        return files.gguf.parent
+    if files.gguf is not None or files.locate(ADAPTER) is not None:  # transformers would load the base model that it names
         raise _not_whole(files, ADAPTER)
-    first = next((name for name in FILES if files.locate(name) is not None), None)
+    first = next((name for name in WEIGHT_FILES if files.locate(name) is not None), None)
     if first is None:
-        raise UserError(f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(FILES)})")
+        raise UserError(
+            f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(WEIGHT_FILES)})"
+        )
     names = _parts(files, first) if first.endswith(INDEX) else [first]
     files.download(names)
     parts = [_regular(files, name) for name in names]
     folder = parts[0].parent
     if distributed := sorted(filter(DISTRIBUTED.match, os.listdir(folder))):
         raise _not_whole(files, distributed[0])
-    _check_size(files, config, sum(part.stat().st_size for part in parts))
+    bits = 8 if is_quantized(config) else 1
+    _check_size(files, config, bits * sum(part.stat().st_size for part in parts))
     if first.startswith("pytorch"):
         for part in parts:
             limited(lambda part=part: _check_pickle(part), f"{files.name}: {part.name} does not hold weights alone")
@@ -66,7 +72,7 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
 
 
 def _not_whole(files: ModelFiles, name: str) -> UserError:
-    return UserError(f"{files.name}: {name}: accepted are whole models with their weights in {FILES[0]}, or in parts")
+    return UserError(f"{files.name}: {name}: accepted are whole models with their weights in {SAFETENSORS}, or in parts")
 
 
 def _regular(files: ModelFiles, name: str) -> Path:
@@ -88,10 +94,12 @@ def check_loaded(files: ModelFiles, model: "PreTrainedModel", info: Mapping[str,
     if missing := sorted(info["missing_keys"]):  # transformers initialized them at random
         raise UserError(f"{files.name}: the checkpoint has no weights for {', '.join(missing[:3])}")
     for name, found, expected in sorted(info["mismatched_keys"]):
-        raise UserError(f"{files.name}: {name} has the shape {list(found)}, by config.json it is {list(expected)}")
+        raise UserError(f"{files.name}: {name} has the shape {list(found)}, by its configuration it is {list(expected)}")
     left_over = sorted(info["unexpected_keys"])
     if left_over and not is_quantized(model.config):
-        raise UserError(f"{files.name}: by config.json the model has no {', '.join(left_over[:3])}, which the checkpoint has")
+        raise UserError(
+            f"{files.name}: by its configuration the model has no {', '.join(left_over[:3])}, which the checkpoint has"
+        )
     for name, weight in model.named_parameters():
         if has_values(weight) and not torch.isfinite(weight).all():
             raise UserError(f"{files.name}: {name} has values that are not finite")
@@ -131,11 +139,11 @@ def _check_pickle(path: Path) -> None:
             raise TypeError(f"{name!r:.80} is no tensor of real numbers")
 
 
-def _check_size(files: ModelFiles, config: "PreTrainedConfig", size: int) -> None:
-    """Raises UserError if the model has more weights than ``size`` bytes hold: a bit each if quantized, else a byte."""
+def _check_size(files: ModelFiles, config: "PreTrainedConfig", most: int) -> None:
+    """Raises UserError if the model has more weights than ``most``: a quantized file's bits, or the bytes of others."""
     text, heads = text_config(config), num_heads(config) + num_kv_heads(config)
     inner = 0 if family_of(config).experts else text.intermediate_size
     layer = text.hidden_size * (2 * heads * head_dim(config) + 3 * inner)
     weights = num_layers(config) * layer + text.vocab_size * text.hidden_size
-    if weights > size * (8 if is_quantized(config) else 1):
-        raise files.error(ValueError(f"{weights:,} weights by config.json in {size:,} bytes"))
+    if weights > most:
+        raise files.error(ValueError(f"{weights:,} weights by its configuration, at most {most:,} in the files"))

@@ -59,6 +59,7 @@ def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: st
     """Returns the :func:`fingerprint` of a model whose weights and tokenizer are not known: their hashes are None."""
     config = text_config(config)
     shape = {key: getattr(config, key, None) for key in (*HASHED_KEYS, *family_of(config).hashed)}
+    shape["rms_norm_eps"] = float(f"{shape['rms_norm_eps']:.6g}")  # GGUF files have it in single precision
     return {
         "id": id,
         "revision": revision,

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,16 +11,17 @@ import torch
 
 from msattn.trainer.config import ModelConfig, nearest
 from msattn.trainer.config.values import shown
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.models.architecture import generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
+from msattn.trainer.models.gguf import unpacking
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
 from msattn.trainer.progress import activity
-from msattn.trainer.storage.model_files import ModelFiles, local_folder
+from msattn.trainer.storage.model_files import ModelFiles, local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -71,7 +72,7 @@ def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Load
         raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
     model.eval().requires_grad_(False)
     revision = None if random else cfg.revision
-    return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, seed), revision=revision))
+    return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, files, seed), revision=revision))
 
 
 def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
@@ -109,11 +110,13 @@ def _config_and_tokenizer(cfg: ModelConfig, files: ModelFiles) -> "tuple[PreTrai
     return config, tokenizer
 
 
-def _public_id(cfg: ModelConfig, seed: int) -> str:
+def _public_id(cfg: ModelConfig, files: ModelFiles, seed: int) -> str:
     """Returns the id of a model in manifests and model cards, which may be published: never a local path."""
     if cfg.init == "random":
         return f"{cfg.name} (random weights, seed {seed})"
-    return cfg.path if local_folder(cfg.path) is None else cfg.name
+    if files.gguf is not None:
+        return files.gguf.name
+    return cfg.path if files.folder is None or cfg.path == "embedded" else cfg.name
 
 
 def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
@@ -174,13 +177,14 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def _files(cfg: ModelConfig) -> ModelFiles:
-    """Returns the files of the local folder or of the Hub model that ``model.path`` names."""
-    name, folder = f"model.path={shown(cfg.path)}", EMBEDDED if cfg.path == "embedded" else local_folder(cfg.path)
+    """Returns the files of the local folder, the GGUF file or the Hub model that ``model.path`` names."""
+    name = f"model.path={shown(cfg.path)}"
+    folder = EMBEDDED if cfg.path == "embedded" else local_model(cfg.path, name)
     files = ModelFiles(name, folder or cfg.path, cfg.revision)
     if cfg.init == "random":
         return files
     if folder is None and (os.path.exists(cfg.path) or cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") > 1):
-        raise UserError(f"{name}: no such folder")
+        raise UserError(f"{name}: no such folder or GGUF file" + (f"; {cfg.obtained_by}" if cfg.obtained_by else ""))
     return files.at_one_commit()
 
 
@@ -188,7 +192,7 @@ def _config(files: ModelFiles, trust_remote_code: bool) -> "PreTrainedConfig":
     """Returns the configuration of a pretrained model; code that the user trusts may decide it."""
     from transformers import AutoConfig
 
-    if not trust_remote_code:
+    if files.gguf is not None or not trust_remote_code:
         return pretrained_config(files)
     try:
         return AutoConfig.from_pretrained(files.source, revision=files.revision, trust_remote_code=True)
@@ -202,10 +206,12 @@ def _pretrained(
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    trust_remote_code = trust_remote_code and files.gguf is None
     own = None if trust_remote_code else generation_config(files, config)
     try:
         folder = checked_weights(files, config)
-        with no_progress_bar():
+        # Of a GGUF file that does not fit, transformers would print a report; it is refused below.
+        with no_progress_bar(), nullcontext() if files.gguf is None else only_errors("transformers"):
             model, info = AutoModelForCausalLM.from_pretrained(
                 files.source if trust_remote_code else folder,  # code is in other files, of the same commit
                 config=config,
@@ -217,6 +223,7 @@ def _pretrained(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
                 **_attention(config),
+                **({} if files.gguf is None else unpacking(files.gguf)),
             )
     except (torch.OutOfMemoryError, UserError):
         raise
@@ -231,7 +238,7 @@ def _tokenizer(cfg: ModelConfig, files: ModelFiles) -> "PreTrainedTokenizerBase"
     """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
     from transformers import PreTrainedTokenizerFast
 
-    absent = cfg.init == "random" and (files.folder is None or files.locate(VOCABULARY) is None)
+    absent = cfg.init == "random" and files.gguf is None and (files.folder is None or files.locate(VOCABULARY) is None)
     if absent or cfg.path == "embedded":
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
     return load_tokenizer(files, cfg.trust_remote_code)

@@ -9,6 +9,9 @@ from typing import Any
 from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.storage.documents import check_contained, check_regular, read_json, read_text, root_of_links
 
+SAFETENSORS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
+WEIGHT_FILES = (SAFETENSORS, f"{SAFETENSORS}{INDEX}", PICKLE, f"{PICKLE}{INDEX}")  # in the order of preference
+GGUF = ".gguf"  # suffix of files that hold configuration, tokenizer and weights
 MAX_BYTES = 100_000_000  # of a file that is no weights: tokenizers take up to 35 MB
 
 
@@ -19,7 +22,7 @@ class ModelFiles:
     Attributes
     ----------
     name : the argument that names the model, such as ``model.path=meta-llama/Llama-3.1-8B``, for messages.
-    source : a local folder, or a Hub id.
+    source : a local folder, a GGUF file, which stands for a folder without other files, or a Hub id.
     revision : branch, tag or commit of a Hub model, see :meth:`at_one_commit`.
     """
 
@@ -29,8 +32,13 @@ class ModelFiles:
 
     @property
     def folder(self) -> Path | None:
-        """The local folder; None of a Hub model."""
+        """The local folder, or the GGUF file; None of a Hub model."""
         return self.source if isinstance(self.source, Path) else None
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file that holds configuration, tokenizer and weights; None of other models."""
+        return self.folder if self.folder is not None and _is_gguf(self.folder) else None
 
     @property
     def kind(self) -> str:
@@ -135,3 +143,30 @@ def local_folder(path: str) -> Path | None:
     """Returns the folder that ``path`` names; None if there is none."""
     folder = os.path.expanduser(path)  # as os.path.isdir, it raises no error for any text
     return Path(folder) if os.path.isdir(folder) else None
+
+
+def local_model(path: str, name: str) -> Path | None:
+    """Returns the folder or the GGUF file of a local model: of a folder without other weights, the one GGUF file in it.
+
+    Parameters
+    ----------
+    path : as the user gave it; None is returned if there is no such folder or GGUF file.
+    name : the argument that names the model, for messages.
+
+    Raises
+    ------
+    UserError : the folder has several GGUF files.
+    """
+    if _is_gguf(file := Path(os.path.expanduser(path))):
+        return file
+    folder = local_folder(path)
+    if folder is None or any(os.path.lexists(folder / weights) for weights in WEIGHT_FILES):
+        return folder
+    found = sorted(each for each in folder.iterdir() if _is_gguf(each)) if os.access(folder, os.R_OK | os.X_OK) else []
+    if len(found) > 1:
+        raise UserError(f"{name}: several GGUF files: {', '.join(each.name for each in found)}; give the path of one")
+    return found[0] if found else folder
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == GGUF and os.path.isfile(path)

@@ -1,0 +1,239 @@
+"""Models in GGUF files: equal to the model that was written; folders, damage, packed weights."""
+
+import shutil
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import msattn
+from msattn.trainer.config import GateConfig, ModelConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.models import fingerprint, load
+from msattn.trainer.seer.distillation import GateDistiller
+from msattn.trainer.seer.gate import Gate
+from tests.factory import random_tokens, tiny_architecture
+from tests.models.gguf_files import LLAMA3, SIZE, gguf_model, write_gguf
+from tests.running import exit_code, succeed
+from tests.test_attach import gate_for, save
+
+
+def load_gguf(path: Path | str, **options: Any) -> Any:
+    return load(ModelConfig(name="small", path=str(path), **options), device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A GGUF file of a Llama."""
+    return write_gguf(tmp_path / "small.gguf", gguf_model())
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_file_is_the_model_that_was_written(name: str, tmp_path: Path) -> None:
+    family, overrides = MODELS[name]
+    model, ids = gguf_model(family, **overrides), random_tokens(1, 90, vocab_size=SIZE)
+    loaded = load_gguf(write_gguf(tmp_path / "small-F32.gguf", model))
+    assert torch.allclose(loaded.model(ids).logits, model(ids).logits, atol=1e-4)
+    expected = fingerprint(model, loaded.tokenizer, id="small-F32.gguf")
+    rope = {key: pytest.approx(value) if isinstance(value, float) else value for key, value in expected["rope"].items()}
+    assert loaded.fingerprint == expected | {"rope": rope}
+    assert loaded.model.generation_config.eos_token_id == 262
+    assert not loaded.model.training
+    assert not any(weight.requires_grad for weight in loaded.model.parameters())
+
+
+@torch.no_grad()
+def test_a_model_of_transformers_loader_takes_the_artifacts_of_a_file(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "small-q8_0.gguf", gguf_model(), "Q8_0")
+    model = load_gguf(file).model
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).eval()
+    gate, ids = save(tmp_path, model, gate_for(model)), random_tokens(1, 80, vocab_size=SIZE)
+    answers = []
+    for each in (model, theirs):
+        with warnings.catch_warnings(), msattn.attach(each, gate=gate, sparsity=0.5, dense_below=0, strict=True):
+            warnings.simplefilter("error")
+            answers.append(each.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None))
+    assert torch.equal(*answers)
+
+
+def test_the_tokenizer_matches_special_tokens_digits_and_blank_lines(file: Path, tmp_path: Path) -> None:
+    tokenizer = load_gguf(file).tokenizer
+    assert (
+        tokenizer.tokenize("<|start|>in the\n\n  12<|end|>")
+        == [
+            *("<|start|>", "<|start|>", "i", "n", "Ġthe"),
+            *("ĊĊ", "ĠĠ", "1", "2", "<|end|>"),
+        ][1:]
+    )
+    assert tokenizer.tokenize("zoo") == ["z", "o", "o"]
+    assert len(tokenizer) == SIZE, "transformers' own <|endoftext|> is not added"
+    text = "Two cafés, 東京: 10\n"
+    assert tokenizer(text).input_ids[0] == tokenizer.bos_token_id == 261
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    assert tokenizer.eos_token == "<|end|>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|start|>hi<|end|>"
+    tokenizer.save_pretrained(tmp_path)
+    saved: Any = AutoTokenizer.from_pretrained(tmp_path)
+    assert saved(text).input_ids == tokenizer(text).input_ids
+
+
+def test_the_tokenizer_of_llama_3_knows_whole_words(tmp_path: Path) -> None:
+    tokenizer = load_gguf(write_gguf(tmp_path / "small.gguf", gguf_model(), tokenizer__ggml__pre="llama-bpe")).tokenizer
+    assert tokenizer.tokenize("zoo") == ["zoo"]
+
+
+def test_a_folder_with_one_file_and_no_other_weights(file: Path) -> None:
+    assert load_gguf(file.parent).fingerprint["id"] == "small.gguf"
+    shutil.copy(file, file.parent / "other.gguf")
+    with pytest.raises(UserError, match=r"several GGUF files: other\.gguf, small\.gguf; give the path of one"):
+        load_gguf(file.parent)
+    load_gguf(file.parent / "other.gguf").model.save_pretrained(file.parent)
+    load_gguf(file).tokenizer.save_pretrained(file.parent)
+    assert load_gguf(file.parent).fingerprint["id"] == "small", "the folder's own weights come first"
+
+
+def test_random_weights_take_the_tokenizer_of_a_file(file: Path) -> None:
+    loaded = load_gguf(file, init="random", architecture=tiny_architecture(vocab_size=SIZE))
+    assert loaded.tokenizer.eos_token == "<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general__architecture": "mamba"}, "general.architecture=mamba: accepted in GGUF files are llama, qwen2, qwen3"),
+        ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.type=yarn: accepted in GGUF files are none and linear"),
+        ({"llama__attention__head_count": 3}, "its metadata: The hidden size .64. is not a multiple of the number of .* heads"),
+        ({"llama__block_count": 3}, r"no weights for model\.layers\.2\."),
+        ({"llama__block_count": 1}, r"by its metadata the model has no blk\.1\.attn_k\.weight, .*, which the file has"),
+        ({"llama__feed_forward_length": 64}, "has the shape .64, 96., by its configuration it is .64, 64."),
+        ({"llama__embedding_length": 2**19}, "weights by its configuration, at most"),
+        ({"tokenizer__ggml__pre": "viking"}, "tokenizer.ggml.pre=viking: accepted are gpt-2, smollm, qwen2"),
+        ({"tokenizer__ggml__model": "rwkv"}, "tokenizer.ggml.model=rwkv: accepted are gpt2 and llama"),
+        ({"split__count": 3}, "one of 3 parts: join them with llama-gguf-split --merge"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "other.gguf", gguf_model(), **metadata)
+    with pytest.raises(UserError, match=message) as error:
+        load_gguf(file)
+    assert str(error.value).count("\n") == 0
+    assert str(error.value).startswith("model.path=")
+
+
+def test_damaged_files_are_refused(file: Path) -> None:
+    whole = file.read_bytes()
+    start = whole.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight")
+    tokens = whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8  # before their number
+    damages = [
+        b"",
+        b"This is a text.\n" * 9,
+        whole[:4] + b"\1" + whole[5:],  # the version
+        whole[: len(whole) // 400],
+        whole[:-100],  # the end of the last tensor
+        whole[:start] + b"\xff" + whole[start + 1 :],  # a number of dimensions
+        whole[:16] + b"\xff" * 8 + whole[24:],  # the number of entries
+        whole[:24] + b"\xf0" + b"\xff" * 7 + whole[32:],  # the length of a key
+        whole[:tokens] + b"\xff" * 8 + whole[tokens + 8 :],  # the number of tokens
+    ]
+    for content in damages:
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"^model.path=\S+small.gguf: damaged, cut off, or no GGUF file \(.+\)$"):
+            load_gguf(file)
+    for place in range(8, start, 211):  # any byte of the header
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with suppress(UserError):
+            load_gguf(file)
+
+
+def test_a_missing_package_names_the_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"the package gguf, .*, is not installed; pip install 'msattn\[gguf\]'"):
+        load_gguf(file)
+
+
+def test_commands_take_a_file(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quick_start: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("\n".join(f"The {i} in the {i * i}." for i in range(900)))
+    own = ["--model", "small.gguf", "device=cpu"]
+    sizes = ["gate.block_size=16", "data.seq_len=128", "train.steps=2", "train.batch_size=1", "tracker=none"]
+    succeed("train-gate", *own, "--data", "notes.txt", *sizes)
+    manifest = (tmp_path / "outputs/small/base/gate/manifest.json").read_text()
+    assert '"id": "small.gguf"' in manifest
+    succeed("generate", *own, "--prompt", "the 12", "max_new_tokens=2", "chat=false")
+    succeed("doctor", "--model", "small.gguf")
+    assert "gate: outputs/small/base" in capsys.readouterr().out
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert exit_code("generate", *own, "--prompt", "the 12", "select=quest") == 2
+    assert "Traceback" not in (printed := capsys.readouterr().err)
+    assert "small.gguf: damaged, cut off, or no GGUF file" in printed
+
+
+class ReferenceKernel:
+    """The products with packed weights that transformers takes from the Hub, as plain unpacking."""
+
+    def supports(self, kind: int) -> bool:
+        return True
+
+    def mul_mat_vec(self, weight: torch.Tensor, x: torch.Tensor, kind: int, rows: int) -> torch.Tensor:
+        from transformers.integrations.gguf.dequant import dequantize
+
+        return x.float() @ dequantize(weight, kind, torch.float32).reshape(rows, -1).T
+
+
+def packed(file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the model of a file with its matrices in blocks, as transformers 5.23 keeps those of some architectures."""
+    utils = pytest.importorskip("transformers.integrations.gguf.utils", reason="this transformers unpacks all weights")
+    from transformers.integrations.gguf import kernels
+
+    monkeypatch.setattr(kernels, "_gguf_kernel", kernel := ReferenceKernel())
+    model, q8_0 = load_gguf(file).model, GGMLQuantizationType.Q8_0
+    names = [name for name, weight in model.named_parameters() if weight.ndim == 2]
+    blocks = {name: quantize(model.get_parameter(name).numpy(), q8_0) for name in names}
+    replaced = utils.replace_with_gguf_modules(model, {name: int(q8_0) for name in names}, kernel, torch.float32)
+    for name, module in replaced.items():
+        module.weight.data = torch.from_numpy(blocks[name])
+    assert replaced.keys() == set(names)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_whose_weights_stay_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "small.gguf", gguf_model(tie_word_embeddings=False), "Q8_0")
+    model, unpacked, ids = packed(file, monkeypatch), load_gguf(file).model, random_tokens(1, 80, vocab_size=SIZE)
+    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
+    found = fingerprint(model)
+    assert found == fingerprint(unpacked) | {"weights_hash": None}, "weights in blocks are not compared"
+    gate, answers = save(tmp_path, unpacked, gate_for(unpacked)), []
+    for each in (unpacked, model):
+        with torch.no_grad(), msattn.attach(each, gate=gate, sparsity=0.5, dense_below=0) as sparse:
+            answers.append(each.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None))
+            assert 0.3 < sparse.stats()["sparsity"] < 0.6
+    assert torch.equal(*answers)
+    losses = []
+    for each in (unpacked, model):
+        torch.manual_seed(0)
+        distiller = GateDistiller(Gate.build(each.config, GateConfig(block_size=16)), each)
+        loss = distiller(ids)["loss"]
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.allclose(*losses, rtol=1e-4)
