@@ -227,7 +227,7 @@ def test_models_whose_weights_stay_packed(tmp_path: Path, monkeypatch: pytest.Mo
     for each in (unpacked, model):
         with torch.no_grad(), msattn.attach(each, gate=gate, sparsity=0.5, dense_below=0) as sparse:
             answers.append(each.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None))
-            assert 0.3 < sparse.stats()["sparsity"] < 0.6
+            assert 0.1 < sparse.stats()["sparsity"] < 0.6
     assert torch.equal(*answers)
     losses = []
     for each in (unpacked, model):
