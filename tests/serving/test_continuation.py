@@ -16,7 +16,7 @@ from msattn.trainer.serving.cache_layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
 from tests.test_attach import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores, random_partition
 
-HALF = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
+HALF: Any = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
 
 
 def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None = None) -> Tensor:
@@ -67,7 +67,7 @@ def test_the_last_queries_of_a_pass_can_read_every_block() -> None:
     """The last 20 of 75 tokens are in the last two blocks; a pass of as few tokens is dense by choice."""
     model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 4 * BLOCK + 11)
     dense = model(ids).logits
-    with attach(model, gate=gate_for(model), select=replace(HALF, **{"sparsity": 0.9, "dense_queries": 20})) as sparse:
+    with attach(model, gate=gate_for(model), select=replace(HALF, sparsity=0.9, dense_queries=20)) as sparse:
         same = torch.isclose(model(ids).logits, dense, rtol=1e-4, atol=1e-4).all(-1)[0]
         assert same[3 * BLOCK :].all()
         assert not same[BLOCK : 3 * BLOCK].all()

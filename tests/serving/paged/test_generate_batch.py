@@ -33,7 +33,7 @@ from tests.test_attach import (
     random_partition,
 )
 
-HALF = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
+HALF: Any = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
 PRODUCTS = """
 import torch
 
@@ -131,7 +131,7 @@ def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
 def test_the_last_queries_read_every_block() -> None:
     """A prompt that is no longer than these is dense by choice."""
     model, prompts = tiny_model(), prompts_of(150, 190, 97, 2 * BLOCK)
-    attached = {"gate": gate_for(model), "select": replace(HALF, **{"sparsity": 0.8, "dense_queries": 2 * BLOCK})}
+    attached = {"gate": gate_for(model), "select": replace(HALF, sparsity=0.8, dense_queries=2 * BLOCK)}
     with attach(model, **attached, **ROUTED):
         expected = [alone(model, prompt) for prompt in prompts]
     with attach(model, **attached, **ROUTED) as sparse:
