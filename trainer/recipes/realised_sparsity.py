@@ -9,6 +9,7 @@ CSV.
 
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def main(overrides: list[str]) -> None:
     """Prints a line for each scorer, requested sparsity and length: the mean and the extreme layers."""
     from msattn.trainer import data, models
     from msattn.trainer.commands.compose import compose
+    from msattn.trainer.config import CalibratedConfig
     from msattn.trainer.evaluate import calibration, methods
     from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 
@@ -30,10 +32,10 @@ def main(overrides: list[str]) -> None:
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     found = calibration.calibrate_selections(found, cfg, loaded)
     settings = [
-        (method.name, select.sparsity, method.selection(select))
+        (method.name, sparsity, method.selection(replace(method.select, sparsity=sparsity)))
         for method in found.block_selections
-        if method.select.policy == "calibrated"
-        for _, select in method.settings(cfg.eval.perplexity.sparsities)
+        if isinstance(method.select, CalibratedConfig)
+        for sparsity in cfg.eval.perplexity.sparsities
     ]
     print("scores,sparsity,length,realised,least_layer,most_layer,last_row", flush=True)
     for length in cfg.eval.ruler.lengths:
