@@ -106,7 +106,7 @@ def test_thresholds_are_for_the_blocks_that_are_always_read() -> None:
         selection = Selection.from_config(select, thresholds=table)
         for x in inputs_of_layers(model, chunks[0]["input_ids"][None]):
             mask = selection.blocks(x)[:, :, 24:]  # rows whose share is more than is always read
-            assert mask.sum() / (4 * torch.arange(25, 41).sum()) == pytest.approx(0.4, abs=0.02)
+            assert mask.sum() / (4 * torch.arange(25, 41).sum()) == pytest.approx(0.4, abs=0.03)
 
 
 def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:
