@@ -80,7 +80,7 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
             assert row["score"] == row["latency_s"] > 0
             assert row["ratio_to_dense"] == pytest.approx(row["score"] / dense["score"])
             assert row["extra"]["times_SDPA"] == pytest.approx(dense["score"] / row["score"])
-            assert row["sparsity"] == pytest.approx(sparsity, abs=0.3), "short rows round their shares"
+            assert 0.15 < row["sparsity"] < sparsity + 0.1, "of few blocks, those that are always read are a large part"
             assert row["sparsity"] > 0, "the sparse path must be measured"
             assert 0 < row["extra"]["selection_s"] + row["extra"]["attention_s"] < row["score"] * 2
     assert len(rows) == 2 * 3 + 2 * 4

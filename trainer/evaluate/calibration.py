@@ -21,7 +21,7 @@ from msattn.trainer.routing import calibrate as key_calibrate
 from msattn.trainer.routing.calibrate import threshold_at
 from msattn.trainer.seer.a_shape import AShape, measure_spans
 from msattn.trainer.seer.blocks import SINK_AND_LOCAL, sparsity_in_reach
-from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, FLOOR, SPARSITIES, calibrate
+from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, FLOOR, SHORT_ROWS, SPARSITIES, calibrate
 from msattn.trainer.seer.select import Scorer, Selection, always_read
 from msattn.trainer.storage.hashes import file_hash
 
@@ -107,6 +107,8 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
     first = methods.block_selections[0]
     size = first.select.block_size if first.gate is None else first.gate.cfg.block_size
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
+    if isinstance(first.select, CalibratedConfig):
+        always = always._replace(short_rows=SHORT_ROWS)
     sections = {task: getattr(cfg.eval, task) for task in cfg.eval.tasks if task in LIMITED_TASKS}
     asked: dict[int, set[float]] = {}
     for section in sections.values():
@@ -116,9 +118,10 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
     for length, sparsities in sorted(asked.items()):
         most = sparsity_in_reach(-(-length // size), always)
         if beyond := sorted(each for each in sparsities if each > most):
+            whole = f", rows of up to {always.short_rows} blocks all of them" if always.short_rows else ""
             notes.append(
                 f"{length} tokens: every row reads its own block, the first {always.sink_blocks} and the {always.local_blocks} "
-                f"before its own, so at most {100 * most:.1f} % of the blocks are left out, also at sparsity "
+                f"before its own{whole}, so at most {100 * most:.1f} % of the blocks are left out, also at sparsity "
                 f"{', '.join(f'{each:g}' for each in beyond)}."
             )
     return notes

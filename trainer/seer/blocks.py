@@ -91,11 +91,13 @@ class AlwaysRead(NamedTuple):
     sink_blocks : number of leading blocks. Pretrained models put much of their attention on the first tokens.
     local_blocks : number of blocks before the diagonal ones.
     dense_queries : number of last queries whose rows read every block.
+    short_rows : number of visible blocks up to which a row reads all of them.
     """
 
     sink_blocks: int = 1
     local_blocks: int = 1
     dense_queries: int = 0
+    short_rows: int = 0
 
 
 SINK_AND_LOCAL = AlwaysRead()
@@ -144,6 +146,8 @@ def _candidate_blocks(
     if always.dense_queries:
         is_dense = rows.last > rows.last.amax(1, keepdim=True) - always.dense_queries
         required |= visible & is_dense[:, None, :, None]
+    if always.short_rows:
+        required |= visible & (visible.sum(-1, keepdim=True) <= always.short_rows)
     return Candidates(visible, required)
 
 
@@ -186,5 +190,6 @@ def sparsity(selected: Tensor, candidates: Candidates) -> Tensor:
 
 def sparsity_in_reach(blocks: int, always: AlwaysRead) -> float:
     """Returns the share of the visible blocks of a prompt that are not always read, for a prompt of ``blocks`` blocks."""
-    least = 1 + always.sink_blocks + always.local_blocks
-    return 1 - sum(min(visible, least) for visible in range(1, blocks + 1)) / (blocks * (blocks + 1) / 2)
+    least, short = 1 + always.sink_blocks + always.local_blocks, min(always.short_rows, blocks)
+    read = short * (short + 1) / 2 + sum(min(visible, least) for visible in range(short + 1, blocks + 1))
+    return 1 - read / (blocks * (blocks + 1) / 2)

@@ -3,12 +3,14 @@
 Top-k reads the same share in each row of each head. Here top-k reads only a part of that share in each row (``FLOOR``), and a
 threshold per layer adds the blocks whose score is high: many where attention is flat, few where it is sharp. The threshold that
 keeps the share depends on the number of visible blocks ``v`` of a row in two ways: the scores of a row sum to 1, and the blocks
-that are always read are a larger part of a shorter row's share, in the shortest all of it (``v <= above``). It is
+that are always read are a larger part of a shorter row's share, in some all of it (``v <= above``). It is
 
     scale * v ** exponent * (1 - above / v) ** edge_exponent,
 
-fitted on text for a grid of sparsities, and holds for shorter and for longer prompts. A gate stores its thresholds;
-``msattn eval`` measures those of the baselines in the same way. The selection of a row does not depend on later rows.
+fitted on text for a grid of sparsities, and holds for shorter and for longer prompts. Rows of up to ``SHORT_ROWS`` blocks are
+read whole: a share of few blocks costs them more quality than all other rows, and reading all of it costs 1 % of the blocks of
+8192 tokens, less of longer prompts. A gate stores its thresholds; ``msattn eval`` measures those of the baselines in the same
+way. The selection of a row does not depend on later rows.
 """
 
 import math
@@ -38,9 +40,9 @@ SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
 BINS = 1000  # each 0.03 wide in log2
 BANDS_PER_OCTAVE = 2  # rows of about as many visible blocks share a histogram
-SHORTEST = 8  # visible blocks from which rows enter the fit, also at least EDGE times ``above``
-EDGE = 1.1
-PRIOR, STRENGTH = (0.0, -1.0, -0.5), (0.0, 1e-2, 1e-2)  # of a fit: the exponents where rows of few lengths say little
+SHORT_ROWS = 16  # visible blocks
+EDGE = 1.1  # rows enter the fit from this multiple of ``above``
+PRIOR, STRENGTH = (0.0, -1.0, -0.5), (0.0, 0.03, 0.03)  # of a fit: the exponents where rows of few lengths say little
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
@@ -62,7 +64,7 @@ class Thresholds:
 
     floor: Share
     sparsities: list[Share]
-    layers: list[list[Annotated[list[Annotated[float, Interval(ge=-1e9, le=1e9)]], Len(3, 3)] | None]]
+    layers: list[list[Annotated[list[Annotated[float, Interval(ge=-1e30, le=1e30)]], Len(3, 3)] | None]]
 
     def __post_init__(self) -> None:
         if not self.sparsities or sorted(set(self.sparsities)) != self.sparsities or not self.sparsities[0] > 0:
@@ -121,10 +123,11 @@ def calibrate(
         For each name, the fields of :class:`Thresholds`.
     """
     found: dict[tuple[str, int], _Histograms] = {}
+    served = always._replace(short_rows=SHORT_ROWS)
 
     def dense_attention_with_histograms(x: LayerInputs) -> Tensor:
         for name, scorer in scorers.items():
-            candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, always)
+            candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
             added = histograms(scorer(x)[..., :-1, :], candidates.rows(slice(-1)), floor)  # gates score the last row otherwise
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else _Histograms(*map(torch.add, before, added))
@@ -178,7 +181,7 @@ def fit(counts: _Histograms | None, always: AlwaysRead) -> list[list[float] | No
     found: list[list[float] | None] = []
     for sparsity, y, enough in zip(SPARSITIES, logs, needed > read[..., 0], strict=True):
         above = shortest_row(sparsity, always)
-        used = enough & (counts.rows > 0) & (visible >= max(SHORTEST, EDGE * above))
+        used = enough & (counts.rows > 0) & (visible >= EDGE * above)
         found.append(_regression(visible[used], y[used], counts.rows[used], above) if used.any() else None)
     return found
 

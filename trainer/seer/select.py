@@ -39,7 +39,7 @@ from msattn.trainer.seer.blocks import (
     sparsity,
     visible_blocks,
 )
-from msattn.trainer.seer.calibrate import shortest_row, threshold_at
+from msattn.trainer.seer.calibrate import SHORT_ROWS, shortest_row, threshold_at
 from msattn.trainer.seer.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
 from msattn.trainer.seer.vertical_slash import VerticalSlash
 
@@ -242,7 +242,7 @@ class Selection:
         if thresholds is None and cfg.scores == "gate" and gate is not None:
             _check_always(always, recorded)
             thresholds = gate.thresholds
-        return cls(_calibrated(cfg, always, thresholds), scorer, always)
+        return cls(_calibrated(cfg, always, thresholds), scorer, always._replace(short_rows=SHORT_ROWS))
 
     def blocks(self, x: "LayerInputs") -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
