@@ -128,7 +128,7 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     assert all(again[name].thresholds == first[name].thresholds for name in ("gate", "quest"))
     other = calibrated(replace(cfg, select=replace(cfg.select, sink_blocks=3)))
     assert len(passes) == 2
-    select = replace(other["gate"].select, sparsity=0.5)
+    ((_, select),) = other["gate"].settings([0.5])
     assert other["gate"].selection(select).always.sink_blocks == 3
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from msattn.trainer.seer.select import Scorer
 
-CALIBRATION_CHUNKS = 4  # chunks that thresholds are measured on
+CALIBRATION_CHUNKS = 8  # chunks that thresholds are measured on
 FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the answer; 1 is plain top-k
 SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
