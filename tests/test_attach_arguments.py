@@ -39,12 +39,12 @@ def logits(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
-    ids = random_tokens(1, 600)
-    with msattn.attach(embedded, gate="embedded", qmodel="embedded") as sparse:
+    ids = random_tokens(1, 2000)
+    with msattn.attach(embedded, gate="embedded", qmodel="embedded", dense_below=0) as sparse:
         embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
         stats = sparse.stats()
     assert 0.2 < stats["sparsity"] < 0.95
-    assert 0.4 < stats["selectivity"] < 0.9
+    assert 0.15 < stats["selectivity"] < 0.9
     assert stats["dense_fallbacks"] == 0
     assert isinstance(msattn.load(SHIPPED / "kmeans"), KMeans)
 

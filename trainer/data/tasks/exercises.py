@@ -268,6 +268,8 @@ def _coded(rng: Rng, question: str, mark: str, listed: "ListStyle", exponent: fl
     made = [*filter(None, [mark]), *distinct(partial(letters, rng, length), int(rng.integers(8, 200)))]
     shares = np.arange(1, len(made) + 1, dtype=np.float64) ** -exponent
     drawn = rng.choice(len(made), size=number, p=shares / shares.sum())
+    if mark and not drawn.any():
+        drawn[-1] = 1  # marks alone have no answer
     counts = np.bincount(drawn, minlength=len(made))
     best = [i for i in np.argsort(-counts, kind="stable") if counts[i] and made[i] != mark][:3]
     return Exercise((" ".join(made[i] for i in drawn),), ((question, listed([made[i] for i in best])),))
