@@ -136,3 +136,11 @@ def test_short_rows_are_read_whole() -> None:
     mask = Selection.from_config(select, thresholds=table).blocks(x)
     assert torch.equal(mask[:, :, :16], torch.ones_like(mask).tril()[:, :, :16])
     assert mask[:, :, 16:].sum(-1).float().mean() < 0.3 * 28.5
+
+
+def test_chunks_may_differ_in_length() -> None:
+    ids = random_tokens(1, 60 * BLOCK)[0]
+    chunks = [{"input_ids": ids[: blocks * BLOCK]} for blocks in (24, 60, 1, 33)]
+    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks)["quest"]
+    assert table == calibrate({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks[::-1])["quest"]
+    assert all(layer[SPARSITIES.index(0.5)] is not None for layer in table["layers"])

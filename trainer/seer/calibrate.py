@@ -23,6 +23,7 @@ import torch
 from accelerate.utils import reduce
 from annotated_types import Interval, Len
 from torch import Tensor
+from torch.nn import functional as F
 
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -98,6 +99,17 @@ class _Histograms(NamedTuple):
     rows: Tensor
     log_visible: Tensor
 
+    def plus(self, other: "_Histograms") -> "_Histograms":
+        """Returns the sum with the histograms of another chunk, which has other bands if it has another length."""
+        bands = max(len(self.rows), len(other.rows))
+        return _Histograms(*map(torch.add, self._padded(bands), other._padded(bands)))
+
+    def _padded(self, bands: int) -> "_Histograms":
+        missing = bands - len(self.rows)
+        return _Histograms(
+            F.pad(self.blocks, (0, 0, 0, missing)), F.pad(self.rows, (0, missing)), F.pad(self.log_visible, (0, missing))
+        )
+
 
 @torch.no_grad()
 def calibrate(
@@ -130,7 +142,7 @@ def calibrate(
             candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
             added = histograms(scorer(x)[..., :-1, :], candidates.rows(slice(-1)), floor)  # gates score the last row otherwise
             before = found.get((name, x.layer))
-            found[name, x.layer] = added if before is None else _Histograms(*map(torch.add, before, added))
+            found[name, x.layer] = added if before is None else before.plus(added)
         return dense_attention(x)
 
     with tap(teacher, dense_attention_with_histograms), activity(f"calibrating the thresholds of {', '.join(scorers)}"):
