@@ -54,7 +54,7 @@ def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str
         assert [answers(llm, [prompt])[0][0] for prompt in prompts] == expected
         (counted,) = llm.collective_rpc(stats)
     for name in ("sparsity", "selectivity"):
-        assert 0.1 < counted[name] < 0.9
+        assert 0.05 < counted[name] < 0.9
     assert counted["selectivity"] == pytest.approx(alone["selectivity"], rel=0.02)
 
 
