@@ -223,8 +223,8 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
             return sparse.dense_below
 
     assert dense_below(gate=gate) == 4096
-    assert dense_below(gate=gate, select=SelectConfig(sparsity=0.5)) == 4096
-    assert sparsities == [0.9, 0.5]
+    assert dense_below(gate=gate, select=SelectConfig(sparsity=0.8)) == 4096
+    assert sparsities == [0.5, 0.8]
     assert dense_below(gate=gate, select=SelectConfig(dense_below=17)) == 17
     assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "the sparsity of nucleus is not known in advance"
     assert dense_below(select=SelectConfig(scores="oracle")) == 0, "the oracle needs dense attention anyway"

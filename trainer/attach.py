@@ -70,7 +70,7 @@ def attach(
         of a :class:`SelectConfig`, or an object. None with a gate is ``calibrated``, as on the command line, or ``topk`` if the
         gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.
     sparsity : share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``,
-        0.9 by default.
+        0.5 by default.
     qmodel : the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without
         training, such as ``QuestPages``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks.
     probes : number of buckets that a new token visits, for each key/value head.

@@ -75,7 +75,7 @@ def test_a_selection_without_training_decodes_with_a_named_router_alone() -> Non
     """The classifiers of the same model and name were trained; whoever asks for Quest has not asked for them."""
     assert not any(load_served(compose("generate", ["select=quest"])).chosen.values())
     served = load_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=embedded"]))
-    assert describe(cfg, served) == "tiny: prompts by quest, topk, sparsity=0.9; new tokens by the embedded qmodel"
+    assert describe(cfg, served) == "tiny: prompts by quest, topk, sparsity=0.5; new tokens by the embedded qmodel"
     assert load_served(compose("generate", [])).chosen["qmodel"]
 
 

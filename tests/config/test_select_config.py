@@ -48,7 +48,7 @@ def test_a_policy_has_its_own_key_and_the_shared_ones(policy: str) -> None:
 
 
 def test_the_default_policy_is_topk() -> None:
-    assert asdict(SelectConfig())["sparsity"] == 0.9
+    assert asdict(SelectConfig())["sparsity"] == 0.5
     assert SelectConfig() == SelectConfig("topk")
 
 

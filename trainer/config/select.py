@@ -84,7 +84,7 @@ class SparsityConfig(SelectConfig):
     sparsity : share of the causally visible blocks that is not read, in [0, 1).
     """
 
-    sparsity: float = field(default=0.9, metadata=within("[0, 1)"))
+    sparsity: float = field(default=0.5, metadata=within("[0, 1)"))
 
 
 @dataclass(frozen=True)
