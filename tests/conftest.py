@@ -175,7 +175,7 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from hydra.plugins.sweeper import Sweeper
     from omegaconf import OmegaConf
 
-    from msattn.trainer.seer.maps import BlockMaps
+    from msattn.trainer.methods.gate.maps import BlockMaps
 
     parsed: dict[str, Any] = {}
     load = OmegaConf.load

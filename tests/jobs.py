@@ -25,8 +25,8 @@ _forks.set_forkserver_preload(
     [
         "pytest",
         "msattn.trainer.finetune.run",
-        "msattn.trainer.saap.fit_kmeans",
-        "msattn.trainer.saap.train_qmodel",
+        "msattn.trainer.methods.classifier.fit_kmeans",
+        "msattn.trainer.methods.classifier.train",
         "hydra._internal.hydra",
         "transformers.models.llama.modeling_llama",
     ]

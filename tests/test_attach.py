@@ -15,13 +15,13 @@ from msattn.trainer import artifacts
 from msattn.trainer.attach import Sparse, attach, load
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.blocks import AlwaysRead
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.selection import GateScores, MeanPool, Selection, TopK
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.layer_inputs import LayerInputs
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.seer.blocks import AlwaysRead
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import GateScores, MeanPool, Selection, TopK
 from msattn.trainer.serving.cache_layers import BucketLayer
 from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model

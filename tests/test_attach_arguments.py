@@ -15,9 +15,9 @@ import msattn
 from msattn.trainer.artifacts import SHIPPED, find
 from msattn.trainer.attach import Sparse
 from msattn.trainer.config.select import SCORES, select_config
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models import EMBEDDED
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
 from msattn.trainer.serving import build
 from tests.factory import random_tokens, tiny_model
 

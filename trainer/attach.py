@@ -11,13 +11,13 @@ from torch import nn
 
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.devices import compute_devices
 from msattn.trainer.models.families import decoder
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.parallel import head_shard
 from msattn.trainer.models.tap import tap
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection
 from msattn.trainer.serving.arguments import check_model, check_types
 from msattn.trainer.serving.build import AttachOptions, Host, build_sparse
 from msattn.trainer.serving.loading import AnyRouter, load

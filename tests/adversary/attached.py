@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 import msattn
 from msattn.trainer.config import GateConfig
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.tap import NotCopied
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.seer.gate import Gate
 from tests.factory import random_tokens, tiny_config, tiny_model
 
 BLOCK, BUCKETS, LAYERS, VOCABULARY, LENGTH = 16, 6, 2, 128, 40

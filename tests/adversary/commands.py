@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.hub_server import Hub
+from tests.methods.gate.test_official import released
 from tests.running import succeed
-from tests.seer.test_official import released
 from tests.test_bad_input import SMALL, SMALL_EVAL, text
 
 TRAINING = [*SMALL, "data.heldout_path=heldout.txt", "overwrite=true"]

@@ -26,10 +26,10 @@ from torch.nn import Module
 
 import msattn
 from msattn.trainer.config.select import POLICIES, keys_of
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import GateScores, Quest, Selection, TopK
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.selection import GateScores, Quest, Selection, TopK
 from msattn.trainer.serving.loading import load_router
 from tests.adversary.attached import (
     BLOCK,
@@ -50,7 +50,7 @@ from tests.adversary.attached import (
 )
 from tests.adversary.tries import Tries
 from tests.factory import random_tokens, tiny_config, tiny_model
-from tests.seer.test_decode_gate import random_decode_gate
+from tests.methods.gate.test_decode_gate import random_decode_gate
 
 pytestmark = pytest.mark.area("attach from Python")
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import artifacts
-from msattn.trainer.saap.fit_kmeans import fit_kmeans
-from msattn.trainer.saap.train_qmodel import train_qmodel
+from msattn.trainer.methods.classifier.fit_kmeans import fit_kmeans
+from msattn.trainer.methods.classifier.train import train_qmodel
 from msattn.trainer.training.parts import SETTINGS, FinishedParts
 from tests.adversary.damage import BYTES, VALUES, damage_bytes, places, with_value, without
 from tests.adversary.tries import Tries
-from tests.saap.test_train_qmodel import configs, text
+from tests.methods.classifier.test_train import configs, text
 
 pytestmark = pytest.mark.area("classifier's cache")
 __all__ = ["text"]  # a fixture

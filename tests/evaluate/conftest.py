@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig, ModelConfig
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.seer.gate import Gate
 from tests.evaluate.runs import BUCKETS, config
 from tests.factory import tiny_architecture, tiny_model
 

@@ -22,9 +22,9 @@ from msattn.trainer.evaluate.analysis.queries import SHARES, Window, counts_of, 
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.reads import keys_read
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.methods.buckets import top_buckets
+from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.routing.buckets import top_buckets
-from msattn.trainer.saap.kmeans import KMeans
 from tests.running import exit_code, succeed
 
 LENGTH, HEADS, GROUP, SIZE, BUCKETS = 96, 2, 3, 8, 8

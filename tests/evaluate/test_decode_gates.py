@@ -22,9 +22,9 @@ from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
 from msattn.trainer.evaluate.report.style import METHOD_STYLES, is_trained
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.untrained import add_routers, without_routers
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
-from msattn.trainer.seer.decode_gate import DecodeGate
 from tests.evaluate.runs import config, kept_rows
 from tests.evaluate.test_routers import measured_on_a_chunk
 from tests.running import succeed

@@ -16,9 +16,9 @@ from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, PerplexityConf
 from msattn.trainer.evaluate import calibration, methods, perplexity
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.methods.block_thresholds import calibrate
+from msattn.trainer.methods.selection import Quest, Selection
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.seer.calibrate import calibrate
-from msattn.trainer.seer.select import Quest, Selection
 from msattn.trainer.serving.loading import LOADERS
 from tests.evaluate.runs import config
 

@@ -15,10 +15,10 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import calibration, methods, needle, perplexity, recall
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
 from tests.evaluate.runs import BUCKETS, config, kept_rows
 
 

@@ -19,11 +19,11 @@ from msattn.trainer.evaluate import decoding, key_shares, methods, needle, perpl
 from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
 from msattn.trainer.evaluate.report.style import METHOD_STYLES
 from msattn.trainer.evaluate.untrained import NAMES, add_routers
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
 from tests.evaluate.runs import config, kept_rows
 from tests.running import exit_code, succeed
 from tests.test_bad_input import SMALL_EVAL

@@ -19,8 +19,8 @@ from msattn.trainer.evaluate.answers import Question
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.chat import encode_prompt
-from msattn.trainer.seer.gate import Gate
 from tests.data.test_ruler import WORDS
 from tests.evaluate.runs import config
 from tests.models.test_chat import TEMPLATE

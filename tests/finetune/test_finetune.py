@@ -27,8 +27,8 @@ from msattn.trainer.config import (
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune import run as job
 from msattn.trainer.finetune.run import finetune
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.train_gate import train_gate
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.train import train_gate
 from tests.factory import tiny_architecture
 from tests.jobs import Job, LaunchedGpuJob, prepare
 from tests.running import succeed

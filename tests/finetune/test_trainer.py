@@ -17,12 +17,12 @@ from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.finetune import trainer as tuner
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations, language_loss
+from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.distillation import gate_loss
+from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
-from msattn.trainer.seer.blocks import visible_blocks
-from msattn.trainer.seer.distillation import gate_loss
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection, selected_attention
 from msattn.trainer.teachers.tokenizer import load_tokenizer
 from tests.factory import FAMILIES, random_tokens, tiny_model
 from tests.jobs import Job

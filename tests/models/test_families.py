@@ -12,6 +12,10 @@ from msattn.kernels.unrotate import unrotate
 from msattn.trainer.attach import attach
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.blocks import AlwaysRead
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
+from msattn.trainer.methods.selection import Selection, TopK
 from msattn.trainer.models.families import (
     FAMILIES,
     attention_layers,
@@ -25,10 +29,6 @@ from msattn.trainer.models.loading import load
 from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate
 from msattn.trainer.models.rope_scaling import scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.seer.blocks import AlwaysRead
-from msattn.trainer.seer.gate import AttnGate, Gate
-from msattn.trainer.seer.select import Selection, TopK
 from msattn.trainer.serving.cache import can_crop
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
 from tests.test_attach import PooledScores, gate_for

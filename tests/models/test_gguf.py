@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import msattn
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.distillation import GateDistiller
 from msattn.trainer.models import fingerprint, load
-from msattn.trainer.seer.distillation import GateDistiller
-from msattn.trainer.seer.gate import Gate
 from tests.factory import random_tokens, tiny_architecture
 from tests.models.gguf_files import LLAMA3, SIZE, gguf_model, write_gguf
 from tests.running import exit_code, succeed

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.kernels.testing import dense_attention as masked_attention
+from msattn.trainer.methods.buckets import route
+from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.routing.buckets import route
-from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.serving.bucket_attention import decode_attention
 from msattn.trainer.serving.cache import install_layers
 from msattn.trainer.serving.cache_layers import BucketLayer, GrowingLayer

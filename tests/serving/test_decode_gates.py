@@ -10,10 +10,10 @@ from transformers import DynamicCache
 from msattn.trainer.attach import attach
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.seer.gate import Gate
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
-from tests.seer.test_decode_gate import BLOCK, config, random_decode_gate
+from tests.methods.gate.test_decode_gate import BLOCK, config, random_decode_gate
 from tests.serving.decoding import check_steps, close, generate
 
 RECENT, SINK, BLOCKS = 20, 2, 16

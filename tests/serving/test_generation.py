@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
-from msattn.trainer.saap.qmodel import QModel
+from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.serving.step_graph import Step
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from msattn.trainer.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.quest_pages import QuestPages
-from msattn.trainer.seer.decode_gate import DecodeGate
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.selection import Selection
 from tests.factory import random_tokens
 from tests.test_attach import random_partition
 

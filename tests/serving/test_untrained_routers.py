@@ -9,13 +9,13 @@ from transformers import DynamicCache
 
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.untrained.lsh import CollidingKeys
+from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.untrained.random import RandomBuckets
+from msattn.trainer.methods.untrained.window import WindowPages
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.lsh import CollidingKeys
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.quest_pages import QuestPages
-from msattn.trainer.saap.random_buckets import RandomBuckets
-from msattn.trainer.saap.window_pages import WindowPages
 from msattn.trainer.serving.cache import install_layers
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.statistics import Statistics

@@ -29,12 +29,12 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import TrainGateConfig
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.report.context import CPU_NOTE
+from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
-from msattn.trainer.seer.blocks import visible_blocks
-from msattn.trainer.seer.distillation import GateDistiller, gate_loss
-from msattn.trainer.seer.gate import Gate
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.tables import write_table
 

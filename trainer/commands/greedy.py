@@ -11,9 +11,9 @@ from transformers.generation.streamers import BaseStreamer
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import AnswerConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
-from msattn.trainer.seer.gate import Gate
 from msattn.trainer.serving.loading import load_router
 
 ROUTERS = ("qmodel", "decode_gate", "kmeans")  # kinds of artifacts that decode, in order of precedence

@@ -8,10 +8,10 @@ def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> None:
 
     Raises
     ------
-    UserError : as :func:`msattn.trainer.seer.official.import_gate`.
+    UserError : as :func:`msattn.trainer.methods.gate.official.import_gate`.
     """
+    from msattn.trainer.methods.gate.official import import_gate as run
     from msattn.trainer.progress import activity
-    from msattn.trainer.seer.official import import_gate as run
 
     with activity(f"importing {source}"):
         gate = run(source, folder, overwrite=overwrite)

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from msattn.trainer import artifacts, data, seer
+from msattn.trainer import artifacts, data
+from msattn.trainer import methods as methods_package
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.methods import CALIBRATED, BlockSelectionMethod, ComparedMethods
+from msattn.trainer.methods import key_thresholds as key_calibrate
+from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS, FLOOR, SHORT_ROWS, SPARSITIES, calibrate
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
+from msattn.trainer.methods.key_thresholds import threshold_at
+from msattn.trainer.methods.selection import Scorer, Selection, always_read
+from msattn.trainer.methods.untrained.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
-from msattn.trainer.routing import calibrate as key_calibrate
-from msattn.trainer.routing.calibrate import threshold_at
-from msattn.trainer.seer.a_shape import AShape, measure_spans
-from msattn.trainer.seer.blocks import SINK_AND_LOCAL, sparsity_in_reach
-from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS, FLOOR, SHORT_ROWS, SPARSITIES, calibrate
-from msattn.trainer.seer.select import Scorer, Selection, always_read
 from msattn.trainer.storage.hashes import file_hash
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class _Kept:
         self.folder, self.model, self.items = cfg.data.cache, loaded.model, items
         text = hashlib.sha256(b"".join(each["input_ids"].numpy().tobytes() for each in items)).hexdigest()
         model = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
-        code = [file_hash(path) for path in sorted(Path(seer.__file__).parent.glob("*.py"))]
+        code = [file_hash(path) for path in sorted(Path(methods_package.__file__).parent.rglob("*.py"))]
         device = loaded.model.device.type, str(loaded.model.dtype)
         self._depends_on = {"text": text, "model": model, "code": code, "device": device}
 
@@ -192,6 +193,6 @@ class _Kept:
 
 
 def _table(fits: np.ndarray) -> dict[str, Any]:
-    """Returns thresholds ``[layers, sparsities, 3]`` as :func:`msattn.trainer.seer.calibrate.calibrate` does."""
+    """Returns thresholds ``[layers, sparsities, 3]`` as :func:`msattn.trainer.methods.block_thresholds.calibrate` does."""
     layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in fits.tolist()]
     return {"floor": FLOOR, "sparsities": list(SPARSITIES), "layers": layers}

@@ -25,11 +25,11 @@ from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
 from msattn.trainer.memory import release_memory
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import dense_attention, tap
 from msattn.trainer.models.timing import TokenClock
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
 
 if TYPE_CHECKING:
     from rich.progress import Progress

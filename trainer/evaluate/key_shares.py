@@ -9,9 +9,9 @@ from torch import Tensor
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.calibration import calibration_chunks
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.methods.pages import PageRouter, num_far
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.routing.pages import PageRouter, num_far
-from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded

@@ -22,11 +22,11 @@ from msattn.trainer.evaluate.caches import random_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
 from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.seer.gate import Gate
 from msattn.trainer.serving.cache import can_crop
 from msattn.trainer.serving.fused import fused
 

@@ -15,12 +15,12 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.errors import UserError
-from msattn.trainer.routing.buckets import serving, top_buckets
-from msattn.trainer.routing.calibrate import most_probes, threshold_at
-from msattn.trainer.routing.pages import PageRouter, far_probabilities
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.seer.decode_gate import DecodeGate
-from msattn.trainer.seer.select import Multiscale, Scorer, Selection
+from msattn.trainer.methods.buckets import serving, top_buckets
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.key_thresholds import most_probes, threshold_at
+from msattn.trainer.methods.pages import PageRouter, far_probabilities
+from msattn.trainer.methods.selection import Multiscale, Scorer, Selection
 from msattn.trainer.serving.loading import LOADERS, AnyRouter
 from msattn.trainer.serving.reads import serving_numbers
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from msattn.trainer.attach import Sparse
+    from msattn.trainer.methods.gate.attn_gate import Gate
     from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.seer.gate import Gate
 
 # Tasks that read block selections, and those that read bucket routings.
 BLOCK_TASKS = {"perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "latency", "throughput"}

@@ -12,11 +12,11 @@ from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
+from msattn.trainer.methods.selection import Oracle
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
-from msattn.trainer.seer.blocks import visible_blocks
-from msattn.trainer.seer.maps import BlockMaps
-from msattn.trainer.seer.select import Oracle
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded

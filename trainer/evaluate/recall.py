@@ -22,14 +22,14 @@ from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingM
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.methods.key_thresholds import bucket_sizes
+from msattn.trainer.methods.pages import PageRouter, only_far
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
+from msattn.trainer.methods.selection import selected_attention, sparsity
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import block_map, with_sinks
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, tap
-from msattn.trainer.routing.calibrate import bucket_sizes
-from msattn.trainer.routing.pages import PageRouter, only_far
-from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
-from msattn.trainer.seer.select import selected_attention, sparsity
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -182,8 +182,8 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
     from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.prompts import encoded_prompts
     from msattn.trainer.evaluate.untrained import without_routers
+    from msattn.trainer.methods.pages import PageRouter
     from msattn.trainer.models.families import check_length
-    from msattn.trainer.routing.pages import PageRouter
 
     sections = cfg.eval
     lengths = {

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.methods import ROUTED_TASKS, BucketRoutingMethod, ComparedMethods
-from msattn.trainer.routing.pages import PageRouter
-from msattn.trainer.saap.lsh import CollidingKeys
-from msattn.trainer.saap.quest_pages import QuestPages
-from msattn.trainer.saap.random_buckets import RandomBuckets
-from msattn.trainer.saap.window_pages import WindowPages
+from msattn.trainer.methods.pages import PageRouter
+from msattn.trainer.methods.untrained.lsh import CollidingKeys
+from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.untrained.random import RandomBuckets
+from msattn.trainer.methods.untrained.window import WindowPages
 from msattn.trainer.serving.loading import AnyRouter
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.distillation import PrecomputedGradients, gate_loss
+from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.families import output_logits, text_config
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
-from msattn.trainer.seer.blocks import visible_blocks
-from msattn.trainer.seer.distillation import PrecomputedGradients, gate_loss
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection, selected_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

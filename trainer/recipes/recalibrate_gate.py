@@ -17,9 +17,9 @@ def main(folder: str, overrides: list[str]) -> None:
     """
     from msattn.trainer import artifacts, data, models
     from msattn.trainer.commands.compose import compose
-    from msattn.trainer.seer.calibrate import CALIBRATION_CHUNKS
-    from msattn.trainer.seer.gate import Gate
-    from msattn.trainer.seer.train_gate import gate_thresholds
+    from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS
+    from msattn.trainer.methods.gate.attn_gate import Gate
+    from msattn.trainer.methods.gate.train import gate_thresholds
 
     cfg: Any = compose("train-gate", overrides)
     gate = Gate.load(folder)

@@ -11,6 +11,12 @@ from torch import nn
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.values import has_type, require
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.untrained_router import UntrainedRouter
 from msattn.trainer.models.families import (
     attention_layers,
     check_supported,
@@ -20,12 +26,6 @@ from msattn.trainer.models.families import (
     num_layers,
     served_layers,
 )
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.untrained import UntrainedRouter
-from msattn.trainer.seer.decode_gate import DecodeGate
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -34,7 +34,7 @@ def decode_attention(
         ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass. With :func:`queries_as_batch`, rows are
         queries of one of its sequences.
     probes : Tensor
-        int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.routing.buckets.route`.
+        int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.methods.buckets.route`.
     window : int or Tensor int32 ``[B]``
         Number of last keys that are always read: :meth:`BucketLayer.window`.
     sink : int

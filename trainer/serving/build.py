@@ -14,15 +14,15 @@ from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.break_even import break_even, decoding_break_even
 from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.seer.decode_gate import DecodeGate
-from msattn.trainer.seer.gate import Gate
-from msattn.trainer.seer.select import Selection
 from msattn.trainer.serving.arguments import check_selection
 from msattn.trainer.serving.loading import AnyRouter, load_router
 from msattn.trainer.serving.reads import checked_numbers, reads_of

@@ -14,9 +14,9 @@ from transformers.cache_utils import (
 )
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.pages import PageRouter
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
-from msattn.trainer.routing.buckets import Router
-from msattn.trainer.routing.pages import PageRouter
 from msattn.trainer.serving.buffer import grown_capacity
 from msattn.trainer.serving.cache_layers import REBUILD_EVERY, BucketLayer, GrowingLayer, PagedLayer
 
@@ -32,7 +32,7 @@ def install_layers(
 ) -> None:
     """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
-    Those of a :class:`~msattn.trainer.routing.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept.
+    Those of a :class:`~msattn.trainer.methods.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept.
     Layers in ``dense_layers`` count as not routed. Only the layers ``served`` (None: all) are replaced.
 
     Raises

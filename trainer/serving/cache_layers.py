@@ -16,9 +16,9 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.pages import PageRouter, page_of_keys
 from msattn.trainer.models.rope import Rotation, keys_before_rope
-from msattn.trainer.routing.buckets import Router
-from msattn.trainer.routing.pages import PageRouter, page_of_keys
 from msattn.trainer.serving.buffer import Buffer
 from msattn.trainer.serving.pooled_keys import PooledKeys
 
@@ -312,7 +312,7 @@ class PagedLayer(BucketLayer):
     Attributes
     ----------
     summaries : Tensor or None
-        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.routing.pages.PageRouter.summarize`; None without indexed keys.
+        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.methods.pages.PageRouter.summarize`; None without indexed keys.
     """
 
     def __init__(self, router: PageRouter, rebuild_every: int = REBUILD_EVERY) -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.pages import UntrainedPages
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.random_buckets import RandomBuckets
-from msattn.trainer.seer.decode_gate import DecodeGate
-from msattn.trainer.seer.gate import Gate
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.untrained.random import RandomBuckets
+from msattn.trainer.methods.untrained_pages import UntrainedPages
 
 AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedPages
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.routing.calibrate import most_probes, threshold_at
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.seer.decode_gate import DecodeGate
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.key_thresholds import most_probes, threshold_at
 from msattn.trainer.serving.arguments import check_numbers, check_router, check_types
 from msattn.trainer.serving.loading import AnyRouter
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.kernels.types import SparseAttention
+from msattn.trainer.methods.buckets import Router, route, route_by_density
+from msattn.trainer.methods.pages import PageRouter, far_probabilities
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.routing.buckets import Router, route, route_by_density
-from msattn.trainer.routing.pages import PageRouter, far_probabilities
 from msattn.trainer.serving.bucket_attention import decode_attention, decode_query_heads, queries_as_batch
 from msattn.trainer.serving.cache_layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
 
 if TYPE_CHECKING:
-    from msattn.trainer.saap.qmodel import QModel
+    from msattn.trainer.methods.classifier.qmodel import QModel
 
 MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
 

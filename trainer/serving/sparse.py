@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.selection import Selection, selected_attention, sparsity
 from msattn.trainer.models.families import check_length, num_layers, served_layers
 from msattn.trainer.models.layer_attention import block_map, decoded_attention
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import PAGES, LayerInputs, NotCopied, dense_attention, is_tapped
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.seer.decode_gate import DecodeGate
-from msattn.trainer.seer.select import Selection, selected_attention, sparsity
 from msattn.trainer.serving.cache import check_memory, install_layers
 from msattn.trainer.serving.cache_layers import FEW_TOKENS, BucketLayer, GrowingLayer
 from msattn.trainer.serving.inputs import check_held, check_inputs

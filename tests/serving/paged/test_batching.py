@@ -11,10 +11,10 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from msattn.trainer.attach import attach, disable, enable
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models import tap
-from msattn.trainer.saap.quest_pages import QuestPages
-from msattn.trainer.saap.random_buckets import RandomBuckets
-from msattn.trainer.seer.decode_gate import DecodeGate
 from msattn.trainer.serving import steps
 from msattn.trainer.serving.paged import batching
 from msattn.trainer.serving.statistics import Statistics

@@ -15,10 +15,10 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from msattn.trainer import models
 from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig, SelectConfig
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models.layer_inputs import LayerInputs
-from msattn.trainer.saap.kmeans import KMeans
-from msattn.trainer.saap.qmodel import QModel
-from msattn.trainer.saap.random_buckets import RandomBuckets
 from msattn.trainer.serving.paged import attention
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import PAGE, alone, together

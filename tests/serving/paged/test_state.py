@@ -14,9 +14,9 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
-from msattn.trainer.saap.kmeans import KMeans
 from msattn.trainer.serving.paged.attention import PagedAttention
 from msattn.trainer.serving.paged.passes import PagedPass, PromptChunk, Sequences
 from msattn.trainer.serving.paged.state import PagedState

@@ -15,10 +15,10 @@ from msattn.trainer.evaluate.analysis.queries import Window
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.memory import free_memory
+from msattn.trainer.methods.buckets import serving
+from msattn.trainer.methods.classifier.clustering import fit_centroids
+from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import Attend, LayerInputs, dense_attention, tap
-from msattn.trainer.routing.buckets import serving
-from msattn.trainer.saap.clustering import fit_centroids
-from msattn.trainer.saap.kmeans import KMeans
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,8 @@ from msattn.trainer.evaluate.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.methods import BucketRoutingMethod
 from msattn.trainer.evaluate.recall import LayerRecall, MethodRecall
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.routing.probing import bucket_scores, buckets_of_keys
 
 ORACLE, RANDOM = "exact top keys", "random keys"
 

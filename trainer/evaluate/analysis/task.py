@@ -22,9 +22,9 @@ from msattn.trainer.evaluate.analysis.selectivity import LayerReads, Selectivity
 from msattn.trainer.evaluate.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.probing import buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.routing.probing import buckets_of_keys
-from msattn.trainer.saap.kmeans import KMeans
 
 if TYPE_CHECKING:
     from rich.progress import Progress

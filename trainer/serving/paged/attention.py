@@ -20,12 +20,12 @@ from msattn.kernels.paged import (
 from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import route, route_by_density
+from msattn.trainer.methods.selection import Selection, sparsity
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
-from msattn.trainer.routing.buckets import route, route_by_density
-from msattn.trainer.seer.select import Selection, sparsity
 from msattn.trainer.serving.paged.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
 from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 from msattn.trainer.serving.statistics import Statistics

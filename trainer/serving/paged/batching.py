@@ -12,10 +12,10 @@ import transformers
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.methods.pages import PageRouter
+from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
-from msattn.trainer.routing.pages import PageRouter
-from msattn.trainer.seer.policies import Multiscale
 from msattn.trainer.serving.fused import replaced
 from msattn.trainer.serving.step_graph import uncapturable
 

@@ -1,0 +1,143 @@
+"""Distillation of query classifiers: sampled batches, loss and routing recall."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from msattn.trainer.methods.buckets import hash32
+from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.classifier.targets import QueryTargets
+
+
+def random_targets(count: torch.Tensor, size: int, buckets: int) -> QueryTargets:
+    """Returns random queries and targets for classifiers with ``count [layers, H]`` rows."""
+    rows = int(count.sum())
+    targets = torch.rand(rows, buckets)
+    targets[:, 0] = 0  # an empty bucket
+    targets /= targets.sum(-1, keepdim=True)
+    entropy = -torch.xlogy(targets, targets).sum(-1)
+    return QueryTargets(
+        torch.randn(rows, size), targets, entropy, (count.flatten().cumsum(0) - count.flatten()).view_as(count), count
+    )
+
+
+def random_qmodel(layers: list[int], heads: int, size: int, buckets: int, **settings: Any) -> QModel:
+    centroids = normalize(torch.randn(len(layers), 2, buckets, size), dim=-1)
+    return QModel(KMeans(centroids, layers), heads, 6, **settings)
+
+
+def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
+    count = torch.tensor([[7, 100], [50, 1]])
+    rows = random_targets(count, 4, 3)
+    both = CachedBatches(rows, [1, 3], 400)
+    seeds = torch.tensor([BatchSeeds(5, 100)[i]["batches"] for i in range(100)])
+    assert len(set(seeds.tolist())) == 100
+    sampled = both.sample(seeds) - rows.start[..., None]
+    assert sampled.shape == (2, 2, 40_000)
+    for layer in range(2):
+        for head in range(2):
+            seen = sampled[layer, head].bincount(minlength=int(count[layer, head])).double()
+            assert len(seen) == count[layer, head]
+            expected = 40_000 / len(seen)
+            assert ((seen - expected) ** 2 / expected).sum() < len(seen) + 5 * (2 * len(seen)) ** 0.5  # chi squared
+    assert both.sample_hashes.unique().numel() == both.sample_hashes.numel()  # every head has its own samples
+
+    own = QueryTargets(rows.queries, rows.targets, rows.entropy, rows.start[1:], rows.count[1:])
+    alone = CachedBatches(own, [3], 400)
+    assert torch.equal(alone.sample(seeds), both.sample(seeds)[1:])
+    assert torch.equal(both.sample(seeds[3:4]), both.sample(seeds)[:, :, 1200:1600])
+    assert not torch.equal(both.sample(seeds[3:4]), both.sample(seeds[4:5]))
+    other = torch.tensor([BatchSeeds(6, 1)[0]["batches"]])
+    assert not torch.equal(both.sample(other), both.sample(seeds[:1]))
+
+
+def test_hash_is_bijective_and_the_same_for_ints_and_tensors() -> None:
+    words = torch.arange(2**16) * 65_521 % 2**32
+    hashed = hash32(words)
+    assert hashed.unique().numel() == 2**16
+    assert 0 <= int(hashed.min()) <= int(hashed.max()) < 2**32
+    assert hashed[:100].tolist() == [hash32(word) for word in words[:100].tolist()]
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_loss_is_the_mean_divergence_and_its_gradient_that_of_the_sum(residual: bool) -> None:
+    rows = random_targets(torch.tensor([[9, 4], [6, 8]]), 8, 5)
+    qmodel = random_qmodel([1, 3], 2, 8, 5, residual=residual)
+    seeds = torch.tensor([12345])
+    batches = CachedBatches(rows, [1, 3], 16)
+    outputs = Distiller(qmodel, batches)(seeds)
+    sampled = batches.sample(seeds)
+    targets, probs = rows.targets[sampled], qmodel(rows.queries[sampled]).softmax(-1)
+    divergence = (targets * (targets.clamp(min=1e-30) / probs).log()).sum(-1).mean(-1)
+    torch.testing.assert_close(outputs["loss"], divergence.mean())
+    assert list(outputs["parts"]) == ["layer 1", "layer 3"]
+    torch.testing.assert_close(torch.stack(list(outputs["parts"].values())), divergence.mean(-1))
+    weights = [qmodel.weight_in, qmodel.weight_out, qmodel.gain]
+    gradients, expected = (
+        torch.autograd.grad(loss, weights, retain_graph=True) for loss in (outputs["loss"], divergence.sum())
+    )
+    torch.testing.assert_close(gradients, expected)
+
+
+def test_a_step_compiles_without_graph_breaks() -> None:
+    rows = random_targets(torch.tensor([[9, 4]]), 8, 5)
+    distiller = Distiller(random_qmodel([0], 2, 8, 5, residual=True), CachedBatches(rows, [0], 16))
+    seeds = torch.tensor([3])
+    eager = distiller(seeds)["loss"]
+    compiled = torch.compile(distiller, fullgraph=True, backend="aot_eager", dynamic=False)(seeds)["loss"]
+    torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.gpu
+def test_bf16_products_change_the_loss_little_and_the_samples_not() -> None:
+    rows = random_targets(torch.tensor([[900, 40], [60, 800]]), 64, 128)
+    qmodel = random_qmodel([1, 3], 2, 64, 128)
+    seeds = torch.tensor([3, 4])
+    batches = CachedBatches(rows, [1, 3], 256)
+    expected, sampled = Distiller(qmodel, batches)(seeds)["loss"], batches.sample(seeds)
+    there = QueryTargets(*(getattr(rows, field.name).cuda() for field in fields(QueryTargets)))
+    batches = CachedBatches(there, [1, 3], 256)
+    quick = Distiller(qmodel.cuda(), batches, bf16=True)
+    assert torch.equal(batches.sample(seeds.cuda()).cpu(), sampled)
+    loss = quick(seeds.cuda())["loss"]
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in qmodel.parameters())
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_routing_recall(per_query_head: bool) -> None:
+    """A classifier built from the centroids has their recall, for any number of rows."""
+    heads = 4 if per_query_head else 2
+    qmodel = QModel(KMeans(normalize(torch.randn(1, 2, 6, 6), dim=-1), [4]), heads, 12).eval()
+    with torch.no_grad():
+        both_signs = torch.cat([torch.eye(6), -torch.eye(6)], dim=1)  # relu(x) - relu(-x) = x
+        qmodel.weight_in.copy_(both_signs)
+        centroids = qmodel.head_centroids().mT
+        qmodel.weight_out.copy_(torch.cat([centroids, -centroids], dim=2))
+    count = torch.tensor([[7, 1, 1500, 30][:heads]])
+    rows = random_targets(count, 6, 6)
+    (metrics,) = routing_recall(qmodel, rows).values()
+    names = ("qmodel", "kmeans", "oracle")
+    assert set(metrics) == {"heldout_loss"} | {f"recall_{name}@{probes}" for name in names for probes in (1, 2, 4)}
+    head = torch.arange(heads).repeat_interleave(count[0])
+    scores = (rows.queries[:, None] @ centroids[0, head])[:, 0]
+    divergence = torch.nn.functional.kl_div(scores.log_softmax(-1), rows.targets, reduction="batchmean")
+    assert metrics["heldout_loss"] == pytest.approx(divergence.item(), abs=1e-5)
+    two = rows.targets.gather(-1, scores.topk(2).indices).sum(-1).mean().item()
+    assert metrics["recall_kmeans@2"] == pytest.approx(two, abs=1e-5)
+    assert metrics["recall_qmodel@2"] == pytest.approx(two, abs=1e-5)
+    assert metrics["recall_oracle@4"] == pytest.approx(rows.targets.topk(4).values.sum(-1).mean().item(), abs=1e-5)
+
+
+def test_average_layers_adds_each_layers_loss_and_last_recall() -> None:
+    layers = {0: {"loss": 1.0, "recall@1": 0.2, "recall@32": 0.5}, 7: {"loss": 3.0, "recall@1": 0.4, "recall@32": 0.7}}
+    assert average_layers(layers) == pytest.approx(
+        {"loss": 2, "recall@1": 0.3, "recall@32": 0.6}
+        | {"loss/layer 0": 1, "recall@32/layer 0": 0.5, "loss/layer 7": 3, "recall@32/layer 7": 0.7}
+    )

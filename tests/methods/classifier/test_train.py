@@ -1,0 +1,407 @@
+"""`fit-kmeans` and `train-qmodel`: from text to artifacts, resuming, several ranks, and the cached targets."""
+
+import gc
+import json
+import shutil
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from msattn.trainer import artifacts, models
+from msattn.trainer.attach import attach
+from msattn.trainer.config import (
+    ArtifactsConfig,
+    DataConfig,
+    FitKMeansConfig,
+    KMeansConfig,
+    ModelConfig,
+    QModelConfig,
+    TrackerConfig,
+    TrainConfig,
+    TrainQModelConfig,
+)
+from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.methods.classifier import fit_kmeans as fit_kmeans_module
+from msattn.trainer.methods.classifier import targets
+from msattn.trainer.methods.classifier.distillation import Distiller
+from msattn.trainer.methods.classifier.fit_kmeans import fit_kmeans
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
+from msattn.trainer.methods.classifier.targets import QueryTargets, TargetCache, key_buckets, layer_targets
+from msattn.trainer.methods.classifier.train import layer_groups, train_qmodel
+from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.training.parts import FinishedParts
+from tests.factory import inputs_of_layers, random_tokens, tiny_architecture, tiny_model
+from tests.jobs import Job
+
+LENGTH, BUCKETS = 128, 8
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of documents that repeat words at long distances."""
+    folder = tmp_path_factory.mktemp("text")
+    generator = torch.Generator().manual_seed(0)
+    for number in range(24):
+        words = [f"w{i}" for i in torch.randint(0, 60, (400,), generator=generator).tolist()]
+        (folder / f"{number}.txt").write_text(" ".join(words))
+    return folder
+
+
+def configs(text: Path, outputs: Path) -> tuple[FitKMeansConfig, TrainQModelConfig]:
+    shared: dict[str, Any] = {
+        "model": ModelConfig("toy", "none", init="random", architecture=tiny_architecture(vocab_size=4096)),
+        "data": DataConfig("text", path=str(text), seq_len=LENGTH),
+        "tracker": TrackerConfig("none"),
+        "outputs": str(outputs),
+        "device": "cpu",
+    }
+    settings = QModelConfig(hidden=16, num_prompts=4, queries_per_prompt=40, long_range=16, batch_queries=64)
+    train = TrainConfig(lr=1e-2, steps=30, log_every=10, save_every=10, max_grad_norm=0)
+    return (
+        FitKMeansConfig(kmeans=KMeansConfig(num_buckets=BUCKETS, iterations=4, num_prompts=4), **shared),
+        TrainQModelConfig(qmodel=settings, train=train, **shared),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    outputs = tmp_path_factory.mktemp("outputs")
+    for_kmeans, for_qmodel = configs(text, outputs)
+    fit_kmeans(for_kmeans)
+    train_qmodel(for_qmodel)
+    return outputs
+
+
+def test_artifacts_load_and_record_their_source(trained: Path) -> None:
+    partition = KMeans.load(trained / "toy" / "base" / "kmeans")
+    assert partition.centroids.shape == (2, 2, BUCKETS, 16)
+    assert partition.artifact is not None
+    details = partition.artifact.manifest["details"]
+    assert details["layers"] == partition.layers == [0, 1]
+    assert details["stats"][1][0]["points"] == 4 * (LENGTH - 1)  # the sink of each prompt is left out
+    assert {"objective", "imbalance", "empty_buckets"} <= details["stats"][0][1].keys()
+    assert not (trained / "toy" / "base" / "runs" / "kmeans" / "layers").exists()
+
+    qmodel = QModel.load(trained / "toy" / "base" / "qmodel")
+    assert qmodel.artifact is not None
+    manifest = qmodel.artifact.manifest
+    assert manifest["details"]["kmeans_hash"] == partition.artifact.manifest["content_hash"]
+    assert torch.equal(qmodel.partition.centroids, partition.centroids)
+    assert not qmodel.training
+    assert not any(parameter.requires_grad for parameter in qmodel.parameters())
+    query = torch.randn(1, 4, 1, 16)
+    assert torch.isfinite(qmodel.scores(1, query, query)).all()
+
+
+@pytest.mark.slow
+def test_recall_is_logged_while_training_and_changes_nothing(text: Path, trained: Path, tmp_path: Path) -> None:
+    _, cfg = configs(text, tmp_path)
+    presets = replace(cfg.model.presets, probes=3)
+    cfg = replace(cfg, model=replace(cfg.model, presets=presets), train=replace(cfg.train, eval_every=10))
+    partition = trained / "toy" / "base" / "kmeans"
+    manifest = artifacts.read(train_qmodel(replace(cfg, artifacts=ArtifactsConfig(kmeans=str(partition))))).manifest
+    assert manifest["content_hash"] == artifacts.read(trained / "toy" / "base" / "qmodel").manifest["content_hash"]
+    work = tmp_path / "toy" / "base" / "runs" / "qmodel"
+    lines = [json.loads(line) for line in (work / "layers_0-1" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "recall_qmodel@3" in line]
+    assert [line["step"] for line in logged] == [10, 20, 30]
+    assert not any(key.startswith("recall") and "@3" not in key for line in logged for key in line)
+    assert logged[0]["recall_qmodel@3"] < logged[-1]["recall_qmodel@3"] <= logged[-1]["recall_oracle@3"]
+    assert logged[-1]["heldout_loss"] == pytest.approx(manifest["metrics"]["heldout_loss"], rel=1e-5)
+    (read,) = [json.loads(line)["read"] for line in (work / "metrics.jsonl").read_text().splitlines() if "read" in line]
+    assert read == {"kind": "kmeans", "folder": str(partition), "content_hash": manifest["details"]["kmeans_hash"]}
+
+
+def test_thresholds_are_stored_and_may_be_missing(trained: Path, tmp_path: Path) -> None:
+    folder = trained / "toy" / "base" / "qmodel"
+    qmodel = QModel.load(folder)
+    assert qmodel.artifact is not None
+    manifest = qmodel.artifact.manifest
+    assert qmodel.thresholds == manifest["details"]["thresholds"]
+    model = tiny_model(vocab_size=4096)
+    with attach(model, qmodel=qmodel, keys=0.1, recent=16, dense_below=0) as sparse:
+        model.generate(random_tokens(1, 100), max_new_tokens=4, do_sample=False)
+        assert 0.2 < sparse.stats()["selectivity"] < 0.8
+
+    def written(name: str, **changes: Any) -> Path:
+        details = {key: value for key, value in manifest["details"].items() if key != "thresholds"} | changes
+        facts = {key: manifest[key] for key in ("model", "data", "seed", "metrics")}
+        tensors = artifacts.read(folder).tensors
+        return artifacts.write(tmp_path / name, kind="qmodel", tensors=tensors, config={}, details=details, **facts)
+
+    assert QModel.load(written("without")).thresholds is None
+    wrong = {"shares": [0.1, 0.2], "densities": [1.0, 2.0]}
+    with pytest.raises(UserError, match=r"details: thresholds=.*densities must be 2 numbers that decrease"):
+        QModel.load(written("wrong", thresholds=wrong))
+
+
+def test_trained_routing_beats_kmeans_routing(trained: Path) -> None:
+    metrics = artifacts.read(trained / "toy" / "base" / "qmodel").manifest["metrics"]
+    for probes in (1, 2, 4):
+        oracle, qmodel, kmeans = (metrics[f"recall_{name}@{probes}"] for name in ("oracle", "qmodel", "kmeans"))
+        assert kmeans < qmodel <= oracle <= 1
+    assert metrics["recall_oracle@8"] == pytest.approx(1, abs=2e-3)  # all buckets; targets are kept in fp16
+    assert metrics["loss"] == pytest.approx((metrics["loss/layer 0"] + metrics["loss/layer 1"]) / 2)
+    assert metrics["recall_qmodel@8/layer 1"] <= metrics["recall_oracle@8/layer 1"]
+    assert metrics["cache_seconds_a_kv_head"] > 0
+    assert metrics["training_seconds_a_kv_head"] > 0
+    lines = (trained / "toy" / "base" / "runs" / "qmodel" / "layers_0-1" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_classifier_that_routes_worse_than_its_kmeans_warns(text: Path, trained: Path, tmp_path: Path) -> None:
+    assert QModel.load(trained / "toy" / "base" / "qmodel").routing_warning is None
+    _, cfg = configs(text, tmp_path)
+    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
+    cfg = replace(cfg, model=replace(cfg.model, presets=replace(cfg.model.presets, probes=2)))
+    with pytest.warns(ModelWarning, match=r"worse than their k-means alone: [0-9.]+% of the held-out attention mass in"):
+        folder = train_qmodel(replace(cfg, train=replace(cfg.train, steps=1)))
+    model = models.load(cfg.model, device="cpu").model
+    with pytest.warns(ModelWarning, match="worse than their k-means alone"), attach(model, qmodel=folder):
+        pass
+
+
+@pytest.mark.parametrize(("probes", "warning"), [(1, None), (2, "in 2 buckets"), (3, "in 2 buckets"), (4, None), (None, None)])
+def test_the_warning_is_about_the_buckets_that_serving_reads(probes: int | None, warning: str | None) -> None:
+    metrics = {"recall_qmodel@1": 0.5, "recall_kmeans@1": 0.4, "recall_qmodel@2": 0.5, "recall_kmeans@2": 0.6}
+    metrics |= {"recall_qmodel@4": 0.8, "recall_kmeans@4": 0.8, "recall_qmodel@4/layer 0": 0.1}
+    found = routing_warning(metrics, probes)
+    assert found is None if warning is None else warning in (found or "")
+    assert routing_warning({"loss": 1.0}, probes) is None  # an imported artifact
+
+
+def interrupted_after(times: int, function: Any) -> Any:
+    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first ``times``."""
+    remaining = iter([function] * times)
+
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return next(remaining)(*args, **named)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    return call
+
+
+@pytest.mark.slow
+def test_resumed_runs_give_the_uninterrupted_result(
+    text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for_kmeans, for_qmodel = configs(text, tmp_path)
+    for_kmeans, for_qmodel = replace(for_kmeans, resume=True), replace(for_qmodel, resume=True)
+
+    def run_until(owner: Any, name: str, times: int, job: Any, cfg: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted_after(times, getattr(owner, name)))
+            with pytest.raises(KeyboardInterrupt):
+                job(cfg)
+
+    run_until(fit_kmeans_module, "fit_centroids", 1, fit_kmeans, for_kmeans)
+    with pytest.raises(UserError, match=r"resume=true: .* made with other settings"):
+        fit_kmeans(replace(for_kmeans, seed=1))
+    fit_kmeans(for_kmeans)
+    run_until(targets, "prompt_targets", 2, train_qmodel, for_qmodel)
+    for_qmodel = replace(for_qmodel, qmodel=replace(for_qmodel.qmodel, layers_at_once=1))
+    run_until(Distiller, "forward", 55, train_qmodel, for_qmodel)  # while the second layer trains
+    run_until(Distiller, "forward", 4, train_qmodel, for_qmodel)  # steps 20 to 24, from the checkpoint of step 20
+    with monkeypatch.context() as patch:
+        patch.setattr(Distiller, "forward", interrupted_after(10, Distiller.forward))  # fails if a layer restarts
+        train_qmodel(for_qmodel)
+    assert not any(type(each) is QueryTargets for each in gc.get_objects()), "a group's data must be freed"
+    for kind in ("kmeans", "qmodel"):
+        resumed, uninterrupted = (artifacts.read(root / "toy" / "base" / kind) for root in (tmp_path, trained))
+        assert resumed.manifest["content_hash"] == uninterrupted.manifest["content_hash"]
+
+
+JOB = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from msattn.trainer.methods.classifier.train import train_qmodel
+from tests.methods.classifier.test_train import configs
+
+cfg = configs(Path(sys.argv[1]), Path(sys.argv[2]))[1]
+train_qmodel(replace(cfg, resume=True, train=replace(cfg.train, save_every=int(sys.argv[3]))))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_after_a_kill_to_the_result_of_one_process(text: Path, trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "toy" / "base"
+    shutil.copytree(trained / "toy" / "base" / "kmeans", folder / "kmeans")
+    killed = Job(JOB, tmp_path, text, tmp_path, 1, processes=2)  # saves every step
+    killed.wait_for(lambda: list(folder.glob("runs/qmodel/layers_*/checkpoints/*/complete.json")))
+    killed.kill()
+    assert not (folder / "qmodel").exists()
+
+    job = Job(JOB, tmp_path, text, tmp_path, 10, processes=2)
+    printed = job.output()
+    assert "targets of" not in printed + job.err.read_text(), "all targets must be cached"
+    assert printed.count(f"{folder / 'qmodel'}  ") == 1
+    assert [line for line in printed.splitlines() if line.startswith("layers ")] == ["layers 0: 2 classifiers train at once"]
+    shared, alone = (artifacts.read(root / "toy" / "base" / "qmodel").manifest for root in (tmp_path, trained))
+    assert shared["content_hash"] == alone["content_hash"]
+    for name in ("loss/layer 1", "recall_qmodel@4", "recall_oracle@8/layer 1"):
+        assert shared["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5)
+    assert not (folder / "runs" / "qmodel" / "layers").exists()
+
+
+def rejects(cfg: TrainQModelConfig, message: str, **qmodel: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        train_qmodel(replace(cfg, qmodel=replace(cfg.qmodel, **qmodel)))
+
+
+def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for_kmeans, cfg = configs(text, trained)
+    rejects(cfg, "an artifact already exists; overwrite=true")
+    cfg = replace(cfg, name="second")
+    rejects(cfg, "there is no k-means in .*; msattn fit-kmeans --model none --data .* outputs=.* name=second .* creates it")
+    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
+    rejects(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
+    rejects(cfg, "qmodel.long_range=127: no query has its top key that far away in 4 prompts", long_range=127, causal=True)
+    rejects(
+        cfg,
+        "qmodel.min_distance=126: some head has no query with keys that far away in 4 prompts",
+        min_distance=126,
+        causal=True,
+    )
+    rejects(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
+    rejects(cfg, r"qmodel.min_distance=-1: null, or in \[0, 1e9\]", min_distance=-1)
+    with pytest.raises(UserError, match=r"train.max_grad_norm=1.0: accepted is 0: a norm over all layers"):
+        replace(cfg, train=replace(cfg.train, max_grad_norm=1.0))
+    rejects(replace(cfg, seed=1), "its weights_hash is")
+    with pytest.raises(UserError, match=r"qmodel.layers_at_once=0: null, or in \[1, 1e6\]"):
+        replace(cfg.qmodel, layers_at_once=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("msattn.trainer.config.text_files.free_memory", lambda: 2**40)  # the text would not fit either
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+        rejects(cfg, r"qmodel.num_prompts=4: training one layer takes .* GB of memory, 0.0 GB are free")
+        rejects(cfg, r"qmodel.layers_at_once=9: training 2 layers takes .* set it to null", layers_at_once=9)
+        other = replace(for_kmeans, outputs=str(tmp_path))
+        with pytest.raises(UserError, match=r"kmeans.num_prompts=4: the keys take 0.0 GB of memory, 0.0 GB are free"):
+            fit_kmeans(other)
+    monkeypatch.setattr(targets.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    rejects(cfg, r"qmodel.num_prompts=4: cached queries take up to 0.0 GB .* where 0.0 GB are free", queries_per_prompt=39)
+    with pytest.raises(UserError, match=r"kmeans.num_buckets=509: .* at most 508, the number of keys"):
+        fit_kmeans(replace(other, kmeans=replace(for_kmeans.kmeans, num_buckets=509)))
+    assert not list(tmp_path.rglob("*")), "rejected before any work"
+
+
+@pytest.mark.slow
+def test_cached_targets_of_another_dtype_are_rejected(text: Path, trained: Path, device: str) -> None:
+    """On the CPU the random weights and their hash are the same in every dtype; on a GPU they differ."""
+    _, cfg = configs(text, trained)
+    cfg = replace(cfg, name="third", artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
+    cfg = replace(cfg, train=replace(cfg.train, steps=2))
+    train_qmodel(cfg)
+    says = r"resume=true: .*cache was made with other settings \(dtype\)" if device == "cpu" else "its weights_hash is"
+    with pytest.raises(UserError, match=says):
+        train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
+
+
+@pytest.mark.slow
+def test_a_finished_run_leaves_no_checkpoints(
+    text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it was resumed with other groups of layers."""
+    _, cfg = configs(text, tmp_path)
+    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")), resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Distiller, "forward", interrupted_after(15, Distiller.forward))
+        with pytest.raises(KeyboardInterrupt):
+            train_qmodel(cfg)
+    work = tmp_path / "toy" / "base" / "runs" / "qmodel"
+    assert list(work.glob("layers_0-1/checkpoints/*"))
+    train_qmodel(replace(cfg, qmodel=replace(cfg.qmodel, layers_at_once=1)))
+    assert not list(work.glob("*/checkpoints"))
+
+
+def random_partition(x: LayerInputs, rope: bool = False) -> KMeans:
+    return KMeans(normalize(torch.randn(2, x.k.shape[1], BUCKETS, x.k.shape[3]), dim=-1), [0, 1], rope)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("min_distance", [None, 10])
+@pytest.mark.parametrize("rope", [False, True])
+def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_distance: int | None, rope: bool) -> None:
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 60))[1]
+    partition = random_partition(x, rope)
+    cfg = QModelConfig(long_range=12, causal=causal, min_distance=min_distance)
+    positions = torch.arange(0, 60, 2, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    found = layer_targets(x, partition, key_buckets(x, partition), cfg, positions, generator, 20)
+    ends = found["counts"].cumsum(0).tolist()
+
+    buckets = partition.assign(1, x.k_nope, x.k)[0]
+    keys = torch.arange(60)
+    distance = (keys[:, None] - keys).abs()
+    shown = (keys > 0) & ((keys <= keys[:, None]) if causal else torch.ones(60, 60, dtype=torch.bool))
+    for head in range(4):
+        scores = (x.q[0, head].double() @ x.k[0, head // 2].double().T * x.scale).masked_fill(~shown, -torch.inf)
+        top = scores.argmax(-1)
+        farther = scores if min_distance is None else scores.masked_fill(distance <= min_distance, -torch.inf)
+        one_hot = torch.nn.functional.one_hot(buckets[head // 2].long(), BUCKETS).double()
+        mass = farther.softmax(-1).nan_to_num(0) @ one_hot
+        usable = mass.sum(-1) > 0
+        far = ((distance[keys, top] > 12) & usable)[::2].nonzero().flatten() * 2
+        source = (x.q if rope else x.q_nope)[0, head].half()
+
+        count, long_range = int(found["counts"][head]), int(found["long_range"][head])
+        rows = slice(ends[head] - count, ends[head])
+        assert long_range == min(len(far), 20)
+        assert count == min(max(len(far), 16), 20, int(usable[::2].sum()))
+        chosen = [int((source == row).all(-1).nonzero()[0]) for row in found["queries"][rows]]
+        assert len(set(chosen)) == count
+        assert set(chosen[:long_range]) <= set(far.tolist())
+        torch.testing.assert_close(found["targets"][rows].double(), mass[chosen], rtol=0, atol=1e-3)  # fp16
+
+
+def test_long_range_0_uses_every_query() -> None:
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 60))[1]
+    partition, generator = random_partition(x), torch.Generator().manual_seed(0)
+    positions = torch.arange(60, dtype=torch.int32)
+    found = layer_targets(x, partition, key_buckets(x, partition), QModelConfig(long_range=0), positions, generator, 60)
+    assert found["counts"].tolist() == found["long_range"].tolist() == [60] * 4
+
+
+def test_cached_rows_are_loaded_by_classifier(trained: Path, text: Path) -> None:
+    """The rows of a query group are contiguous, ordered by prompt; loading one layer gives the same rows."""
+    _, cfg = configs(text, trained)
+    partition = KMeans.load(trained / "toy" / "base" / "kmeans")
+    work = trained / "toy" / "base" / "runs" / "qmodel"
+    parts = FinishedParts(work / "cache", json.loads((work / "cache" / "settings.json").read_text()), resume=True)
+    cache = TargetCache(parts, "train", [None] * 4, partition, cfg)
+    files = [parts.load(cache.part_name(i))[0] for i in range(4)]
+    whole = cache.load([0, 1], 2, torch.device("cpu"))
+    assert whole.count.sum() == len(whole.queries) == cache.totals("counts").sum()
+    for layer, head in ((0, 0), (1, 0), (1, 1)):
+        expected = []
+        for file in files:
+            heads = file[f"{layer}.targets"].split(file[f"{layer}.counts"].tolist())
+            expected += heads[2 * head : 2 * head + 2]
+        first = int(whole.start[layer, head])
+        rows = whole.targets[first : first + int(whole.count[layer, head])]
+        assert torch.equal(rows, torch.cat(expected))
+    alone = cache.load([1], 2, torch.device("cpu"))
+    assert torch.equal(alone.queries, whole.queries[int(whole.start[1, 0]) :])
+    torch.testing.assert_close(alone.entropy, -torch.xlogy(alone.targets.float(), alone.targets.float()).sum(-1))
+
+
+def test_remaining_groups_are_the_same_after_some_are_finished() -> None:
+    for number in range(1, 40):
+        for at_once in range(1, 40):
+            groups = layer_groups(list(range(number)), at_once)
+            assert list(chain(*groups)) == list(range(number))
+            assert max(map(len, groups)) <= at_once
+            for finished in range(len(groups)):
+                assert layer_groups(list(chain(*groups[finished:])), at_once) == groups[finished:]
+    assert layer_groups([], 3) == []

@@ -1,0 +1,390 @@
+"""AttnGate: scores against plain loops, padding, loss, training, calibrated thresholds, artifact."""
+
+import itertools
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from msattn.kernels import testing
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer import artifacts, models
+from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.block_thresholds import calibrate
+from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
+from msattn.trainer.methods.gate.attn_gate import INITIAL_SCALE, AttnGate, Gate, frequency_matched_projection
+from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
+from msattn.trainer.methods.selection import GateScores, Nucleus, Selection, TopK
+from msattn.trainer.models import rope
+from msattn.trainer.models.tap import LayerInputs
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+
+CPU = torch.device("cpu")
+BLOCK = 16
+COMBINATIONS = [list(c) for n in (1, 2, 3) for c in itertools.combinations(POOLINGS, n)]
+FUNCTIONS = {"avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
+
+
+def config(**changes) -> GateConfig:
+    return GateConfig(**{"block_size": BLOCK, **changes})
+
+
+def noisy_gate(cfg: GateConfig, rope_type: str = "default", std: float = 0.5) -> Gate:
+    """Gates with random weights, instead of the scaled identities of initialization."""
+    gate = Gate.build(tiny_config(rope=rope_type), cfg)
+    for parameter in gate.parameters():
+        nn.init.normal_(parameter, std=std)
+    return gate
+
+
+def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
+    """Scores of one unpadded sequence by the definition, in loops over blocks and heads."""
+    layer, cfg = cast(AttnGate, gate.layers[x.layer]), gate.cfg
+    group = x.q.shape[1] // x.k.shape[1]
+    per_gate = 1 if cfg.heads == "query" else group
+
+    def project(weight: Tensor, tokens: list[Tensor], pools: list[str], block: int) -> Tensor:
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        pooled = torch.cat([FUNCTIONS[pool](t[part]) for t in tokens for pool in pools])
+        y = weight @ pooled
+        if cfg.rope:
+            angle = gate.inv_freq * (block * BLOCK)
+            a, b = y.chunk(2)
+            y = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+        return y
+
+    blocks = -(-x.num_queries // BLOCK)
+    scores = torch.zeros(layer.heads, blocks, blocks)
+    for h in range(layer.heads):
+        queries = [x.q_nope[0, h * per_gate + i] for i in range(per_gate)]
+        keys = [x.k_nope[0, h // group if per_gate == 1 else h]]
+        for r in range(blocks):
+            gate_q = project(layer.query_weight[h], queries, cfg.q_pool, r)
+            logits = [gate_q @ project(layer.key_weight[h], keys, cfg.k_pool, c) for c in range(r + 1)]
+            scores[h, r, : r + 1] = (torch.stack(logits) / layer.hidden**0.5).softmax(0)
+    return scores[None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 64),
+        ({}, 71),
+        ({}, 5),
+        ({"heads": "kv"}, 71),
+        ({"hidden": 8}, 71),
+        ({"hidden": 24, "heads": "kv"}, 40),
+        ({"rope": False}, 71),
+    ],
+)
+@torch.no_grad()
+def test_scores_equal_plain_loops(changes, length):
+    gate = noisy_gate(config(**changes))
+    for x in inputs_of_layers(tiny_model(), random_tokens(1, length)):
+        torch.testing.assert_close(gate.scores(x), scores_in_loops(gate, x), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("q_pool", COMBINATIONS)
+@torch.no_grad()
+def test_scores_equal_plain_loops_for_all_poolings(q_pool):
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 40))[1]
+    for k_pool in COMBINATIONS:
+        gate = noisy_gate(config(q_pool=q_pool, k_pool=k_pool))
+        torch.testing.assert_close(gate.scores(x), scores_in_loops(gate, x), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", ["query", "kv"])
+def test_padding_does_not_change_scores(heads):
+    gate = noisy_gate(config(heads=heads))
+    rows = [random_tokens(1, n, seed=n)[0] for n in (71, 70, 33, 1)]
+    padding = [71 - len(row) for row in rows]
+    ids = torch.stack([torch.cat([row.new_zeros(pad), row]) for pad, row in zip(padding, rows, strict=True)])
+    mask = (torch.arange(71) >= torch.tensor(padding)[:, None]).long()
+    model = tiny_model()
+    padded = inputs_of_layers(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    for b, row in enumerate(rows):
+        for x, alone in zip(padded, inputs_of_layers(model, row[None]), strict=True):
+            scores, expected = gate.scores(x), gate.scores(alone)
+            blocks = expected.shape[-1]
+            torch.testing.assert_close(scores[b : b + 1, :, :blocks, :blocks], expected, rtol=1e-4, atol=1e-5)
+            assert (scores[b, :, blocks:] == 0).all()
+
+
+@torch.no_grad()
+def test_queries_are_the_last_positions_of_longer_keys():
+    gate = noisy_gate(config())
+    q, k, _ = testing.random_qkv(2, 4, 2, 80, head_size=16)
+    layer, start = gate.layers[0], torch.tensor([0, 5], dtype=torch.int32)
+    whole = layer(q, k, inv_freq=gate.inv_freq)
+    last = layer(q[:, :, 48:], k, inv_freq=gate.inv_freq)
+    torch.testing.assert_close(last, whole[:, :, 3:])
+    padded = layer(q[:, :, 53:], k, inv_freq=gate.inv_freq, kv_start=start)
+    alone = layer(q[1:, :, 53:], k[1:, :, 5:], inv_freq=gate.inv_freq)
+    torch.testing.assert_close(padded[1:], alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"), [({}, 71), ({}, 5), ({"heads": "kv"}, 64), ({"rope": False, "q_pool": ["avg"]}, 71)]
+)
+@torch.no_grad()
+def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
+    gate = noisy_gate(config(**changes), std=0.2)
+    for x in inputs_of_layers(tiny_model(), random_tokens(1, length)):
+        scores, pooled = GateScores(gate)(x), gate.scores(x)
+        assert torch.equal(scores[:, :, :-1], pooled[:, :, :-1])
+        single, row = gate.scores_of_last_queries(x)
+        assert row.tolist() == [pooled.shape[2] - 1]
+        torch.testing.assert_close(scores[:, :, -1], torch.maximum(pooled[:, :, -1], single.amax(2)))
+        for i in range(1, min(BLOCK, length) + 1):  # a block of this query alone, repeated; its blocks as far as it sees
+            seen, position = (length - i) // BLOCK + 1, length - i
+            q_nope = x.q_nope.clone()
+            q_nope[:, :, row * BLOCK :] = x.q_nope[:, :, [position]]
+            alone = gate.scores(replace(x, q_nope=q_nope))[:, :, -1, :seen]
+            torch.testing.assert_close(single[:, :, -i, :seen], alone / alone.sum(-1, keepdim=True), rtol=1e-3, atol=1e-5)
+            assert (single[:, :, -i, seen:] == 0).all()
+
+
+@torch.no_grad()
+def test_a_share_of_the_last_row_is_one_of_its_sum():
+    """Its scores sum to more than 1, so that a fixed sum would be reached too early."""
+    gate = noisy_gate(config(), std=0.2)
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 256))[1]
+    scores, mask = GateScores(gate)(x)[:, :, -1], Selection(Nucleus(0.9), GateScores(gate)).blocks(x)[:, :, -1]
+    assert (scores.sum(-1) > 1.5).all()
+    assert ((scores * mask).sum(-1) >= 0.9 * scores.sum(-1)).all()
+
+
+@pytest.mark.parametrize("heads", ["query", "kv"])
+@torch.no_grad()
+def test_padding_does_not_change_the_last_row(heads):
+    gate = noisy_gate(config(heads=heads), std=0.2)
+    rows = [random_tokens(1, n, seed=n)[0] for n in (71, 70, 33, 9, 1)]
+    padding = [71 - len(row) for row in rows]
+    ids = torch.stack([torch.cat([row.new_zeros(pad), row]) for pad, row in zip(padding, rows, strict=True)])
+    mask = (torch.arange(71) >= torch.tensor(padding)[:, None]).long()
+    model = tiny_model()
+    padded = inputs_of_layers(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    for b, row in enumerate(rows):
+        for x, alone in zip(padded, inputs_of_layers(model, row[None]), strict=True):
+            scores, expected = GateScores(gate)(x), GateScores(gate)(alone)
+            blocks = expected.shape[-1]
+            torch.testing.assert_close(scores[b : b + 1, :, :blocks, :blocks], expected, rtol=1e-4, atol=1e-5)
+            assert (scores[b, :, blocks:] == 0).all()
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
+def test_gate_rope_uses_the_models_frequencies_without_attention_factor(rope_type):
+    model_config = tiny_config(rope=rope_type)
+    inv_freq, _ = rope.inverse_frequencies(model_config, dim=16)
+    assert torch.equal(Gate.build(model_config, config()).inv_freq, inv_freq)
+    narrow = Gate.build(model_config, config(hidden=8)).inv_freq
+    assert narrow.shape == (4,)
+    if rope_type == "default":
+        torch.testing.assert_close(narrow, inv_freq[::2])
+
+
+@pytest.mark.parametrize("hidden", [8, 16, 32])
+def test_untrained_gate_compares_block_means_of_matching_frequencies(hidden):
+    weight = frequency_matched_projection(16, hidden)
+    pairs = weight.argmax(1)
+    assert torch.equal(pairs[: hidden // 2] + 8, pairs[hidden // 2 :])
+    layer = AttnGate(16, 4, 2, config(hidden=hidden, q_pool=["avg"], k_pool=["avg"], rope=False))
+    q, k, _ = testing.random_qkv(1, 4, 2, 64, head_size=16)
+    if hidden >= 16:  # fewer dimensions leave some out
+        means = [t.unflatten(2, (4, BLOCK)).mean(3) for t in (q, k.repeat_interleave(2, 1))]
+        torch.testing.assert_close(layer(q, k, inv_freq=torch.ones(hidden // 2)), means[0] @ means[1].mT / 4 * INITIAL_SCALE**2)
+
+
+def test_scores_need_every_key_before_rope():
+    gate = noisy_gate(config())
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 40))[0]
+    cached = LayerInputs(**{**vars(x), "k": torch.cat([x.k, x.k], 2), "v": torch.cat([x.v, x.v], 2)})
+    with pytest.raises(ValueError, match="num_keys=80"):
+        gate.scores(cached)
+
+
+def loss_inputs(padding=None, heads=4):
+    q, k, v = testing.random_qkv(1 if padding is None else len(padding), 4, 2, 72, head_size=16)
+    kv_start = testing.starts(padding)
+    pooled = maxpool_attention(q * 3, k, v, block_size=BLOCK, kv_start=kv_start).pooled
+    visible = visible_blocks(72, 72, BLOCK, kv_start, CPU)
+    return torch.randn(q.shape[0], heads, 5, 5, requires_grad=True), pooled, visible
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("skip_rows", [0, 2])
+@pytest.mark.parametrize("padding", [None, [0, 30, 71]])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding, heads):
+    logits, pooled, visible = loss_inputs(padding, heads)
+    value = gate_loss(logits, pooled, visible, config(loss=loss, skip_rows=skip_rows))
+    terms = []
+    for b, h, r in itertools.product(range(logits.shape[0]), range(heads), range(skip_rows, 5)):
+        seen = visible[min(b, visible.shape[0] - 1), 0, r]
+        if not seen.any():
+            continue
+        group = pooled[b].unflatten(0, (heads, -1))[h, :, r]
+        target = (group / group.sum(-1, keepdim=True)).mean(0)[seen]
+        gate = logits[b, h, r][seen].softmax(-1)
+        if loss == "mse":
+            terms.append(((gate - target) ** 2).sum())
+        elif loss == "kl":
+            terms.append((target * (target / gate).log()).sum())
+        else:
+            error = (gate - target).abs()
+            terms.append(torch.where(error < 0.01, error**2 / 0.02, error - 0.005).sum())
+    torch.testing.assert_close(value, torch.stack(terms).mean())
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert gradient.isfinite().all()
+    assert (gradient.masked_select(~visible.expand_as(gradient)) == 0).all()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_of_the_true_block_map_is_zero(loss):
+    _, pooled, visible = loss_inputs()
+    logits = (pooled / pooled.sum(-1, keepdim=True)).log().masked_fill(~visible, 5.0)
+    assert abs(gate_loss(logits, pooled, visible, config(loss=loss)).item()) < 1e-6
+
+
+def test_loss_of_confident_wrong_scores_is_finite():
+    logits, pooled, visible = loss_inputs()
+    for loss in LOSSES:
+        value = gate_loss(logits * 1e4, pooled, visible, config(loss=loss))
+        assert value.isfinite()
+
+
+@pytest.mark.parametrize("heads", ["query", "kv"])
+def test_precomputed_gradients_equal_autograd(heads):
+    model, ids, cfg = tiny_model(), random_tokens(2, 71), config(heads=heads, loss="kl")
+    gate = noisy_gate(cfg)
+    outputs = GateDistiller(gate, model)(ids)
+    (outputs["loss"] * 0.5).backward()
+    precomputed = [parameter.grad for parameter in gate.parameters()]
+    total = torch.zeros(())
+    for x in inputs_of_layers(model, ids):
+        pooled = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale).pooled
+        loss = gate_loss(gate.logits(x), pooled, visible_blocks(71, 71, BLOCK, None, CPU), cfg)
+        torch.testing.assert_close(outputs["parts"][f"layer {x.layer}"], loss.detach())
+        total = total + loss
+    torch.testing.assert_close(outputs["loss"], total)
+    for ours, plain in zip(precomputed, torch.autograd.grad(total, list(gate.parameters())), strict=True):
+        torch.testing.assert_close(ours, plain * 0.5)
+
+
+def test_distiller_saves_and_trains_only_the_gate():
+    model = tiny_model()
+    distiller = GateDistiller(noisy_gate(config()), model)
+    assert all(name.startswith("gate.") for name in distiller.state_dict())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    distiller(random_tokens(1, 40))["loss"].backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def topical_tokens(batch: int, blocks: int, seed: int) -> Tensor:
+    """Blocks with one of 30 topics of two tokens, so that even the attention of a random model prefers some blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    topics = torch.randint(0, 30, (batch, blocks, 1), generator=generator)
+    return (1 + 4 * topics + torch.randint(0, 2, (batch, blocks, BLOCK), generator=generator)).flatten(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["mse", "kl"])
+def test_training_closes_the_gap_to_the_recall_of_the_oracle(loss):
+    model = tiny_model(initializer_range=0.3)
+    gate = noisy_gate(config(loss=loss, q_pool=["avg"], k_pool=["avg"]), std=0.1)
+    gate.always = AlwaysRead(0, 0)  # else a row of 16 blocks reads no others at 80 %
+    chunks = [{"input_ids": row} for row in topical_tokens(2, 16, seed=1)]
+    untrained = gate_recall(gate, model, chunks)
+    distiller = GateDistiller(gate, model)
+    optimizer = torch.optim.AdamW(gate.parameters(), lr=1e-2)
+    for step in range(40):
+        optimizer.zero_grad()
+        distiller(topical_tokens(2, 16, seed=100 + step))["loss"].backward()
+        optimizer.step()
+    trained = gate_recall(gate, model, chunks)
+    for sparsity in (0.5, 0.8):
+        name, oracle = f"recall/gate@{sparsity}", f"recall/oracle@{sparsity}"
+        assert trained[oracle] == untrained[oracle]
+        gap = trained[oracle] - untrained[name]
+        assert gap / 5 < trained[name] - untrained[name] < gap
+        layers = [trained[f"{name}/layer {i}"] for i in range(2)]
+        assert trained[name] == pytest.approx(sum(layers) / 2)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.75])
+@pytest.mark.parametrize("sparsity", [0.0, 0.03, 0.4, 0.62, 0.8])
+def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity, floor):
+    model = tiny_model(initializer_range=0.3)
+    gate = noisy_gate(config(), std=0.2)
+    ids = topical_tokens(4, 40, seed=2)
+    chunks = [{"input_ids": row} for row in ids]
+    gate.thresholds = calibrate({"gate": GateScores(gate)}, model, chunks, floor=floor)["gate"]
+    selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
+    candidates = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU)
+    long = candidates.visible[..., 16:, :]
+    for x in inputs_of_layers(model, ids):
+        mask = selection.blocks(x)
+        # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
+        assert 1 - mask[..., 16:, :].sum() / (long.sum() * 16) == pytest.approx(sparsity, abs=0.02)
+        assert (TopK(1 - (1 - sparsity) * floor)(GateScores(gate)(x), candidates) <= mask).all()
+        counts = mask.sum((0, 2, 3))
+        assert sparsity == 0 or counts.min() < counts.max()  # budgets differ between heads
+
+
+def test_sparsity_beyond_the_calibration_is_refused():
+    model, gate = tiny_model(), noisy_gate(config())
+    gate.thresholds = calibrate({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 64)[0]}])["gate"]
+    with pytest.raises(UserError, match=r"select.sparsity=0.97"):
+        Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.97), gate)
+
+
+def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
+    model, gate = tiny_model(), noisy_gate(config())
+    gate.always = AlwaysRead(2, 1)
+    gate.thresholds = calibrate({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 400)[0]}])["gate"]
+    assert Selection.from_config(SelectConfig("calibrated"), gate).always == AlwaysRead(2, 1, short_rows=16)
+    with pytest.raises(
+        UserError, match=r"^select.sink_blocks=1: the gate was calibrated with 2; select.policy=topk accepts any"
+    ):
+        Selection.from_config(SelectConfig("calibrated", sink_blocks=1), gate)
+    assert Selection.from_config(SelectConfig("topk", sink_blocks=0), gate).always == AlwaysRead(0, 1)
+
+
+def test_thresholds_of_earlier_versions_are_not_used(tmp_path, capsys):
+    gate = noisy_gate(config())
+    gate.thresholds = {"floor": 0.75, "sparsities": [0.5], "layers": [[0.1], [0.2]]}
+    assert Gate.load(write(gate, tmp_path / "gate")).thresholds is None
+    assert "its thresholds, of an earlier version, are not used" in capsys.readouterr().err
+
+
+def write(gate: Gate, folder):
+    fingerprint = models.fingerprint(tiny_model())
+    return artifacts.write(
+        folder, kind="gate", tensors=gate.state_dict(), config={}, model=fingerprint, details=gate.details(), data="none",
+        seed=0, metrics={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl"}])
+def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
+    gate = noisy_gate(config(**changes), "llama3")
+    gate.thresholds = calibrate({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])["gate"]
+    loaded = Gate.load(write(gate, tmp_path / "gate"))
+    assert loaded.cfg == gate.cfg
+    assert loaded.thresholds == gate.thresholds
+    assert loaded.always == AlwaysRead(1, 1)
+    assert loaded.artifact is not None
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 50))[1]
+    assert torch.equal(loaded.scores(x), gate.scores(x))
+
+
+def test_artifact_with_missing_tensors_is_refused(tmp_path):
+    gate = noisy_gate(config())
+    del gate.inv_freq
+    with pytest.raises(UserError, match="4 tensors, accepted are 5"):
+        Gate.load(write(gate, tmp_path / "gate"))

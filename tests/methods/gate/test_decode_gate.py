@@ -1,0 +1,326 @@
+"""Decode gates: scores and targets against plain fp64 computations, training, calibrated thresholds, artifact."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import msattn
+from msattn.kernels.common.densities import bucket_densities
+from msattn.trainer import artifacts
+from msattn.trainer.config import GateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate import query_maps
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
+from msattn.trainer.methods.key_thresholds import calibrate, threshold_at
+from msattn.trainer.methods.pages import far_probabilities, only_far
+from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.serving.loading import load_router
+from msattn.trainer.serving.reads import serving_numbers
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.methods.gate.test_attn_gate import FUNCTIONS
+
+BLOCK = 16
+
+
+def config(**changes: Any) -> GateConfig:
+    return GateConfig(**{"phase": "decode", "block_size": BLOCK, "loss": "kl", **changes})
+
+
+def random_decode_gate(cfg: GateConfig | None = None, std: float = 0.3, **sizes: Any) -> DecodeGate:
+    """Gates with random weights, instead of the scaled identities of initialization; always the same ones."""
+    gate = DecodeGate.build(tiny_config(**sizes), cfg or config())
+    generator = torch.Generator().manual_seed(5)
+    for parameter in gate.parameters():
+        nn.init.normal_(parameter, std=std, generator=generator)
+    return gate.requires_grad_(False)
+
+
+def rotated(y: Tensor, inv_freq: Tensor, position: int) -> Tensor:
+    angle = inv_freq * position
+    a, b = y.chunk(2)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
+def normalized(y: Tensor, weight: Tensor) -> Tensor:
+    return y / (y.square().mean() + 1e-6).sqrt() * weight
+
+
+def scores_in_loops(gate: DecodeGate, x: LayerInputs, query: int, position: int) -> Tensor:
+    """Scores ``[Hkv, Tc]`` before softmax of one unpadded sequence by the definition, in loops over blocks and heads."""
+    weights: Any = gate.gates[x.layer]
+    group, cfg, found = x.q_nope.shape[1] // gate.kv_heads, gate.cfg, []
+    for h in range(gate.kv_heads):
+        y = weights.query_weight[h] @ torch.cat([x.q_nope[0, h * group + i, query] for i in range(group)])
+        y = normalized(y, weights.query_norm[h]) if cfg.qk_norm else y
+        gate_q = rotated(y, gate.inv_freq, position) if cfg.rope else y
+        for c, block in enumerate(x.k_nope[0, h].split(BLOCK)):
+            y = weights.key_weight[h] @ torch.cat([FUNCTIONS[pool](block) for pool in cfg.k_pool])
+            y = normalized(y, weights.key_norm[h]) if cfg.qk_norm else y
+            gate_k = rotated(y, gate.inv_freq, c * BLOCK) if cfg.rope else y
+            found.append(gate_q @ gate_k / len(gate_q) ** 0.5)
+    return torch.stack(found).unflatten(0, (gate.kv_heads, -1))
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(q: Tensor, k: Tensor, start: Tensor | None = None, q_nope: Tensor | None = None) -> LayerInputs:
+    """Inputs of layer 1, in which queries before RoPE are ``q_nope`` and keys before RoPE the negative keys."""
+    return LayerInputs(1, q, k, k, q if q_nope is None else q_nope, -k, q, q, 0.25, start, None)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (7, 1), (4, 2)])
+@pytest.mark.parametrize("changes", [{}, {"hidden": 8}, {"qk_norm": True}, {"rope": False, "k_pool": ["avg"]}], ids=str)
+def test_scores_equal_plain_loops_in_fp64(heads: int, kv_heads: int, changes: dict[str, Any]) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 16 * heads}
+    gate = random_decode_gate(config(**changes), **sizes).double()
+    for length in (1, BLOCK, 71):
+        q, k = normal(1, heads, length, 16), normal(1, kv_heads, length, 16, seed=1)
+        x, positions = inputs(q, k), torch.tensor([0, length // 2, length - 1])
+        logits = gate.logits(x, positions)
+        rows = q[0, :, positions].transpose(0, 1)[:, :, None]  # [n, Hq, 1, D]
+        singly = gate.scores(1, gate.summarize(x), rows, rows, positions)
+        by_head = gate.head_scores(1, gate.summarize(x), rows, rows, positions)
+        for row, position in enumerate(positions.tolist()):
+            expected = scores_in_loops(gate, x, position, position)
+            torch.testing.assert_close(logits[0, :, row], expected)
+            torch.testing.assert_close(singly[row], expected)
+            torch.testing.assert_close(by_head[row], expected.repeat_interleave(heads // kv_heads, 0))
+
+
+def test_padding_does_not_change_scores() -> None:
+    gate, lengths = random_decode_gate().double(), (70, 33)
+    k, q = normal(2, 2, 70, 16), normal(2, 4, 1, 16, seed=1)
+    start = torch.tensor([70 - each for each in lengths], dtype=torch.int32)
+    x = inputs(q, k, start)
+    scores = gate.far_scores(x, gate.summarize(x), window=5)
+    for row, length in enumerate(lengths):
+        alone = inputs(q[row : row + 1], k[row : row + 1, :, 70 - length :])
+        expected = scores_in_loops(gate, alone, 0, length - 1)
+        far = -(-(length - 5) // BLOCK)  # blocks with a key before the window
+        torch.testing.assert_close(scores[row, :, :far], expected[:, :far])
+        assert (scores[row, :, far:] == -torch.inf).all()
+        probabilities = far_probabilities(scores)[row]
+        torch.testing.assert_close(probabilities[:, :far], expected[:, :far].softmax(-1))
+        assert (probabilities[:, far:] == 0).all()
+
+
+def test_rows_without_a_far_block_read_none() -> None:
+    scores = only_far(torch.zeros(2, 1, 3), torch.tensor([0, 20]), BLOCK)
+    probabilities = far_probabilities(scores)
+    assert probabilities.tolist() == [[[0, 0, 0]], [[0.5, 0.5, 0]]]
+    densities = bucket_densities(probabilities, torch.full((2, 1, 3), BLOCK))
+    assert densities.tolist() == [[[0, 0, 0]], [[1.5, 1.5, 0]]]
+    gate = random_decode_gate()
+    assert gate.choose(scores, 2).tolist() == [[[-1, -1]], [[0, 1]]]
+    assert gate.choose(scores, 0).shape == (2, 1, 0)
+    assert gate.choose(scores, 9).shape == (2, 1, 3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (7, 1)])
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (1, 0), (3, 20)])
+def test_targets_are_the_largest_of_the_full_softmax(
+    heads: int, kv_heads: int, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query_maps, "SCORES_AT_ONCE", 2 * heads * 75 * 3)  # three queries at a time
+    q, k = 3 * normal(2, heads, 75, 16), normal(2, kv_heads, 75, 16, seed=1)
+    x, positions = inputs(q, k), torch.tensor([0, 15, 16, 30, 31, 62, 74])
+    largest = largest_in_blocks(x, positions, BLOCK, sink=sink, recent=recent)
+    mass, visible = mass_of_blocks(x, positions, BLOCK), far_blocks(positions, 75, BLOCK, recent)
+    assert largest.shape == (2, kv_heads, 7, 5)
+    scores = (q @ k.repeat_interleave(heads // kv_heads, 1).mT * 0.25).masked_fill(
+        torch.ones(75, 75).triu(1).bool(), -torch.inf
+    )
+    everything = scores.softmax(-1)
+    for row, position in enumerate(positions.tolist()):
+        for block in range(5):
+            keys = range(block * BLOCK, min(75, (block + 1) * BLOCK))
+            torch.testing.assert_close(mass[:, :, row, block], everything[:, :, position, keys.start : keys.stop].sum(-1))
+            counted = [key for key in keys if key >= sink and key <= position - recent]
+            assert bool(visible[0, 0, row, block]) == (keys.start <= position - recent)
+            if not counted:
+                assert (largest[:, :, row, block] == 0).all()
+                continue
+            expected = everything[:, :, position, counted].amax(-1).unflatten(1, (kv_heads, -1)).amax(2)
+            torch.testing.assert_close(largest[:, :, row, block], expected)
+
+
+def test_sampled_queries_depend_on_the_tokens_alone() -> None:
+    ids = random_tokens(1, 100)
+    drawn = sample_queries(ids, 30, 40)
+    assert torch.equal(drawn, sample_queries(ids, 30, 40))
+    assert not torch.equal(drawn, sample_queries(random_tokens(1, 100, seed=1), 30, 40))
+    assert len(set(drawn.tolist())) == 30
+    assert drawn.tolist() == sorted(drawn.tolist())
+    assert min(drawn) >= 40
+    assert sample_queries(ids, 1000, 40).tolist() == list(range(40, 100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{}, {"recent": 20}, {"loss": "mse"}, {"loss": "smooth_l1", "skip_rows": 2}, {"qk_norm": True}], ids=str
+)
+def test_training_lowers_the_loss(changes: dict[str, Any]) -> None:
+    model, chunks = tiny_model(), random_tokens(4, 160)
+    gate = DecodeGate.build(model.config, config(queries=48, **changes))
+    distiller = DecodeGateDistiller(gate, model)
+    optimizer = torch.optim.Adam(gate.parameters(), lr=0.02)
+    losses = []
+    for step in range(24):
+        outputs = distiller(chunks[step % 4 : step % 4 + 1])
+        assert set(outputs["parts"]) == {"layer 0", "layer 1"}
+        torch.testing.assert_close(torch.stack(list(outputs["parts"].values())).sum(), outputs["loss"])
+        optimizer.zero_grad()
+        outputs["loss"].backward()
+        optimizer.step()
+        losses.append(float(outputs["loss"].detach()))
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_gradients_are_those_of_one_autograd_graph() -> None:
+    model, ids = tiny_model(), random_tokens(1, 100)
+    gate = DecodeGate.build(model.config, config(queries=20, recent=10))
+    DecodeGateDistiller(gate, model)(ids)["loss"].backward()
+    found = [weight.grad for weight in gate.parameters()]
+    gate.zero_grad()  # sets the gradients to None
+    loss = torch.zeros(())
+    for x in inputs_of_layers(model, ids):
+        positions = sample_queries(ids, 20, 11)
+        target = largest_in_blocks(x, positions, BLOCK, sink=1, recent=10)
+        target = target / target.sum(-1, keepdim=True)
+        far = far_blocks(positions, 100, BLOCK, 10)
+        log_gate = gate.logits(x, positions).masked_fill(~far, -1e30).log_softmax(-1)
+        loss = loss + (torch.xlogy(target, target) - target * log_gate).sum(-1).mean()
+    loss.backward()
+    for mine, weight in zip(found, gate.parameters(), strict=True):
+        torch.testing.assert_close(mine, weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_of_a_batch_is_the_mean_over_its_sequences() -> None:
+    model, ids = tiny_model(), random_tokens(3, 100)
+    distiller = DecodeGateDistiller(DecodeGate.build(model.config, config(queries=20, recent=10)), model)
+    alone = [distiller(row[None])["loss"].item() for row in ids]
+    assert len(set(alone)) == 3
+    assert distiller(ids)["loss"].item() == pytest.approx(sum(alone) / 3, rel=1e-5)
+
+
+def test_recall_is_the_mass_of_the_best_blocks() -> None:
+    model, ids = tiny_model(), random_tokens(1, 150)
+    gate = random_decode_gate()
+    recalls = decode_gate_recall(gate, model, [{"input_ids": ids[0]}])
+    for layer, x in enumerate(inputs_of_layers(model, ids)):
+        scores = gate.logits(x, torch.arange(150))
+        total = 0.0
+        for position in range(150):
+            own = position // BLOCK
+            ranked = scores[0, :, position, : own + 1].clone()
+            ranked[:, [0, own]] = torch.inf
+            best = ranked.topk(max(len({0, own}), round(0.5 * (own + 1))), dim=-1).indices
+            for head in range(4):
+                weights = (x.q[0, head, position] @ x.k[0, head // 2, : position + 1].mT * x.scale).softmax(-1)
+                total += float(weights[torch.isin(torch.arange(position + 1) // BLOCK, best[head // 2])].sum())
+        assert recalls[f"recall/gate@0.5/layer {layer}"] == pytest.approx(total / (4 * 150), rel=1e-4)
+        assert recalls[f"recall/gate@0.5/layer {layer}"] <= recalls[f"recall/oracle@0.5/layer {layer}"] + 0.02
+
+
+def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
+    """The keys are counted block by block for every query, which needs none of the calibration's code."""
+    model, ids, recent, sink = tiny_model(), random_tokens(3, 250), 20, 1
+    gate = random_decode_gate()
+    table = calibrate(gate, model, [{"input_ids": row} for row in ids], recent=recent, sink=sink, dense_layers=[0])
+    threshold = threshold_at(table, 0.2)
+    read, total, counts = 0, 0, set()
+    for row in ids:
+        x = inputs_of_layers(model, row[None])[1]
+        logits = gate.logits(x, torch.arange(250))[0]
+        for at in range(recent, 250):
+            last = at - recent  # last far key
+            probabilities = logits[:, at, : last // BLOCK + 1].softmax(-1)
+            for head in range(2):
+                dense = probabilities[head] / BLOCK * (at + 1) >= threshold
+                keys = sum(min(last + 1, (c + 1) * BLOCK) - max(sink, c * BLOCK) for c in dense.nonzero()[:, 0].tolist())
+                read, total = read + keys, total + last + 1 - sink
+                counts.add(keys)
+    assert read / total == pytest.approx(0.2, rel=0.05)
+    assert len(counts) > 10
+
+
+def save(folder: Path, gate: DecodeGate, **details: Any) -> Path:
+    """Writes gates as an artifact for :func:`tiny_model`; ``details`` are further entries of its manifest."""
+    facts: dict[str, Any] = {"model": fingerprint(tiny_model(), id="tiny"), "details": gate.details() | details}
+    facts |= {"kind": "decode_gate", "config": {}, "data": "", "seed": 0, "metrics": {}}
+    return artifacts.write(folder / "decode_gate", tensors=gate.state_dict(), **facts)
+
+
+def test_an_artifact_is_loaded(tmp_path: Path) -> None:
+    gate = random_decode_gate(config(hidden=8, k_pool=["max", "min", "avg"]))
+    gate.thresholds = {"shares": [0.1, 0.5], "densities": [2.0, 1.0]}
+    folder = save(tmp_path, gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
+    for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path)):
+        assert isinstance(loaded, DecodeGate)
+        assert loaded.artifact is not None
+        assert (loaded.cfg, loaded.thresholds, loaded.num_buckets) == (gate.cfg, gate.thresholds, 16)
+        assert loaded.model_shape() == gate.model_shape()
+        assert not any(weight.requires_grad for weight in loaded.parameters())
+        for name, tensor in gate.state_dict().items():
+            assert torch.equal(tensor, loaded.state_dict()[name])
+    assert serving_numbers(DecodeGate.load(folder), {}) == {"probes": 3, "recent": 9, "sink": 2, "dense_layers": (1,)}
+    assert "SeerAttention decode gates" in (folder / "README.md").read_text()
+    assert 'qmodel="path/or/hub-id"' in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"num_blocks": 0}, "details: num_blocks=0"),
+        ({"num_blocks": "16"}, "details: num_blocks='16'"),
+        ({"gate": None}, "details: gate=None"),
+        ({"thresholds": {"shares": [0.1], "densities": []}}, "densities must be 1 numbers"),
+        ({"serving": {"probes": -1}}, "details: serving.probes=-1"),
+        ({"serving": {"recent": 1.5}}, "details: serving.recent=1.5"),
+    ],
+    ids=str,
+)
+def test_damaged_details_are_refused(tmp_path: Path, damage: dict[str, Any], says: str) -> None:
+    gate, plain = random_decode_gate(), random_decode_gate().details()
+    gate.details = lambda: plain | damage  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=re.escape(says)) as refused:
+        DecodeGate.load(save(tmp_path, gate, serving=damage.get("serving", {})))
+    assert "\n" not in str(refused.value)
+
+
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for number, other in enumerate((random_decode_gate(num_hidden_layers=1), random_decode_gate(head_dim=32))):
+        with pytest.raises(UserError, match=r"3 tensors, accepted are 5|its manifest asks for float32 \[2, 16, 32\]"):
+            DecodeGate.load(save(tmp_path / str(number), other))
+
+
+def test_gates_of_the_other_phase_are_refused_in_one_line(tmp_path: Path) -> None:
+    model, decode = tiny_model(), random_decode_gate()
+    prefill = Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
+    folder = save(tmp_path, decode)
+    wrong = random_decode_gate()
+    wrong.cfg = replace(wrong.cfg, phase="prefill")
+    mixed = save(tmp_path / "mixed", wrong)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"gate": decode}, "gate: these are gates with gate.phase=decode; give them as qmodel="),
+        ({"qmodel": prefill}, "qmodel: these are gates with gate.phase=prefill; give them as gate="),
+        ({"gate": folder}, f"artifact {folder}: kind=decode_gate: accepted is gate"),
+        ({"gate": tmp_path}, f"artifact {tmp_path}: the folder holds decode_gate; accepted is gate"),
+        ({"qmodel": mixed}, f"artifact {mixed}: details.gate.phase=prefill: accepted is decode"),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError) as refused, msattn.attach(model, **options):
+            pass
+        assert str(refused.value) == message

@@ -1,0 +1,213 @@
+"""Import of SeerAttention's released gates: scores against their definition in plain PyTorch, and refusals by name."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from msattn.trainer.artifacts import check_model
+from msattn.trainer.attach import attach
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.official import import_gate
+from msattn.trainer.models.identity import fingerprint
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.running import exit_code
+
+BLOCK, SIZE, HEADS, KV_HEADS = 16, 16, 4, 2
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda t: t.max(0)[0],
+    "min": lambda t: t.min(0)[0],
+    "avg": lambda t: t.mean(0),
+}
+
+
+def released(
+    folder: Path, family: str = "llama", rope: str = "default", hidden: int = SIZE, pools: str = "Qavg_Kmaxminavg", **keys: Any
+) -> dict[str, Tensor]:
+    """Writes a folder of the released layout with random gates, and returns their weights."""
+    folder.mkdir(exist_ok=True)
+    document = tiny_config(family, rope).to_dict()
+    document |= {"base_model": "someone/base", "seerattn_gate_type": pools, "seerattn_gate_block_size": BLOCK}
+    document |= {"seerattn_gate_hidden_size": hidden, "seerattn_gate_force_double": False, "seerattn_threshold": 0.0}
+    if family == "qwen2":
+        del document["head_dim"]
+    (folder / "config.json").write_text(json.dumps(document | keys))
+    q_pools, k_pools = (len(part) // 3 for part in (pools.split("_")[0][1:], pools.split("_")[1][1:]))
+    double = q_pools > 1 or hidden != SIZE or keys.get("seerattn_gate_force_double", False)
+    tensors = {}
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.attn_gate"
+        tensors[f"{name}.mask_linear_k.weight"] = torch.randn(KV_HEADS if double else HEADS, k_pools * SIZE, hidden)
+        if double:
+            tensors[f"{name}.mask_linear_q.weight"] = torch.randn(HEADS, q_pools * SIZE, hidden)
+    tensors = {name: (tensor / 4).bfloat16() for name, tensor in tensors.items()}
+    torch.save(tensors, folder / "attn_gate_weights.pth")
+    return tensors
+
+
+def their_scores(q: Tensor, k: Tensor, key: Tensor, query: Tensor | None, pools: str, angles: Tensor, factor: float) -> Tensor:
+    """Computes block probabilities ``[H, T, T]`` from ``q [H, N, D]`` and ``k [Hkv, N, D]`` by the definition, in fp64.
+
+    Rotated pairs are complex numbers; ``angles`` are those of a step of one token.
+    """
+    q_names, k_names = ([part[i : i + 3] for i in range(1, len(part), 3)] for part in pools.split("_"))
+    blocks = math.ceil(q.shape[1] / BLOCK)
+    hidden = key.shape[2]
+    logits = torch.full((len(q), blocks, blocks), -torch.inf, dtype=torch.float64)
+
+    def rotated(vector: Tensor, block: int) -> Tensor:
+        pair = torch.complex(vector[: hidden // 2], vector[hidden // 2 :])
+        return factor * pair * torch.exp(1j * angles.double() * block * BLOCK)
+
+    def pooled(tokens: Tensor, names: list[str], block: int) -> Tensor:
+        part = tokens[block * BLOCK : (block + 1) * BLOCK].double()
+        return torch.cat([REDUCE[name](part) for name in names])
+
+    for head in range(len(q)):
+        of_group = head * len(k) // len(q)
+        weight = key[head if len(key) == len(q) else of_group].double()
+        for row in range(blocks):
+            vector = pooled(q[head], q_names, row)
+            vector = rotated(vector if query is None else vector @ query[head].double(), row)
+            for column in range(row + 1):
+                other = rotated(pooled(k[of_group], k_names, column) @ weight, column)
+                logits[head, row, column] = (vector * other.conj()).real.sum() / math.sqrt(hidden)
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "hidden", "pools", "keys"),
+    [
+        ("llama", "llama3", SIZE, "Qavg_Kmaxminavg", {}),  # as released
+        ("llama", "yarn", SIZE, "Qavg_Kmaxmin", {}),
+        ("llama", "default", SIZE, "Qavg_Kavg", {"seerattn_gate_force_double": True}),
+        ("llama", "linear", SIZE, "Qmaxavg_Kmin", {}),
+        ("qwen2", "default", SIZE, "Qavg_Kmaxminavg", {}),
+        ("qwen2", "yarn", 8, "Qmin_Kmaxavg", {}),
+    ],
+)
+def test_scores_are_theirs(tmp_path: Path, family: str, rope: str, hidden: int, pools: str, keys: dict[str, Any]) -> None:
+    weights = released(tmp_path / "theirs", family, rope, hidden, pools, **keys)
+    import_gate(str(tmp_path / "theirs"), tmp_path / "gate")
+    gate = Gate.load(tmp_path / "gate")
+    model = tiny_model(family, rope)
+    half = torch.arange(0, hidden, 2) / hidden
+    angles, factor = 1 / 10000.0**half, 1.0
+    if rope == "linear":
+        angles = angles / 2
+    elif rope in ("llama3", "yarn"):  # their definition is transformers' own, for a head of the gate's width
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        like = tiny_config(family, rope, head_dim=hidden)
+        angles, factor = ROPE_INIT_FUNCTIONS[rope](like, "cpu")
+        assert (factor > 1.1) == (rope == "yarn")
+    for x in inputs_of_layers(model, random_tokens(1, 5 * BLOCK + 7)):
+        name = f"model.layers.{x.layer}.self_attn.attn_gate"
+        key, query = weights[f"{name}.mask_linear_k.weight"], weights.get(f"{name}.mask_linear_q.weight")
+        expected = their_scores(x.q_nope[0], x.k_nope[0], key, query, pools, angles, factor)
+        torch.testing.assert_close(gate.scores(x)[0].double(), expected, rtol=1e-4, atol=1e-6)
+        assert (expected[:, -1].amax(-1) - expected[:, -1].amin(-1)).min() > 0.01, "gates that tell blocks apart"
+
+
+@pytest.mark.filterwarnings("ignore::msattn.trainer.errors.ModelWarning")
+def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also from safetensors, on the command line."""
+    tensors = released(tmp_path / "theirs")
+    (tmp_path / "theirs" / "attn_gate_weights.pth").unlink()
+    save_file(tensors, tmp_path / "theirs" / "attn_gate_weights.safetensors")
+    call = ["import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / "gate")]
+    for arguments, code in ((call, 0), (call, 2), ([*call, "--overwrite"], 0)):
+        assert exit_code(*arguments) == code
+    out, err = capsys.readouterr()
+    assert "gates of 2 layers and 4 heads, blocks of 16 tokens, poolings avg and max+min+avg" in out
+    assert "overwrite" in err
+    model = tiny_model()
+    gate = Gate.load(tmp_path / "gate")
+    assert gate.artifact is not None
+    manifest = gate.artifact.manifest
+    assert manifest["model"]["id"] == "someone/base"
+    assert str(tmp_path) not in (tmp_path / "gate" / "config.yaml").read_text() + json.dumps(manifest)
+    assert "does not identify the weights" in (check_model(manifest, fingerprint(model), strict=False) or "")
+    with pytest.raises(UserError, match="does not identify the weights"):
+        check_model(manifest, fingerprint(model))
+    with attach(model, gate=gate, select="topk", sparsity=0.8, dense_below=0) as sparse:
+        model(random_tokens(1, 160))
+    read = sum(max(1, round(0.2 * row)) for row in range(1, 11))  # as in the paper, only a row's own block is always read
+    assert sparse.stats()["sparsity"] > 1 - read / 55 - 0.1  # the last row may read more
+    with attach(model, gate=gate, select={"sink_blocks": 1, "local_blocks": 1}, sparsity=0.8, dense_below=0) as more:
+        model(random_tokens(1, 160))
+    assert more.stats()["sparsity"] < sparse.stats()["sparsity"] - 0.1
+
+
+class Code:
+    """An object that runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+def edited(folder: Path, **keys: Any) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in (document | keys).items() if v is not None}))
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "attn_gate_weights.pth"
+    torch.save(change(torch.load(path, weights_only=True)), path)
+
+
+FIRST = "model.layers.0.self_attn.attn_gate.mask_linear_k.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda at: (at / "config.json").unlink(), "no config.json"),
+        (lambda at: (at / "attn_gate_weights.pth").unlink(), "there are no gates"),
+        (lambda at: edited(at, model_type="qwen3"), "model_type=qwen3: accepted are llama, qwen2"),
+        (lambda at: edited(at, seerattn_gate_type=None), "no key seerattn_gate_type"),
+        (lambda at: edited(at, seerattn_gate_type=None, seerattn_q_head_pooling_type="Qproj"), "accepted are qwen2, qwen3"),
+        (lambda at: edited(at, seerattn_gate_type="Qmed_Kavg"), "seerattn_gate_type=Qmed_Kavg"),
+        (lambda at: edited(at, seerattn_gate_type="Qavgavg_Kavg"), "the gates differ from ours: gate.q_pool"),
+        (lambda at: edited(at, seerattn_gate_block_size=48), "the gates differ from ours: gate.block_size=48"),
+        (lambda at: edited(at, seerattn_gate_hidden_size=8), "its RoPE is that of heads of size 16"),
+        (
+            lambda at: edited(at, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type=dynamic",
+        ),
+        (lambda at: edited(at, num_hidden_layers=3), "has no model.layers.2.self_attn.attn_gate.mask_linear_k.weight"),
+        (lambda at: edited(at, num_hidden_layers=1), "does not ask for, model.layers.1."),
+        (lambda at: edited(at, seerattn_gate_force_double=True), "mask_linear_q.weight"),
+        (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST][:, 1:]}), "has the shape [4, 47, 16], by config.json it is"),
+        (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST] / 0}), "not finite"),
+        (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST].int()}), "no tensor of real numbers"),
+        (lambda at: rewritten(at, lambda t: t | {FIRST: 1.0}), "no tensor of real numbers"),
+        (lambda at: rewritten(at, lambda t: list(t)), "does not hold weights alone (it is a list)"),
+        (lambda at: rewritten(at, lambda t: t | {FIRST: Code()}), "does not hold weights alone"),
+        (lambda at: (at / "attn_gate_weights.pth").write_bytes(b"junk"), "does not hold weights alone"),
+        (lambda at: (at / "attn_gate_weights.safetensors").write_bytes(b"junk"), "does not hold weights alone"),
+    ],
+)
+def test_other_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    released(tmp_path / "theirs")
+    damage(tmp_path / "theirs")
+    with pytest.raises(UserError) as refused:
+        import_gate("theirs", tmp_path / "gate")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"], "nothing was written, no code ran"
+
+
+def test_a_source_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder; accepted is a folder or the id"):
+        import_gate(str(tmp_path / "nowhere"), tmp_path / "gate")

@@ -1,0 +1,199 @@
+"""Import of SeerAttention-R's released gates: scores against their definition in plain PyTorch, and refusals by name."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from msattn.trainer.attach import attach
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.official import import_gate
+from msattn.trainer.serving.reads import serving_numbers
+from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.methods.gate.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, Code, edited, rewritten
+from tests.running import succeed
+
+GROUP = 2
+NORMS = {"seerattn_use_qk_norm": True}  # as in the script that trains them
+
+
+def released(
+    folder: Path,
+    family: str = "qwen3",
+    rope: str = "default",
+    hidden: int = SIZE,
+    queries: str = "Qproj",
+    keys: str = "Kmaxminavg",
+    **others: Any,
+) -> dict[str, Tensor]:
+    """Writes a folder of the released layout with random gates, and returns their weights."""
+    folder.mkdir(exist_ok=True)
+    document = tiny_config(family, rope).to_dict()
+    document |= {"base_model": "someone/base", "seerattn_gate_block_size": BLOCK, "seerattn_gate_hidden_size": hidden}
+    document |= {"seerattn_q_head_pooling_type": queries, "seerattn_k_seq_pooling_type": keys, "seerattn_loss_slice_ratio": 0.5}
+    if family == "qwen2":
+        del document["head_dim"]
+    (folder / "config.json").write_text(json.dumps(document | others))
+    of_queries = {"Qproj": (KV_HEADS, GROUP, SIZE, hidden), "Qavgproj": (KV_HEADS, SIZE, hidden), "Qavg": None}[queries]
+    tensors = {}
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.attn_gate.attngate"
+        tensors[f"{name}_linear_k.weight"] = torch.randn(KV_HEADS, len(keys) // 3 * SIZE, hidden) / 4
+        if of_queries:
+            tensors[f"{name}_linear_q.weight"] = torch.randn(of_queries) / 4
+        if others.get("seerattn_use_qk_norm"):
+            tensors |= {f"{name}_{part}norm.weight": 1 + torch.randn(hidden) / 4 for part in "qk"}
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    torch.save(tensors, folder / "attn_gate_weights.pth")
+    return tensors
+
+
+def their_scores(
+    q: Tensor, k: Tensor, weights: dict[str, Tensor], pools: str, angles: Tensor | None, factor: float, averaged: bool
+) -> Tensor:
+    """Computes block scores ``[Hkv, T]`` of the last of ``q [H, N, D]`` for ``k [Hkv, N, D]`` by the definition, in fp64.
+
+    Rotated pairs are complex numbers; ``angles`` are those of a step of one token, None without RoPE. ``averaged`` queries of
+    a group are their mean.
+    """
+    query, key, scores = weights.get("linear_q"), weights["linear_k"].double(), []
+
+    def finished(vector: Tensor, norm: str, position: int) -> Tensor:
+        if norm in weights:
+            vector = vector / (vector.square().mean() + 1e-6).sqrt() * weights[norm].double()
+        pair = torch.complex(*vector.chunk(2))
+        return pair if angles is None else factor * pair * torch.exp(1j * angles.double() * position)
+
+    for head in range(len(k)):
+        group = q[head * GROUP : (head + 1) * GROUP, -1].double()
+        if averaged:
+            vector = group.mean(0) if query is None else group.mean(0) @ query[head].double()
+        else:
+            assert query is not None
+            vector = sum((group[i] @ query[head, i].double() for i in range(GROUP)), torch.zeros(()))
+        vector = finished(vector, "qnorm", q.shape[1] - 1)
+        for number, block in enumerate(k[head].double().split(BLOCK)):
+            pooled = torch.cat([REDUCE[pools[i : i + 3]](block) for i in range(1, len(pools), 3)])
+            other = finished(pooled @ key[head], "knorm", number * BLOCK)
+            scores.append((vector * other.conj()).real.sum() / math.sqrt(len(vector) * 2))
+    return torch.stack(scores).view(len(k), -1)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "hidden", "queries", "keys", "others"),
+    [
+        ("qwen3", "default", SIZE, "Qproj", "Kmaxminavg", NORMS),
+        ("qwen3", "yarn", SIZE, "Qproj", "Kmaxminavg", NORMS),
+        ("qwen3", "yarn", SIZE, "Qproj", "Kavg", {}),
+        ("qwen3", "default", SIZE, "Qavg", "Kmaxmin", {}),
+        ("qwen3", "default", 8, "Qavgproj", "Kminavg", {"seerattn_use_rope": False}),
+        ("qwen3", "yarn", SIZE, "Qproj", "Kmax", {"seerattn_use_rope": False, **NORMS}),
+        ("qwen2", "linear", 8, "Qavgproj", "Kmaxavg", NORMS),
+        ("qwen2", "yarn", SIZE, "Qavg", "Kmaxminavg", NORMS),
+    ],
+)
+def test_scores_are_theirs(
+    tmp_path: Path, family: str, rope: str, hidden: int, queries: str, keys: str, others: dict[str, Any]
+) -> None:
+    weights = released(tmp_path / "theirs", family, rope, hidden, queries, keys, **others)
+    import_gate(str(tmp_path / "theirs"), tmp_path / "decode_gate")
+    gate = DecodeGate.load(tmp_path)
+    angles, factor = 1 / 10000.0 ** (torch.arange(0, hidden, 2) / hidden), 1.0
+    if rope == "linear":
+        angles = angles / 2
+    elif rope == "yarn":  # their definition is transformers' own
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        angles, factor = ROPE_INIT_FUNCTIONS[rope](tiny_config(family, rope), "cpu")
+        assert factor > 1.1
+    for x in inputs_of_layers(tiny_model(family, rope), random_tokens(1, 7 * BLOCK + 5)):
+        prefix = f"model.layers.{x.layer}.self_attn.attn_gate.attngate_"
+        layer = {name.removeprefix(prefix)[:-7]: weight for name, weight in weights.items() if name.startswith(prefix)}
+        rotates = angles if others.get("seerattn_use_rope", True) else None
+        expected = their_scores(x.q_nope[0], x.k_nope[0], layer, keys, rotates, factor, "avg" in queries)
+        last = torch.tensor([x.num_keys - 1])
+        for found in (
+            gate.logits(x, last)[0, :, 0],
+            gate.scores(x.layer, gate.summarize(x), x.q_nope[:, :, last], x.q[:, :, last], last)[0],
+        ):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        assert expected.std(-1).min() > 0.01, "gates that tell blocks apart"
+
+
+@pytest.mark.filterwarnings("ignore::msattn.trainer.errors.ModelWarning")
+def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    released(tmp_path / "theirs", seerattn_token_budget=3 * BLOCK + 5, seerattn_start_layer=1, **NORMS)
+    succeed("import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / "decode_gate"))
+    out = capsys.readouterr().out
+    assert "decode gates of 2 layers and 2 key/value heads, blocks of 16 tokens, pooling max+min+avg" in out
+    gate = DecodeGate.load(tmp_path)
+    assert gate.artifact is not None
+    assert gate.artifact.manifest["model"]["id"] == "someone/base"
+    assert serving_numbers(gate, {}) == {"probes": 3, "recent": BLOCK, "sink": 0, "dense_layers": (0,)}
+    model, ids = tiny_model("qwen3"), random_tokens(1, 200)
+    with attach(model, qmodel=tmp_path, dense_below=0) as sparse:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    assert 3 * BLOCK / 203 < sparse.stats()["selectivity"] < 5 * BLOCK / 200
+
+
+FIRST = "model.layers.0.self_attn.attn_gate.attngate_linear_k.weight"
+NORM = "model.layers.0.self_attn.attn_gate.attngate_knorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda at: (at / "attn_gate_weights.pth").unlink(), "there are no gates"),
+        (lambda at: edited(at, model_type="llama"), "model_type=llama: accepted are qwen2, qwen3"),
+        (lambda at: edited(at, base_model=None), "no key base_model"),
+        (lambda at: edited(at, seerattn_q_head_pooling_type="Qorig"), "seerattn_q_head_pooling_type=Qorig: accepted are Qproj"),
+        (lambda at: edited(at, seerattn_k_seq_pooling_type="Kmed"), "seerattn_k_seq_pooling_type=Kmed: accepted are poolings"),
+        (lambda at: edited(at, seerattn_k_seq_pooling_type="Kavgavg"), "the gates differ from ours: gate.k_pool"),
+        (lambda at: edited(at, seerattn_gate_block_size=48), "the gates differ from ours: gate.block_size=48"),
+        (lambda at: edited(at, seerattn_gate_hidden_size=8), "its RoPE is that of heads of size 16"),
+        (
+            lambda at: edited(at, seerattn_gate_hidden_size=8, seerattn_q_head_pooling_type="Qavg"),
+            "seerattn_gate_hidden_size=8: with Qavg it is the head size, 16",
+        ),
+        (
+            lambda at: edited(at, seerattn_use_qk_norm=False),
+            "does not ask for, model.layers.0.self_attn.attn_gate.attngate_knorm",
+        ),
+        (lambda at: edited(at, seerattn_use_qk_norm=1), "seerattn_use_qk_norm=1"),
+        (lambda at: edited(at, seerattn_q_head_pooling_type="Qavg"), "does not ask for, model.layers.0."),
+        (lambda at: edited(at, seerattn_q_head_pooling_type="Qavgproj"), "by config.json it is [2, 16, 16]"),
+        (lambda at: edited(at, seerattn_token_budget=0), "seerattn_token_budget=0"),
+        (lambda at: edited(at, seerattn_start_layer=2), "seerattn_start_layer=2: the model has 2 layers"),
+        (
+            lambda at: edited(
+                at, layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=8
+            ),
+            "full attention",
+        ),
+        (
+            lambda at: edited(at, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type=dynamic",
+        ),
+        (lambda at: edited(at, num_hidden_layers=3, layer_types=None), "has no model.layers.2.self_attn.attn_gate.attngate_"),
+        (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST][:, 1:]}), "has the shape [2, 47, 16], by config.json it is"),
+        (lambda at: rewritten(at, lambda t: t | {NORM: t[NORM] / 0}), "not finite"),
+        (lambda at: rewritten(at, lambda t: t | {NORM: Code()}), "does not hold weights alone"),
+    ],
+)
+def test_other_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    released(tmp_path / "theirs", **NORMS)
+    damage(tmp_path / "theirs")
+    with pytest.raises(UserError) as refused:
+        import_gate("theirs", tmp_path / "gate")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"], "nothing was written, no code ran"

@@ -1,0 +1,280 @@
+"""The job of msattn train-gate on a small random model: artifact, metrics, several ranks, resumption, failures."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import msattn
+from msattn.trainer import artifacts, data, models
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.config import DataConfig, GateConfig, ModelConfig, TrackerConfig, TrainConfig, TrainGateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.train import train_gate
+from msattn.trainer.training.loop import TrainingDiverged, newest_checkpoint
+from tests.factory import tiny_architecture
+from tests.jobs import Job
+
+JOB = """
+import sys
+from pathlib import Path
+from tests.methods.gate.test_train import run_config
+from msattn.trainer.methods.gate.train import train_gate
+train_gate(run_config(Path(sys.argv[1]), name="killed", steps=int(sys.argv[2])))
+"""
+# Rank 1 gets a NaN loss in its forward pass number ``nan_pass`` (0: never).
+SHARED = """
+import os, sys
+from pathlib import Path
+import torch
+from tests.methods.gate.test_train import two_rank_config
+from msattn.trainer.methods.gate import distillation, train_gate
+
+class Recording(distillation.GateDistiller):
+    seen = []
+    def forward(self, input_ids):
+        self.seen.append(input_ids)
+        outputs = super().forward(input_ids)
+        if len(self.seen) == nan_pass and os.environ["RANK"] == "1":
+            outputs["parts"]["layer 1"] *= torch.nan
+        return outputs
+
+train_gate.GateDistiller = Recording
+root, name, nan_pass = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+train_gate.train_gate(two_rank_config(root, name))
+torch.save(torch.cat(Recording.seen), root / f"{name}-{os.environ['RANK']}.pt")
+"""
+
+
+def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> TrainGateConfig:
+    """Settings for two layers and chunks of 96 tokens; text and outputs are in ``root``."""
+    settings = {
+        "model": ModelConfig(name="small", path="none", init="random", architecture=tiny_architecture(vocab_size=4096)),
+        "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
+        "gate": GateConfig(block_size=16),
+        "train": TrainConfig(lr=1e-3, steps=steps, batch_size=2, micro_batch_size=1, log_every=1, save_every=2),
+        "tracker": TrackerConfig(kind="none"),
+        "outputs": str(root / "outputs"),
+        "name": name,
+        "device": "cpu",
+        "seed": 3,
+    }
+    return TrainGateConfig(**{**settings, **changes})
+
+
+def two_rank_config(root: Path, name: str) -> TrainGateConfig:
+    """Settings for two passes over eight chunks, four per step, with an evaluation every two steps."""
+    train = TrainConfig(lr=1e-3, steps=4, batch_size=4, micro_batch_size=1, log_every=1, eval_every=2)
+    cfg = run_config(root, name, train=train)
+    return replace(cfg, data=replace(cfg.data, num_chunks=8))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train_gate")
+    words = [f"word{i % 97} and number {i}." for i in range(1500)]
+    (folder / "train.txt").write_text(" ".join(words))
+    (folder / "heldout.txt").write_text(" ".join(words[::-5]))
+    return folder
+
+
+def work_folder(cfg: TrainGateConfig) -> Path:
+    return Path(cfg.outputs, "small", cfg.name, "runs", "gate")
+
+
+def logged(cfg: TrainGateConfig) -> list[dict]:
+    return [json.loads(line) for line in (work_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
+    cfg = run_config(root)
+    folder = train_gate(cfg)
+    assert folder == root / "outputs" / "small" / "base" / "gate"
+    gate = Gate.load(folder)
+    manifest = artifacts.read(folder, "gate").manifest
+    loaded = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed)
+    artifacts.check_model(manifest, loaded.fingerprint)
+    assert gate.cfg == cfg.gate
+    assert gate.thresholds is not None
+    assert len(gate.thresholds["layers"]) == 2
+    untrained = Gate.build(loaded.model.config, cfg.gate)
+    for name, weight in untrained.named_parameters():
+        assert not torch.equal(weight, gate.get_parameter(name))
+    for sparsity in (0.5, 0.8, 0.9):
+        assert 0 < manifest["metrics"][f"recall/gate@{sparsity}"] <= 1
+        assert 0 < manifest["metrics"][f"recall/oracle@{sparsity}"] <= 1
+    lines = logged(cfg)
+    steps = [line for line in lines if "lr" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert steps[0]["loss"] == pytest.approx(steps[0]["layer 0"] + steps[0]["layer 1"], rel=1e-5)
+    recalls = [line for line in lines if "recall/gate@0.9/layer 1" in line]
+    assert [line["step"] for line in recalls] == [4]  # train.eval_every=0 evaluates at the end
+    assert [path.name for path in (work_folder(cfg) / "maps").iterdir()] == ["step-000004.png"]
+
+    with pytest.raises(UserError, match="overwrite=true"):
+        train_gate(cfg)
+    again = train_gate(replace(cfg, overwrite=True))
+    assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
+
+
+@pytest.mark.slow
+def test_a_decode_gate_lies_beside_a_prefill_gate(root):
+    """Both are trained under one name, and a second run gives the same bits, as its queries depend on the chunks alone."""
+    cfg = run_config(root, "both")
+    train_gate(cfg)
+    decode = replace(cfg, gate=GateConfig(phase="decode", block_size=16, loss="kl", queries=32, recent=8))
+    folder = train_gate(decode)
+    assert folder == root / "outputs" / "small" / "both" / "decode_gate"
+    assert isinstance(msattn.load(folder.with_name("gate")), Gate)
+    gate, manifest = DecodeGate.load(folder), artifacts.read(folder).manifest
+    assert (manifest["kind"], manifest["details"]["gate"]["phase"]) == ("decode_gate", "decode")
+    assert gate.cfg == decode.gate
+    assert manifest["details"]["serving"] == {"probes": 16, "recent": 2047, "sink": 1, "dense_layers": [0]}
+    assert gate.thresholds is not None
+    assert gate.thresholds["densities"] == sorted(gate.thresholds["densities"], reverse=True)
+    for name, weight in DecodeGate.build(models.load(cfg.model, device="cpu").model.config, decode.gate).named_parameters():
+        assert not torch.equal(weight, gate.get_parameter(name))
+    for sparsity in (0.5, 0.8, 0.9):
+        assert 0 < manifest["metrics"][f"recall/gate@{sparsity}"] <= manifest["metrics"][f"recall/oracle@{sparsity}"] + 0.02
+    assert [path.name for path in (folder.parent / "runs" / "decode_gate" / "maps").iterdir()] == ["step-000004.png"]
+    again = train_gate(replace(decode, overwrite=True))
+    assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
+
+
+@pytest.mark.slow
+def test_recall_is_logged_for_each_layer(root):
+    cfg = run_config(root, "recall", train=TrainConfig(lr=1e-3, steps=2, eval_every=1, log_every=1))
+    manifest = artifacts.read(train_gate(cfg)).manifest
+    recalls = [line for line in logged(cfg) if "recall/gate@0.9" in line and "step" in line]
+    assert [line["step"] for line in recalls] == [1, 2]
+    for layer in range(2):
+        assert 0 < recalls[1][f"recall/gate@0.9/layer {layer}"] <= 1
+        assert 0 < recalls[1][f"recall/oracle@0.5/layer {layer}"] <= 1
+    assert manifest["metrics"]["recall/gate@0.8"] == recalls[1]["recall/gate@0.8"]
+    drawn = sorted((work_folder(cfg) / "maps").iterdir())
+    assert [path.name for path in drawn] == ["step-000001.png", "step-000002.png"]
+    assert drawn[0].read_bytes() != drawn[1].read_bytes()
+
+
+def test_a_picture_that_cannot_be_written_is_left_out(root, capsys):
+    cfg = run_config(root, "unseen", train=TrainConfig(lr=1e-3, steps=1))
+    work_folder(cfg).mkdir(parents=True)
+    (work_folder(cfg) / "maps").write_text("in the way")
+    assert (train_gate(cfg) / "manifest.json").exists()
+    assert "step-000001.png: File exists; the picture is left out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_gates_as_one(root):
+    alone, shared = two_rank_config(root, "alone"), two_rank_config(root, "shared")
+    train_gate(alone)
+    lines = Job(SHARED, root, root, "shared", 0, processes=2).output().splitlines()
+    assert sum(line.startswith("step 3/4  loss") for line in lines) == 1
+    assert sum("outputs/small/shared/gate" in line for line in lines) == 1
+
+    for expected, line in zip(logged(alone), logged(shared), strict=True):
+        for key in expected.keys() & {"step", "loss", "layer 0", "layer 1", "grad_norm", "lr", "recall/gate@0.8/layer 1"}:
+            assert line[key] == pytest.approx(expected[key], rel=1e-4)
+    (folder, other) = (root / "outputs" / "small" / name / "gate" for name in ("alone", "shared"))
+    trained, again = Gate.load(folder), Gate.load(other)
+    for name, weight in trained.named_parameters():
+        torch.testing.assert_close(again.get_parameter(name), weight, rtol=1e-4, atol=1e-6)
+    assert trained.thresholds is not None
+    assert again.thresholds is not None
+    found, expected = (
+        torch.tensor([[fit or [torch.nan] * 3 for fit in layer] for layer in table["layers"]])
+        for table in (again.thresholds, trained.thresholds)
+    )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02, equal_nan=True)
+
+    tokenizer = models.load(shared.model, device="cpu", dtype="auto", seed=shared.seed).tokenizer
+    chunks = data.chunks(shared.data, tokenizer, seed=shared.seed)
+    ranks = [torch.load(root / f"shared-{rank}.pt") for rank in range(2)]
+    for number in range(2):  # pass over the data
+        seen = torch.cat([of_rank[4 * number : 4 * number + 4] for of_rank in ranks]).tolist()
+        assert sorted(seen) == sorted(chunks[i]["input_ids"].tolist() for i in range(8))
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_in_one_rank_stops_both(root):
+    job = Job(SHARED, root, root, "torn", 3, processes=2)  # two passes a step
+    assert job.wait() == 1
+    assert job.err.read_text().count("TrainingDiverged: the loss of layer 1 is not finite, seen at step 2") == 2
+    assert not (root / "outputs" / "small" / "torn" / "gate").exists()
+
+
+def test_the_papers_recipe_is_evaluated_by_its_name():
+    trained = compose("train-gate", ["experiment=seer_llama31"])
+    evaluated = compose("eval", ["model=llama3", "name=seer", "dtype=bfloat16"])  # as the header of the experiment says
+    assert evaluated.folder == trained.folder
+    assert evaluated.eval.perplexity.length == trained.data.seq_len
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_bits(root):
+    steps = 24
+    whole = train_gate(run_config(root, "whole", steps))
+    killed = run_config(root, "killed", steps)
+    checkpoints = work_folder(killed) / "checkpoints"
+    job = Job(JOB, root, root, steps)
+    job.wait_for(lambda: newest_checkpoint(checkpoints))
+    job.kill()
+    last = newest_checkpoint(checkpoints)
+    assert last is not None
+    assert int(last.name.removeprefix("checkpoint-")) < steps
+    resumed = train_gate(replace(killed, resume=True))
+    assert artifacts.read(resumed).manifest["content_hash"] == artifacts.read(whole).manifest["content_hash"]
+    other = replace(killed, resume=True, overwrite=True, gate=replace(killed.gate, loss="kl"))
+    with pytest.raises(UserError, match=r"checkpoints has gate\.loss=mse, not kl"):
+        train_gate(other)
+
+
+def test_a_layer_with_nan_stops_the_run_and_is_named(root, monkeypatch):
+    cfg = run_config(root, "poisoned", steps=20)
+    load = models.load
+
+    def load_poisoned(*args, **kwargs):
+        loaded = load(*args, **kwargs)
+        passes = []
+
+        def poison(*_):
+            passes.append(1)
+            if len(passes) == 7:  # two passes a step: the fourth
+                loaded.model.base_model.get_parameter("layers.1.self_attn.k_proj.weight")[0, 0] = torch.nan
+
+        loaded.model.base_model.register_forward_pre_hook(poison)
+        return loaded
+
+    monkeypatch.setattr(models, "load", load_poisoned)
+    with pytest.raises(TrainingDiverged, match=r"layer 1") as stopped:
+        train_gate(cfg)
+    assert "layer 0" not in str(stopped.value)
+    assert newest_checkpoint(work_folder(cfg) / "checkpoints") == work_folder(cfg) / "checkpoints" / "checkpoint-2"
+    assert not Path(cfg.outputs, "small", cfg.name, "gate").exists()
+
+
+def test_chunks_longer_than_the_positions_are_refused(root):
+    cfg = run_config(root, "long")
+    with pytest.raises(UserError, match="seq_len"):
+        train_gate(replace(cfg, data=replace(cfg.data, seq_len=257)))
+
+
+def test_a_window_as_long_as_the_chunks_is_refused(root):
+    decode = GateConfig(phase="decode", block_size=16, recent=95)
+    with pytest.raises(UserError, match=r"gate\.recent=95: gate\.sink \+ gate\.recent below data\.seq_len=96"):
+        run_config(root, gate=decode)
+    run_config(root, gate=replace(decode, recent=94))
+
+
+def test_skipping_all_rows_is_refused(root):
+    with pytest.raises(UserError, match=r"gate\.skip_rows=6"):
+        run_config(root, gate=GateConfig(block_size=16, skip_rows=6))
+
+
+def test_compiling_is_refused(root):
+    with pytest.raises(UserError, match=r"train\.compile"):
+        run_config(root, train=TrainConfig(lr=1e-3, steps=1, compile=True))

@@ -1,0 +1,146 @@
+"""Calibrated thresholds: the share that is read at several lengths, the always-read blocks, chunks, refusals."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.select import BASELINES
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.block_thresholds import SPARSITIES, calibrate
+from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
+from msattn.trainer.methods.policies import Calibrated
+from msattn.trainer.methods.selection import Quest, Scorer, Selection
+from msattn.trainer.methods.untrained.a_shape import measure_spans
+from tests.factory import inputs_of_layers, random_tokens, tiny_model
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("scores", BASELINES)
+def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) -> None:
+    """The share is counted block by block over the causal triangle, which needs none of the calibration's code."""
+    model, ids, blocks = tiny_model(initializer_range=0.3), random_tokens(3, 40 * BLOCK), 40
+    chunks = [{"input_ids": row} for row in ids]
+    if scores == "a_shape":
+        scorer: Scorer = measure_spans(model, chunks, BLOCK)
+    else:
+        scorer = Selection.from_config(SelectConfig(scores=scores, block_size=BLOCK)).scorer
+    table = calibrate({scores: scorer}, model, chunks)[scores]
+    select = SelectConfig("calibrated", scores=scores, block_size=BLOCK, sparsity=0.6)
+    selection = Selection.from_config(select, scorer=scorer, thresholds=table)
+    triangle = [(row, col) for row in range(16, blocks) for col in range(row + 1)]
+    # Chunk by chunk, because random scores depend on the shape.
+    masks = [[selection.blocks(x)[0] for x in inputs_of_layers(model, row[None])] for row in ids]
+    for layer in range(2):
+        read = torch.stack([torch.stack([masks[i][layer][:, r, c] for r, c in triangle]) for i in range(len(ids))])
+        assert read.float().mean().item() == pytest.approx(0.4, abs=0.05 if scores == "a_shape" else 0.02)
+
+
+def scores_of_power_law(blocks: int, exponent: float, seed: int) -> Tensor:
+    """Heavy-tailed scores of 16 heads, whose rows sum to 1: a few blocks of a row hold most of it, as in a language model."""
+    raw = torch.rand(1, 16, blocks, blocks, generator=torch.Generator().manual_seed(seed)) ** -exponent
+    raw = raw * torch.ones(blocks, blocks).tril()
+    return raw / raw.sum(-1, keepdim=True)
+
+
+class Drawn:
+    """Scores that depend on the number of blocks alone."""
+
+    block_size = BLOCK
+
+    def __call__(self, x) -> Tensor:
+        return scores_of_power_law(x.num_keys // BLOCK, 0.5, seed=x.num_keys)
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.8, 0.9])
+def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity: float) -> None:
+    """Measured on 64 blocks, rows with more than 16 blocks read the share at 24 to 128 blocks, or what is always read."""
+    table = calibrate({"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 64 * BLOCK)[0]}])["drawn"]
+    select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=sparsity)
+    (policy, _) = Selection.from_config(select, thresholds=table).policy  # pyrefly: ignore[not-iterable]
+    for blocks in (24, 32, 64, 128):
+        candidates = candidate_blocks(blocks * BLOCK, blocks * BLOCK, BLOCK, None, CPU)
+        mask = policy(scores_of_power_law(blocks, 0.5, seed=blocks), candidates)[:, :, 16:]
+        visible = torch.arange(17, blocks + 1)
+        least = torch.maximum((1 - sparsity) * visible, torch.tensor(3.0)) / visible
+        assert (mask.sum(-1) / visible).mean().item() == pytest.approx(least.mean().item(), abs=0.02)
+
+
+@settings(deadline=None, max_examples=25)
+@given(cut=st.integers(1, 39), sparsity=st.sampled_from(SPARSITIES), scale=st.floats(0.01, 2), exponent=st.floats(-2, 0.5))
+def test_chunks_select_the_blocks_of_one_pass(cut: int, sparsity: float, scale: float, exponent: float) -> None:
+    policy = Calibrated(0.75 * (1 - sparsity), scale, exponent, exponent / 2, above=3 / (1 - sparsity))
+    scores, length, begin = scores_of_power_law(40, 0.5, seed=cut), 40 * BLOCK, cut * BLOCK
+    once = policy(scores, candidate_blocks(length, length, BLOCK, None, CPU))
+    first = policy(scores[:, :, :cut, :cut].contiguous(), candidate_blocks(begin, begin, BLOCK, None, CPU))
+    second = policy(scores[:, :, cut:].contiguous(), candidate_blocks(length - begin, length, BLOCK, None, CPU))
+    assert torch.equal(once[:, :, :cut, :cut], first)
+    assert torch.equal(once[:, :, cut:], second)
+
+
+def test_all_scores_are_calibrated_in_one_pass() -> None:
+    model, chunks, passes = tiny_model(), [{"input_ids": random_tokens(1, 20 * BLOCK)[0]}], []
+    scorers = {
+        name: Selection.from_config(SelectConfig(scores=name, block_size=BLOCK)).scorer for name in ("quest", "mean_pool")
+    }
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    decoder = model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    together = calibrate(scorers, model, chunks)
+    hook.remove()
+    assert len(passes) == 1
+    decoder.remove()
+    for name, scorer in scorers.items():
+        assert calibrate({name: scorer}, model, chunks)[name] == together[name]
+
+
+def test_thresholds_are_for_the_blocks_that_are_always_read() -> None:
+    model, chunks = tiny_model(initializer_range=0.3), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}]
+    for always in (AlwaysRead(0, 0), AlwaysRead(4, 3)):
+        table = calibrate({"quest": Quest(BLOCK)}, model, chunks, always=always)["quest"]
+        keys = {"sink_blocks": always.sink_blocks, "local_blocks": always.local_blocks}
+        select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.6, **keys)
+        selection = Selection.from_config(select, thresholds=table)
+        for x in inputs_of_layers(model, chunks[0]["input_ids"][None]):
+            mask = selection.blocks(x)[:, :, 24:]  # rows whose share is more than is always read
+            assert mask.sum() / (4 * torch.arange(25, 41).sum()) == pytest.approx(0.4, abs=0.03)
+
+
+def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:
+    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 24 * BLOCK)[0]}])["quest"]
+    assert table["layers"][0][SPARSITIES.index(0.5)] is not None
+    assert table["layers"][0][SPARSITIES.index(0.9)] is None
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 60 * BLOCK))[0]
+    masks = [
+        Selection.from_config(SelectConfig(policy, scores="quest", block_size=BLOCK, sparsity=0.9), thresholds=table).blocks(x)
+        for policy in ("calibrated", "topk")
+    ]
+    assert torch.equal(*(mask[:, :, 16:] for mask in masks))
+
+
+def test_calibrated_scores_without_thresholds_are_refused() -> None:
+    with pytest.raises(UserError, match=r"^select.policy=calibrated: needs calibrated thresholds of select.scores=quest; topk"):
+        Selection.from_config(SelectConfig("calibrated", scores="quest"))
+    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}])["quest"]
+    with pytest.raises(UserError, match=r"^select.sparsity=0.97: quest is calibrated up to 0.95$"):
+        Selection.from_config(SelectConfig("calibrated", scores="quest", sparsity=0.97), thresholds=table)
+
+
+def test_short_rows_are_read_whole() -> None:
+    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}])["quest"]
+    select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.8)
+    x = inputs_of_layers(tiny_model(), random_tokens(1, 40 * BLOCK))[0]
+    mask = Selection.from_config(select, thresholds=table).blocks(x)
+    assert torch.equal(mask[:, :, :16], torch.ones_like(mask).tril()[:, :, :16])
+    assert mask[:, :, 16:].sum(-1).float().mean() < 0.3 * 28.5
+
+
+def test_chunks_may_differ_in_length() -> None:
+    ids = random_tokens(1, 60 * BLOCK)[0]
+    chunks = [{"input_ids": ids[: blocks * BLOCK]} for blocks in (24, 60, 1, 33)]
+    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks)["quest"]
+    assert table == calibrate({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks[::-1])["quest"]
+    assert all(layer[SPARSITIES.index(0.5)] is not None for layer in table["layers"])

@@ -1,0 +1,380 @@
+"""Visible blocks, policies, scorers, recall, sparsity."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import testing
+from msattn.kernels.common import block_counts
+from msattn.kernels.common.block_counts import blocks_read
+from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.trainer.config import POLICIES, SCORES, SelectConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods import selection as select
+from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks
+from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.tap import LayerInputs
+
+CPU = torch.device("cpu")
+BLOCK = 16
+SHAPES = [  # queries, keys, left padding
+    (64, 64, None),
+    (70, 70, None),
+    (1, 1, None),
+    (7, 7, None),
+    (40, 75, None),
+    (75, 40, None),
+    (1, 33, None),
+    (70, 70, [0, 5, 69]),
+    (64, 64, [16, 0, 40]),
+    (30, 61, [0, 40, 50]),
+]
+FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
+BASELINES = [select.Oracle, select.MeanPool, select.Quest, select.VerticalSlash, select.SinkLocal, select.Random]
+
+
+def layer_inputs(
+    num_queries: int = 70, num_keys: int | None = None, padding: list[int] | None = None, layer: int = 1, seed: int = 0
+) -> LayerInputs:
+    """Random inputs of one layer, four query heads to two key/value heads, without RoPE."""
+    batch = 1 if padding is None else len(padding)
+    q, k, v = testing.random_qkv(batch, 4, 2, num_queries, num_keys, 16, seed=seed)
+    q = q * 3  # sharper attention
+    ones = torch.ones(1, num_queries, 16)
+    return LayerInputs(
+        layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :], cos=ones, sin=0 * ones, scale=0.25,
+        kv_start=testing.starts(padding), cache=None,
+    )  # fmt: skip
+
+
+def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
+    found = candidate_blocks(num_queries, num_keys, BLOCK, testing.starts(padding), CPU, AlwaysRead(0, 0))
+    return found.visible, found.always
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
+def test_visible_and_diagonal_blocks_equal_those_of_the_token_mask(num_queries, num_keys, padding):
+    starts = testing.starts(padding)
+    batch = 1 if padding is None else len(padding)
+    seen = testing.visible(batch, num_queries, num_keys, True, starts)[:, 0]
+    rows, cols = testing.block_numbers(batch, num_queries, num_keys, True, starts, BLOCK)
+    visible, diagonal = geometry(num_queries, num_keys, padding)
+    expected, own = torch.zeros_like(visible), torch.zeros_like(visible)
+    for b in range(batch):
+        for i, j in seen[b].nonzero().tolist():
+            if rows[b, i] >= 0:
+                expected[b, 0, rows[b, i], cols[b, j]] = True
+                own[b, 0, rows[b, i], cols[b, j]] |= j == i + num_keys - num_queries
+    assert torch.equal(visible, expected)
+    assert torch.equal(diagonal, own)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9, 0.99])
+def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, sparsity):
+    visible, diagonal = geometry(num_queries, num_keys, padding)
+    scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
+    mask = select.TopK(sparsity)(scores, Candidates(visible, diagonal))
+    for row, seen, always in zip(
+        mask.transpose(0, 1).flatten(1, 2).unbind(1), visible.flatten(0, 2), diagonal.flatten(0, 2), strict=True
+    ):
+        v = int(seen.sum())
+        count = min(v, max(1, round((1 - sparsity) * v), int(always.sum())))
+        assert (row.sum(-1) == count).all()
+    assert (mask <= visible).all()
+    assert (diagonal <= mask).all()
+    if sparsity == 0:
+        assert torch.equal(mask, visible.expand_as(mask))
+
+
+def test_topk_reads_the_best_blocks_and_as_many_with_ties():
+    visible, diagonal = geometry(160, 160, None)
+    scores = torch.rand(1, 2, 10, 10) * visible
+    mask = select.TopK(0.5)(scores, Candidates(visible, diagonal))
+    for h in range(2):
+        kept, left = scores[0, h, 9][mask[0, h, 9]][:-1], scores[0, h, 9][~mask[0, h, 9]]
+        assert kept.min() > left.max()
+    tied = select.TopK(0.5)(torch.zeros_like(scores), Candidates(visible, diagonal))
+    assert torch.equal(tied.sum(-1), mask.sum(-1))
+
+
+def test_sink_and_local_blocks_count_within_the_share():
+    x = layer_inputs(320)
+    scores = select.Random(BLOCK)(x)
+    mask = select.Selection(select.TopK(0.5), select.Random(BLOCK), AlwaysRead(2, 3)).choose(scores, x)
+    assert mask[..., :, 0].all()
+    assert mask[..., 1:, 1].all()
+    for distance in range(4):
+        assert mask.diagonal(-distance, 2, 3).all()
+    assert (mask[:, :, 19].sum(-1) == 10).all()
+
+
+def test_token_budget_limits_the_keys_of_a_row():
+    visible, diagonal = geometry(160, 160, None)
+    scores = torch.rand(1, 2, 10, 10) * visible
+    mask = select.TokenBudget(3 * BLOCK + 5, BLOCK)(scores, Candidates(visible, diagonal))
+    assert torch.equal(mask.sum(-1), visible.sum(-1).clamp(max=3).expand(1, 2, 10))
+    smallest = select.TokenBudget(1, BLOCK)(scores, Candidates(visible, diagonal))
+    assert torch.equal(smallest, diagonal.expand_as(smallest))
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
+def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
+    visible, diagonal = geometry(num_queries, num_keys, padding)
+    scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
+    shares = [0.25, 0.25, 0.125, 0.125]
+    zoom = select.Multiscale(shares)(scores, Candidates(visible, diagonal))
+    assert zoom.dtype == torch.uint8
+    assert ((zoom > 0) <= visible).all()
+    assert (zoom[diagonal.expand_as(zoom)] == 1).all()
+    counts = visible.sum(-1).double()
+    for i, z in enumerate((1, 2, 4, 8)):
+        first, end = ((counts * sum(shares[:n])).round() for n in (i, i + 1))
+        at_zoom = (zoom == z).sum(-1)
+        if z == 1:
+            assert (at_zoom == torch.maximum(end, diagonal.sum(-1))).all()
+        else:
+            forced = (diagonal.sum(-1) - first).clamp(min=0)  # what must be read whole comes out of the next shares
+            assert (at_zoom == (end - first - forced).clamp(min=0)).all()
+
+
+def test_multiscale_zooms_follow_the_scores_and_read_the_stated_cost():
+    visible, diagonal = geometry(1280, 1280, None)
+    scores = torch.rand(1, 2, 80, 80) * visible
+    policy = select.Multiscale([0.1, 0.1, 0.2, 0.4])
+    zoom = policy(scores, Candidates(visible, diagonal))
+    last, own = scores[0, 0, -1, :-1], zoom[0, 0, -1, :-1]
+    for finer, coarser in ((1, 2), (2, 4), (4, 8), (8, 0)):
+        assert last[own == finer].min() > last[own == coarser].max()
+    assert policy.cost == pytest.approx(0.25)
+    assert select.sparsity(zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])).item() == pytest.approx(
+        1 - policy.cost
+    )
+    whole = select.Multiscale([1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
+    assert torch.equal(whole.bool(), visible.expand_as(whole))
+    as_many = select.Multiscale([0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
+    assert torch.equal(as_many.bool(), select.TopK(0.75)(scores, Candidates(visible, diagonal)))
+
+
+def test_selected_attention_takes_masks_and_zooms():
+    x = layer_inputs(70)
+    scores = select.Random(BLOCK)(x)
+    whole, zooms = (
+        select.Selection(policy, select.Random(BLOCK)).choose(scores, x)
+        for policy in (select.TopK(0.5), select.Multiscale([0.5, 0.0, 0.0, 0.0]))
+    )
+    torch.testing.assert_close(select.selected_attention(x, whole, BLOCK), select.selected_attention(x, zooms, BLOCK))
+    coarse = select.Selection(select.Multiscale([0.2, 0.0, 0.0, 0.8]), select.Random(BLOCK)).choose(scores, x)
+    assert not torch.allclose(select.selected_attention(x, coarse, BLOCK).out, select.selected_attention(x, whole, BLOCK).out)
+
+
+def test_threshold_reads_every_block_that_reaches_it():
+    visible, diagonal = geometry(160, 160, None)
+    scores = select.normalize_rows(torch.rand(1, 2, 10, 10) * visible)
+    mask = select.Threshold(0.1)(scores, Candidates(visible, diagonal))
+    assert torch.equal(mask, (scores >= 0.1) & visible | diagonal)
+    assert torch.equal(select.Threshold(0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+
+
+def test_nucleus_is_the_smallest_set_with_the_mass():
+    visible, diagonal = geometry(160, 160, None)
+    scores = select.normalize_rows(torch.rand(1, 2, 10, 10).square() * visible)
+    mask = select.Nucleus(0.7)(scores, Candidates(visible, diagonal))
+    held = (scores * mask).sum(-1)
+    assert (held >= 0.7 - 1e-6).all()
+    least = scores.masked_fill(~mask | diagonal, math.inf).amin(-1)
+    assert ((held - least < 0.7) | (least == math.inf)).all()  # without its lowest score the mass would not be reached
+    assert torch.equal(select.Nucleus(1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+
+
+# numbers of queries and keys, padding of each sequence
+PLACES = (st.integers(1, 90), st.integers(1, 90), st.lists(st.integers(0, 100), min_size=1, max_size=3))
+
+
+@settings(deadline=None, max_examples=40)
+@given(*PLACES, st.sampled_from(FREE_POLICIES), st.sampled_from([(None, None), (0, 0), (3, 2)]))
+def test_any_policy_reads_sink_local_and_diagonal_blocks_and_no_invisible_one(num_queries, num_keys, padding, policy, always):
+    padding = [p % num_keys for p in padding]
+    x = layer_inputs(num_queries, num_keys, padding)
+    keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
+    sink, local = always
+    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink, local_blocks=local, **keys)
+    mask = select.Selection.from_config(cfg).blocks(x) > 0
+    visible, diagonal = geometry(num_queries, num_keys, padding)
+    sink, local = (1 if given is None else given for given in always)
+    required = diagonal.clone()
+    for _ in range(local):
+        required |= F.pad(required, (0, 1))[..., 1:]  # the block before each
+    required[..., :sink] |= visible[..., :sink]
+    assert (mask <= visible).all()
+    assert (required <= mask).all()
+    assert torch.equal(mask.any(-1), visible.any(-1).expand(mask.shape[:-1]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(*PLACES, st.sampled_from(FREE_POLICIES), st.integers(1, 200))
+def test_rows_of_the_last_queries_read_every_block(num_queries, num_keys, padding, policy, dense_queries):
+    padding = [p % num_keys for p in padding]
+    x = layer_inputs(num_queries, num_keys, padding)
+    keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
+    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, **keys)
+    few, more = (select.Selection.from_config(each) for each in (cfg, replace(cfg, dense_queries=dense_queries)))
+    mask, visible = more.blocks(x) > 0, geometry(num_queries, num_keys, padding)[0]
+    for b, pad in enumerate(padding):
+        queries = min(num_queries, num_keys - pad)  # that are not padding
+        first_row = max(0, queries - dense_queries) // BLOCK
+        assert torch.equal(mask[b, :, first_row:], visible[b, :, first_row:].expand_as(mask[b, :, first_row:]))
+        assert torch.equal(mask[b, :, :first_row], few.blocks(x)[b, :, :first_row] > 0)
+
+
+@pytest.mark.parametrize("scorer", BASELINES)
+@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
+def test_scores_are_distributions_over_visible_blocks(scorer, num_queries, num_keys, padding):
+    x = layer_inputs(num_queries, num_keys, padding)
+    scores = scorer(BLOCK)(x)
+    visible, _ = geometry(num_queries, num_keys, padding)
+    assert scores.dtype == torch.float32
+    assert scores.shape == (x.q.shape[0], 4, *visible.shape[2:])
+    assert (scores.masked_select(~visible.expand_as(scores)) == 0).all()
+    assert (scores >= 0).all()
+    torch.testing.assert_close(scores.sum(-1), visible.any(-1).float().expand(scores.shape[:-1]))
+
+
+@pytest.mark.parametrize("scorer", [select.Oracle, select.MeanPool, select.Quest, select.VerticalSlash, select.SinkLocal])
+def test_padding_moves_no_score(scorer):
+    padding = [0, 5, 33]
+    x = layer_inputs(70, padding=padding)
+    scores = scorer(BLOCK)(x)
+    for b, pad in enumerate(padding):
+        alone = LayerInputs(
+            **{
+                **vars(x),
+                **{name: getattr(x, name)[b : b + 1, :, pad:] for name in ("q", "k", "v", "q_nope", "k_nope")},
+                "kv_start": None,
+            }
+        )
+        expected = scorer(BLOCK)(alone)
+        torch.testing.assert_close(scores[b : b + 1, :, : expected.shape[2], : expected.shape[3]], expected)
+
+
+def test_mean_pool_scores_are_products_of_block_means():
+    x = layer_inputs(64)
+    means = [t.unflatten(2, (4, BLOCK)).mean(3) for t in (x.q, x.k.repeat_interleave(2, 1))]
+    logits = means[0] @ means[1].transpose(-1, -2) * x.scale
+    expected = logits.masked_fill(~geometry(64, 64, None)[0], -math.inf).softmax(-1)
+    torch.testing.assert_close(select.MeanPool(BLOCK)(x), expected)
+
+
+def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
+    x = layer_inputs(70)
+    scorer = select.Quest(BLOCK)
+    keys = x.k.repeat_interleave(2, 1)
+    padded = torch.cat([keys, keys[:, :, -1:].expand(-1, -1, 10, -1)], 2).unflatten(2, (5, BLOCK))
+    bound = torch.maximum(x.q[:, :, :, None] * padded.amax(3)[:, :, None], x.q[:, :, :, None] * padded.amin(3)[:, :, None])
+    bound = bound.sum(-1)  # [1, 4, 70, 5]
+    products = (x.q @ keys.transpose(-1, -2)).split(BLOCK, dim=-1)
+    assert all((bound[..., c] >= part.amax(-1) - 1e-5).all() for c, part in enumerate(products))
+    rows = torch.stack([part.amax(2) for part in bound.split(BLOCK, dim=2)], 2) * x.scale
+    expected = rows.masked_fill(~geometry(70, 70, None)[0], -math.inf).softmax(-1)
+    torch.testing.assert_close(scorer(x), expected)
+    monkeypatch.setattr(select, "QUEST_CHUNK_BYTES", 1)
+    torch.testing.assert_close(scorer(x), expected)
+
+
+def test_random_scores_depend_on_seed_and_layer_only():
+    first = select.Random(BLOCK)(layer_inputs())
+    assert torch.equal(first, select.Random(BLOCK)(layer_inputs(seed=7)))
+    assert not torch.equal(first, select.Random(BLOCK)(layer_inputs(layer=2)))
+    assert not torch.equal(first, select.Random(BLOCK, seed=1)(layer_inputs()))
+
+
+def test_sink_local_reads_the_first_block_and_the_nearest():
+    mask = select.Selection(select.TopK(0.6), select.SinkLocal(BLOCK)).blocks(layer_inputs(160))
+    assert mask[0, 0, 9].nonzero().flatten().tolist() == [0, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])])
+def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys, padding):
+    x = layer_inputs(num_queries, num_keys, padding)
+    mask = select.Selection(select.TopK(0.6), select.Random(BLOCK)).blocks(x)
+    dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale, kv_start=x.kv_start).lse
+    seen = testing.visible(x.q.shape[0], num_queries, num_keys, True, x.kv_start)
+    probs = testing.dense_attention(x.q, x.k, x.v, seen, x.scale).probs
+    read = testing.tokens_of_blocks(mask, x.q.shape[0], 4, num_queries, num_keys, True, x.kv_start, BLOCK)
+    real = seen.any(-1).expand(probs.shape[:-1])
+    expected = (probs * read).sum(-1).sum((0, 2)) / real.sum((0, 2))
+    recall = attention_recall(select.selected_attention(x, mask, BLOCK).lse, dense_lse)
+    torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_oracle_has_a_higher_recall_than_content_free_scores():
+    x = layer_inputs(320)
+    dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale).lse
+    recall = {}
+    for scorer in BASELINES:
+        mask = select.Selection(select.TopK(0.8), scorer(BLOCK)).blocks(x)
+        recall[scorer] = attention_recall(select.selected_attention(x, mask, BLOCK).lse, dense_lse).mean()
+    assert recall[select.Oracle] > max(recall[select.Random], recall[select.SinkLocal])
+
+
+@pytest.mark.parametrize("scores", [each for each in SCORES[1:] if each != "a_shape"])
+@pytest.mark.parametrize("policy", FREE_POLICIES)
+def test_from_config_builds_every_baseline(scores, policy):
+    selection = select.Selection.from_config(SelectConfig(policy=policy, scores=scores, block_size=BLOCK))
+    assert selection.block_size == BLOCK
+    assert selection.blocks(layer_inputs(40)).dtype == (torch.uint8 if policy == "multiscale" else torch.bool)
+
+
+def test_gate_scores_need_a_gate():
+    with pytest.raises(UserError, match=r"select.scores=gate"):
+        select.Selection.from_config(SelectConfig())
+
+
+def test_the_a_shape_needs_measured_spans():
+    with pytest.raises(
+        UserError, match=r"^select.scores=a_shape: needs spans that msattn eval measures on text; sink_local has"
+    ):
+        select.Selection.from_config(SelectConfig(scores="a_shape"))
+
+
+def test_calibrated_policy_needs_a_trained_gate():
+    with pytest.raises(UserError, match=r"select.policy=calibrated"):
+        select.Selection.from_config(SelectConfig(policy="calibrated", scores="oracle"))
+
+
+def test_candidates_without_padding_are_cached():
+    place = 70, 160, BLOCK, None, CPU
+    with torch.inference_mode():
+        first = candidate_blocks(*place, AlwaysRead(2, 0))
+    assert candidate_blocks(*place, AlwaysRead(2, 0)) is first
+    assert not first.visible.is_inference()
+    visible, diagonal = geometry(70, 160, None)
+    assert torch.equal(candidate_blocks(*place, AlwaysRead(0, 0)).always, diagonal)
+    sinks = torch.arange(10) < 2
+    assert torch.equal(first.always, diagonal | visible & sinks)
+    assert torch.equal(first.share(0.3), (visible.sum(-1, keepdim=True).double() * 0.3).round().int())
+    starts = testing.starts([0, 9])
+    assert candidate_blocks(70, 160, BLOCK, starts, CPU) is not candidate_blocks(70, 160, BLOCK, starts, CPU)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70)])
+def test_blocks_read_counts_eighths_of_blocks(shape, device):
+    zooms = torch.tensor([0, 1, 2, 4, 8], dtype=torch.uint8)[torch.randint(0, 5, shape)].to(device)
+    eighths = torch.tensor([0, 8, 4, 0, 2, 0, 0, 0, 1], device=device)
+    for selected in (zooms, zooms == 4):
+        expected = eighths[selected.long()].sum()
+        assert blocks_read(selected) == expected
+        assert block_counts.launch(selected.mT).sum() == expected
+
+
+def test_sparsity_counts_visible_blocks_only():
+    visible, diagonal = geometry(160, 160, None)
+    among = Candidates(visible, diagonal)
+    assert select.sparsity(visible.expand(2, 3, -1, -1), among) == 0
+    torch.testing.assert_close(select.sparsity(diagonal.expand(2, 3, -1, -1), among), torch.tensor(1 - 10 / 55))

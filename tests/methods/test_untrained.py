@@ -1,0 +1,151 @@
+"""Routers without training: their buckets, scores and pages against direct computations in fp64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.trainer.methods.pages import num_pages, only_far, page_of_keys
+from msattn.trainer.methods.untrained.lsh import BITS, TABLES, CollidingKeys
+from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.untrained.random import RandomBuckets
+from msattn.trainer.methods.untrained.window import WindowPages
+from msattn.trainer.methods.untrained_pages import PAGE_SIZE
+from msattn.trainer.models.tap import LayerInputs
+
+LAYERS, KV_HEADS, HEADS, SIZE, BUCKETS = [1, 3], 2, 4, 16, 8
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(k: Tensor, start: Tensor | None = None) -> LayerInputs:
+    return LayerInputs(1, k, k, k, k, k, k, k, 1.0, start, None)
+
+
+@pytest.mark.parametrize("padding", [None, [0, 60]])
+def test_keys_are_read_from_their_second_collision_on(padding: list[int] | None) -> None:
+    router = CollidingKeys(BUCKETS, LAYERS, KV_HEADS, SIZE, seed=3)
+    k, q = normal(2, KV_HEADS, 150, SIZE) + 3, normal(2, HEADS, 1, SIZE, seed=1)
+    start = None if padding is None else torch.tensor(padding)
+    summaries = router.summarize(inputs(k, start))
+    assert summaries.shape == (2, KV_HEADS, 150, TABLES)
+    scores = router.head_scores(1, summaries, q, q, torch.tensor([149, 149]))
+    shared = router.scores(1, summaries, q, q, torch.tensor([149, 149]))
+    vectors = router.vectors.double().unflatten(-1, (TABLES, BITS))
+    for row, head in ((0, 0), (0, 3), (1, 1)):
+        own = k[row, head // 2, 0 if padding is None else padding[row] :].double()
+        signs = torch.einsum("nd,dtb->ntb", own - own.mean(0), vectors) > 0
+        collides = (signs == (torch.einsum("d,dtb->tb", q[row, head, 0].double(), vectors) > 0)).all(-1)  # [n, TABLES]
+        for key, tables in enumerate(collides):
+            found = tables.nonzero().flatten().tolist()
+            assert scores[row, head, key] == (TABLES - found[1] if len(found) > 1 else 0)
+        assert 0.02 < (scores[row, head, : len(own)] > 0).float().mean() < 0.5
+        both = scores[row, 2 * (head // 2) : 2 * (head // 2) + 2]
+        assert torch.equal(shared[row, head // 2], both.amax(0))
+
+
+def test_keys_that_do_not_collide_twice_are_never_chosen() -> None:
+    router = CollidingKeys(BUCKETS, LAYERS, KV_HEADS, SIZE)
+    scores = torch.tensor([[[0.0, 7, 0, 9, 2, 0, 5, 0, 8, 3]]])
+    before = only_far(scores, torch.tensor([8]), 1)
+    expected = {0: [], 2: [3, 1], 4: [3, 1, 6, 4], BUCKETS: [3, 1, 6, 4]}
+    for probes, keys in expected.items():
+        chosen = router.choose(before, probes)[0, 0].tolist()
+        assert [key for key in chosen if key >= 0] == keys
+
+
+def test_hash_functions_depend_on_the_seed_and_ignore_the_mean_of_the_keys() -> None:
+    first, again, other = (CollidingKeys(8, LAYERS, KV_HEADS, SIZE, seed=seed) for seed in (0, 0, 1))
+    k = normal(1, KV_HEADS, 100, SIZE)
+    codes = first.summarize(inputs(k))
+    assert torch.equal(codes, again.summarize(inputs(k)))
+    assert (codes != other.summarize(inputs(k))).float().mean() > 0.9
+    assert (codes != first.summarize(inputs(k + 10))).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_random_buckets_are_even_and_depend_on_the_vector_alone(dtype: torch.dtype) -> None:
+    router = RandomBuckets(8, LAYERS, KV_HEADS, seed=5)
+    k = normal(2, KV_HEADS, 4000, SIZE, dtype=dtype)
+    buckets = router.assign(1, -k, k)
+    assert buckets.dtype == torch.int32
+    for counts in (buckets[b, h].bincount(minlength=8) for b in range(2) for h in range(KV_HEADS)):
+        assert len(counts) == 8
+        assert (counts - 500).abs().max() < 6 * 500**0.5
+    assert torch.equal(router.assign(1, k, k[1:, :, 100:101]), buckets[1:, :, 100:101])
+    assert torch.equal(RandomBuckets(8, LAYERS, KV_HEADS, seed=5).assign(1, k, k), buckets)
+    for other in (RandomBuckets(8, LAYERS, KV_HEADS, seed=6).assign(1, k, k), router.assign(3, k, k)):
+        assert 0.05 < (other == buckets).float().mean() < 0.2
+
+
+def test_random_probes_are_even_over_queries() -> None:
+    router = RandomBuckets(8, LAYERS, KV_HEADS)
+    q = normal(3000, HEADS, 1, SIZE)
+    probed = router.probe(1, q, q, 2)
+    assert (probed[..., 0] != probed[..., 1]).all()
+    for head in range(KV_HEADS):
+        assert (probed[:, head].flatten().bincount(minlength=8) - 750).abs().max() < 6 * 750**0.5
+    assert torch.equal(router.probe(1, q, q[7:8], 2), probed[7:8])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keys=st.sampled_from([1, 15, 16, 17, 63, 65, 130]),
+    padding=st.lists(st.integers(0, 40), min_size=2, max_size=2),
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int], scale: float, seed: int) -> None:
+    start = torch.tensor([min(each, keys - 1) for each in padding])
+    k, q = normal(2, KV_HEADS, keys, SIZE, seed=seed).double() * scale, normal(2, HEADS, 1, SIZE, seed=seed + 1).double()
+    router = QuestPages(8, LAYERS, KV_HEADS)
+    bounds = router.head_scores(1, router.summarize(inputs(k, start)), q, q, start)
+    pages = page_of_keys(0, keys, start, PAGE_SIZE, k.device)
+    assert bounds.shape == (2, HEADS, num_pages(keys, PAGE_SIZE))
+    for b in range(2):
+        own = k[b, :, int(start[b]) :]
+        assert (pages[b, 0, : int(start[b])] == -1).all()
+        for page, members in enumerate(own.split(PAGE_SIZE, dim=1)):
+            assert (pages[b, 0, int(start[b]) :] == page).sum() == members.shape[1]
+            for head in range(HEADS):
+                of_page, query = members[head // 2], q[b, head, 0]
+                expected = torch.maximum(query * of_page.amax(0), query * of_page.amin(0)).sum()
+                torch.testing.assert_close(bounds[b, head, page], expected)
+                assert ((of_page @ query) <= bounds[b, head, page] + 1e-9 * scale).all()
+
+
+def test_queries_of_one_sequence_share_its_summaries() -> None:
+    k, q = normal(1, KV_HEADS, 70, SIZE), normal(5, HEADS, 1, SIZE, seed=1)
+    routers = QuestPages(8, LAYERS, KV_HEADS), WindowPages(8, LAYERS, KV_HEADS), CollidingKeys(8, LAYERS, KV_HEADS, SIZE)
+    for router in routers:
+        summaries, positions = router.summarize(inputs(k)), torch.full((5,), 69)
+        together = router.scores(1, summaries, q, q, positions)
+        for row in range(5):
+            one = q[row : row + 1]
+            torch.testing.assert_close(together[row : row + 1], router.scores(1, summaries, one, one, positions[:1]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    before=st.lists(st.integers(-5, 200), min_size=1, max_size=3),
+    buckets=st.integers(1, 40),
+    data=st.data(),
+    seed=st.integers(0, 2**16),
+)
+def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st.DataObject, seed: int) -> None:
+    probes = data.draw(st.integers(0, buckets))
+    router = QuestPages(buckets, LAYERS, KV_HEADS)
+    scores = normal(len(before), KV_HEADS, num_pages(200, PAGE_SIZE), seed=seed)
+    scores[..., num_pages(max(1, *before), PAGE_SIZE) :] = torch.nan  # memory beyond the summaries may hold anything
+    chosen = router.choose(only_far(scores, torch.tensor(before), PAGE_SIZE), probes)
+    assert chosen.dtype == torch.int32
+    for row, keys in enumerate(before):
+        far = num_pages(max(keys, 0), PAGE_SIZE)
+        count = min(far, max(min(probes, 1), int(probes * far / buckets + 0.5)))
+        for head in range(KV_HEADS):
+            expected = scores[row, head, :far].argsort(descending=True)[:count].tolist()
+            found = chosen[row, head].tolist()
+            assert found == expected + [-1] * (len(found) - count)

@@ -1,0 +1,234 @@
+"""Calibrated thresholds, which select a given share of the blocks on average, and more in rows and heads that need more.
+
+Top-k reads the same share in each row of each head. Here top-k reads only a part of that share in each row (``FLOOR``), and a
+threshold per layer adds the blocks whose score is high: many where attention is flat, few where it is sharp. The threshold that
+keeps the share depends on the number of visible blocks ``v`` of a row in two ways: the scores of a row sum to 1, and the blocks
+that are always read are a larger part of a shorter row's share, in some all of it (``v <= above``). It is
+
+    scale * v ** exponent * (1 - above / v) ** edge_exponent,
+
+fitted on text for a grid of sparsities, and holds for shorter and for longer prompts. Rows of up to ``SHORT_ROWS`` blocks are
+read whole: a share of few blocks costs them more quality than all other rows, and reading all of it costs 1 % of the blocks of
+8192 tokens, less of longer prompts. A gate stores its thresholds; ``msattn eval`` measures those of the baselines in the same
+way. The selection of a row does not depend on later rows.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
+
+import torch
+from accelerate.utils import reduce
+from annotated_types import Interval, Len
+from torch import Tensor
+from torch.nn import functional as F
+
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
+from msattn.trainer.models.families import num_layers
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.progress import activity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from msattn.trainer.methods.selection import Scorer
+
+CALIBRATION_CHUNKS = 8  # chunks that thresholds are measured on
+FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the answer; 1 is plain top-k
+SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
+LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
+BINS = 1000  # each 0.03 wide in log2
+BANDS_PER_OCTAVE = 2  # rows of about as many visible blocks share a histogram
+SHORT_ROWS = 16  # visible blocks
+EDGE = 1.1  # rows enter the fit from this multiple of ``above``
+PRIOR, STRENGTH = (0.0, -1.0, -0.5), (0.0, 0.03, 0.03)  # of a fit: the exponents where rows of few lengths say little
+
+Share = Annotated[float, Interval(ge=0, le=1)]
+
+
+class RowThreshold(NamedTuple):
+    """The smallest score that a row with ``v`` visible blocks selects, without ``above``; see the module's docstring."""
+
+    scale: float
+    exponent: float
+    edge_exponent: float
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Schema of the result of :func:`calibrate` in a manifest.
+
+    ``layers`` has a :class:`RowThreshold` for each layer and sparsity, or None where the chunks were too short to measure it.
+    """
+
+    floor: Share
+    sparsities: list[Share]
+    layers: list[list[Annotated[list[Annotated[float, Interval(ge=-1e30, le=1e30)]], Len(3, 3)] | None]]
+
+    def __post_init__(self) -> None:
+        if not self.sparsities or sorted(set(self.sparsities)) != self.sparsities or not self.sparsities[0] > 0:
+            raise ValueError("sparsities must be positive and increase")
+        if any(len(layer) != len(self.sparsities) for layer in self.layers):
+            raise ValueError(f"every layer needs {len(self.sparsities)} thresholds, one for each sparsity")
+        if any(found is not None and found[0] <= 0 for layer in self.layers for found in layer):
+            raise ValueError("thresholds must be positive")
+
+
+@dataclass(frozen=True)
+class FixedThresholds:
+    """Schema of the thresholds of artifacts before version 0.3, for rows of one length."""
+
+    floor: Share
+    sparsities: list[Share]
+    layers: list[list[Annotated[float, Interval(gt=0, le=1)]]]
+
+
+class _Histograms(NamedTuple):
+    """Histograms of the scores of a layer, by band of rows.
+
+    Attributes
+    ----------
+    blocks : int64 ``[S, bands, BINS]``, visible blocks by log2 of their score, for each sparsity. Blocks that are read whatever
+        the threshold are in the last bin.
+    rows, log_visible : fp64 ``[bands]``: number of rows, and the sum of log2 of their visible blocks.
+    """
+
+    blocks: Tensor
+    rows: Tensor
+    log_visible: Tensor
+
+    def plus(self, other: "_Histograms") -> "_Histograms":
+        """Returns the sum with the histograms of another chunk, which has other bands if it has another length."""
+        bands = max(len(self.rows), len(other.rows))
+        return _Histograms(*map(torch.add, self._padded(bands), other._padded(bands)))
+
+    def _padded(self, bands: int) -> "_Histograms":
+        missing = bands - len(self.rows)
+        return _Histograms(
+            F.pad(self.blocks, (0, 0, 0, missing)), F.pad(self.rows, (0, missing)), F.pad(self.log_visible, (0, missing))
+        )
+
+
+@torch.no_grad()
+def calibrate(
+    scorers: Mapping[str, "Scorer"],
+    teacher: "PreTrainedModel",
+    chunks: Iterable[dict[str, Tensor]],
+    *,
+    always: AlwaysRead = SINK_AND_LOCAL,
+    floor: float = FLOOR,
+) -> dict[str, dict[str, Any]]:
+    """Returns thresholds on the scores of each layer for a grid of mean sparsities, of all ``scorers`` in one dense pass.
+
+    Parameters
+    ----------
+    scorers : sources of block scores by name, of gates (:class:`msattn.trainer.methods.selection.GateScores`) or baselines.
+    chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
+    always : blocks that each row reads in any case.
+    floor : part of its top-k share that each row reads regardless of the threshold, in [0, 1].
+
+    Returns
+    -------
+    dict
+        For each name, the fields of :class:`Thresholds`.
+    """
+    found: dict[tuple[str, int], _Histograms] = {}
+    served = always._replace(short_rows=SHORT_ROWS)
+
+    def dense_attention_with_histograms(x: LayerInputs) -> Tensor:
+        for name, scorer in scorers.items():
+            candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
+            added = histograms(scorer(x)[..., :-1, :], candidates.rows(slice(-1)), floor)  # gates score the last row otherwise
+            before = found.get((name, x.layer))
+            found[name, x.layer] = added if before is None else before.plus(added)
+        return dense_attention(x)
+
+    with tap(teacher, dense_attention_with_histograms), activity(f"calibrating the thresholds of {', '.join(scorers)}"):
+        for chunk in chunks:
+            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    found = cast(dict, reduce(found, "sum"))  # over ranks
+    layers = range(num_layers(teacher.config))
+    fits = {name: [fit(found.get((name, layer)), always) for layer in layers] for name in scorers}
+    return {name: {"floor": floor, "sparsities": list(SPARSITIES), "layers": fits[name]} for name in scorers}
+
+
+def histograms(scores: Tensor, candidates: Candidates, floor: float) -> _Histograms:
+    """Counts the visible blocks of ``scores [B, H, Tr, Tc]`` by their score and the number of visible blocks of their row."""
+    ranked = scores.masked_fill(candidates.always, torch.inf).masked_fill(~candidates.visible, 0).sort(-1, True).values
+    visible = candidates.row_visible.expand(*scores.shape[:3], 1)
+    band = (BANDS_PER_OCTAVE * visible.clamp(min=1).log2()).round().long()
+    bands = int(BANDS_PER_OCTAVE * math.log2(scores.shape[3])) + 2
+    bins = ((ranked.log2() - LOWEST) * (BINS / -LOWEST)).clamp(0, BINS - 1).long()
+    rank = torch.arange(scores.shape[3], device=scores.device)
+    forced = candidates.always.sum(-1, keepdim=True)
+    blocks = []
+    for sparsity in SPARSITIES:
+        taken = rank < torch.maximum(candidates.share(floor * (1 - sparsity)), forced)
+        place = band * BINS + bins.masked_fill(taken, BINS - 1)
+        counts = torch.bincount(place[(rank < visible)].flatten(), minlength=bands * BINS)
+        blocks.append(counts.view(bands, BINS))
+    rows = torch.bincount(band.flatten(), minlength=bands).double()
+    logs = torch.bincount(band.flatten(), visible.clamp(min=1).double().log2().flatten(), minlength=bands)
+    return _Histograms(torch.stack(blocks), rows, logs)
+
+
+def fit(counts: _Histograms | None, always: AlwaysRead) -> list[list[float] | None]:
+    """Returns the threshold for each of ``SPARSITIES``, as a list: a fit to those of the bands, each in logarithms.
+
+    A band's threshold is the largest one that reads enough of its blocks. None stands for a sparsity at which the blocks that
+    are always read are enough in all bands. A layer that is not served has no ``counts``, and no thresholds.
+    """
+    if counts is None:
+        return [None] * len(SPARSITIES)
+    counts = _Histograms(*(each.cpu() for each in counts))
+    blocks = counts.blocks.flip(2).double()  # highest scores first
+    read = blocks.cumsum(2)
+    needed = (1 - torch.tensor(SPARSITIES, dtype=torch.float64))[:, None] * read[..., -1]
+    bins = torch.searchsorted(read, needed[..., None]).clamp(max=BINS - 1)
+    last, more = blocks.gather(2, bins)[..., 0], read.gather(2, bins)[..., 0] - needed
+    logs = (LOWEST / BINS) * (bins[..., 0] + 1 - more / last.clamp(min=1))  # scores are spread evenly over a bin
+    visible = 2 ** (counts.log_visible / counts.rows.clamp(min=1))
+    found: list[list[float] | None] = []
+    for sparsity, y, enough in zip(SPARSITIES, logs, needed > read[..., 0], strict=True):
+        above = shortest_row(sparsity, always)
+        used = enough & (counts.rows > 0) & (visible >= EDGE * above)
+        found.append(_regression(visible[used], y[used], counts.rows[used], above) if used.any() else None)
+    return found
+
+
+def shortest_row(sparsity: float, always: AlwaysRead) -> float:
+    """Returns the number of visible blocks up to which the blocks that are always read are the share of a row."""
+    return (1 + always.sink_blocks + always.local_blocks) / (1 - sparsity)
+
+
+def _regression(visible: Tensor, logs: Tensor, rows: Tensor, above: float) -> list[float]:
+    """Returns the fields of the :class:`RowThreshold` that fits log2 thresholds of bands best, weighted by their ``rows``."""
+    terms = torch.stack([torch.ones_like(visible), visible.log2(), (1 - above / visible).log2()], dim=1)
+    prior, strength = (torch.tensor(each, dtype=terms.dtype) for each in (PRIOR, STRENGTH))
+    weighted = terms * (rows / rows.sum())[:, None]
+    log_scale, *exponents = torch.linalg.solve(
+        terms.T @ weighted + strength.diag(), weighted.T @ logs + strength * prior
+    ).tolist()
+    return [float(f"{2**log_scale:.5g}"), *(round(each, 4) for each in exponents)]
+
+
+def threshold_at(table: Mapping[str, Any], layer: int, sparsity: float) -> RowThreshold | None:
+    """Returns the threshold of a layer for any sparsity from 0 (threshold 0) to the largest one of the table.
+
+    Between sparsities of the table, exponents and logarithms of scales are interpolated linearly. None stands for sparsities
+    that could not be measured.
+    """
+    if sparsity == 0:
+        return RowThreshold(0.0, 0.0, 0.0)
+    grid, fits = [0.0, *table["sparsities"]], [[2.0**LOWEST, 0.0, 0.0], *table["layers"][layer]]
+    after = bisect_left(grid, sparsity)
+    low, high = fits[after - 1], fits[after]
+    if high is None or low is None:
+        return None
+    share = (sparsity - grid[after - 1]) / (grid[after] - grid[after - 1])
+    log_scale, *exponents = (
+        (1 - share) * a + share * b for a, b in zip([math.log2(low[0]), *low[1:]], [math.log2(high[0]), *high[1:]], strict=True)
+    )
+    return RowThreshold(2**log_scale, *exponents)

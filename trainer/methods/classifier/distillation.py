@@ -1,0 +1,148 @@
+"""Distillation of the frozen model's attention into query classifiers: batches, loss and routing recall (SAAP, section 4).
+
+The batches of a layer depend on the seed and the layer alone, and the gradients of heads are independent: the layers that
+train together do not change each other's result.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from msattn.trainer.methods.buckets import hash32
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.classifier.targets import QueryTargets
+
+MAX_PROBES = 32  # largest number of probes for which routing recall is measured
+RECALL_ROWS = 1024  # rows of a classifier evaluated at once
+SALT = 0x9E3779B9  # separates the hashes of small seeds and batch numbers from those of layers, heads and rows
+
+
+class BatchSeeds(Dataset[dict[str, int]]):
+    """Seeds of batches: item i depends on (seed, i) alone."""
+
+    def __init__(self, seed: int, length: int) -> None:
+        self.seed, self.length = seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"batches": hash32(hash32(self.seed ^ SALT) ^ index)}
+
+
+class CachedBatches:
+    """Random batches of cached queries and targets.
+
+    Parameters
+    ----------
+    data : rows of ``layers``.
+    batch_queries : rows of a classifier that one batch seed samples, with replacement.
+    """
+
+    def __init__(self, data: QueryTargets, layers: list[int], batch_queries: int) -> None:
+        self.data = data
+        device = data.queries.device
+        layer, head, sample = (
+            torch.as_tensor(values, device=device) for values in (layers, range(data.count.shape[1]), range(batch_queries))
+        )
+        head_hashes = hash32(hash32(layer)[:, None] ^ head)
+        self.sample_hashes = hash32(head_hashes[:, :, None, None] ^ sample)  # [layers, H, 1, n], the same in any group
+
+    def sample(self, batch_seeds: Tensor) -> Tensor:
+        """Samples rows of each classifier uniformly: int64 ``[layers, H, m * n]`` for ``batch_seeds`` int64 ``[m]``."""
+        start, count = self.data.start[:, :, None, None], self.data.count[:, :, None, None]
+        offset = hash32(self.sample_hashes ^ batch_seeds[:, None]) * count >> 32
+        return (offset + start).flatten(2)
+
+    def __call__(self, batch_seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, targets and entropy of the rows that :meth:`sample` returns."""
+        rows = self.sample(batch_seeds)
+        gathered = (table.index_select(0, rows.flatten()) for table in (self.data.queries, self.data.targets))
+        queries, targets = (values.view(*rows.shape, -1) for values in gathered)
+        return queries, targets, self.data.entropy[rows]
+
+
+class Distiller(nn.Module):
+    """Trains classifiers to minimize ``KL(target || classifier)``.
+
+    Parameters
+    ----------
+    qmodel : the only registered submodule, so that only its weights are trained and saved.
+    draw : maps the ``batches`` of a forward pass to queries ``[layers, H, n, D]``, targets ``[layers, H, n, C]`` and the
+        targets' entropy ``[layers, H, n]`` in nats, on the device of ``qmodel``.
+    bf16 : computes products in bfloat16, as in the frozen model. Weights, batch norm and loss stay in fp32.
+    """
+
+    def __init__(self, qmodel: QModel, draw: Callable[[Any], tuple[Tensor, Tensor, Tensor]], *, bf16: bool = False) -> None:
+        super().__init__()
+        self.qmodel, self.draw, self.bf16 = qmodel, draw, bf16
+
+    def forward(self, batches: Any) -> dict[str, Tensor | dict[str, Tensor]]:
+        """Returns the loss for ``batches``, and its parts by layer: means over queries and heads."""
+        queries, targets, entropy = self.draw(batches)
+        with torch.autocast(queries.device.type, torch.bfloat16, enabled=self.bf16):
+            logits = self.qmodel(queries.float())
+        divergence = (cross_entropy(targets, logits) - entropy).mean(-1)  # [layers, H]
+        total, mean = divergence.sum(), divergence.mean()
+        parts = {f"layer {layer}": part for layer, part in zip(self.qmodel.layers, divergence.mean(-1), strict=True)}
+        # The value is the mean, but the gradient is that of the sum, so that a head trains as if it were alone.
+        return {"loss": total + (mean - total).detach(), "parts": parts}
+
+
+def cross_entropy(targets: Tensor, logits: Tensor) -> Tensor:
+    """Returns ``-sum(targets * log_softmax(logits))`` over the last dimension, in fp32."""
+    return -(targets * logits.log_softmax(-1, dtype=torch.float32)).sum(-1)
+
+
+@torch.no_grad()
+def routing_recall(qmodel: QModel, data: QueryTargets, probes: Sequence[int] | None = None) -> dict[int, dict[str, float]]:
+    """Measures the divergence and the mean attention mass in the visited buckets, by layer.
+
+    Parameters
+    ----------
+    probes : numbers of visited buckets, ascending; None stands for 1, 2, 4, ... up to :data:`MAX_PROBES`.
+
+    Returns
+    -------
+    dict
+        For each layer ``heldout_loss``, the mean of ``KL(target || classifier)`` on ``data`` in nats. For each layer and each
+        number of probes L: ``recall_qmodel@L`` for the buckets that the classifier ranks highest,
+        ``recall_kmeans@L`` for those with the largest products of query and centroid, ``recall_oracle@L`` for those with the
+        most mass.
+    """
+    probes = probes or [2**i for i in range(min(MAX_PROBES, qmodel.num_buckets).bit_length())]
+    max_probes = probes[-1]
+    centroids = qmodel.head_centroids().mT
+    sums = {
+        name: torch.zeros(len(qmodel.layers), max_probes, device=centroids.device) for name in ("qmodel", "kmeans", "oracle")
+    }
+    divergence = torch.zeros(len(qmodel.layers), device=centroids.device)
+    for offsets in torch.arange(int(data.count.max()), device=centroids.device).split(RECALL_ROWS):
+        count = data.count[:, :, None]
+        valid = offsets < count  # [layers, H, n]
+        rows = data.start[:, :, None] + offsets.minimum(count - 1)
+        queries, targets = data.queries[rows].float(), data.targets[rows].float()
+        scores = {"qmodel": qmodel(queries), "kmeans": queries @ centroids, "oracle": targets}
+        divergence += ((cross_entropy(targets, scores["qmodel"]) - data.entropy[rows]) * valid).sum((1, 2))
+        for name, score in scores.items():
+            mass = targets.gather(-1, score.topk(max_probes, dim=-1).indices).cumsum(-1)
+            sums[name] += (mass * valid[..., None]).sum((1, 2))
+    means = {name: (mass / data.count.sum(1, keepdim=True)).tolist() for name, mass in sums.items()}
+    losses = (divergence / data.count.sum(1)).tolist()
+    return {
+        layer: {"heldout_loss": losses[index]}
+        | {f"recall_{name}@{count}": means[name][index][count - 1] for count in probes for name in means}
+        for index, layer in enumerate(qmodel.layers)
+    }
+
+
+def average_layers(layers: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Averages metrics over layers, and adds each layer's loss and its recalls with the most probes."""
+    names = list(next(iter(layers.values())))
+    means = {name: sum(metrics[name] for metrics in layers.values()) / len(layers) for name in names}
+    max_probes = names[-1].rpartition("@")[2]
+    by_layer = [name for name in names if name.rpartition("@")[2] in (max_probes, name)]
+    return means | {f"{name}/layer {layer}": metrics[name] for layer, metrics in layers.items() for name in by_layer}

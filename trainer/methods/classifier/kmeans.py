@@ -1,0 +1,110 @@
+"""The k-means partition of the keys, which routes queries by their products with the centroids (SAAP, arXiv 2502.08246)."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.nearest_centroid import nearest_centroid
+from msattn.trainer import artifacts
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import RouterDetails, layer_index, top_buckets
+from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.storage.documents import checked
+
+FEW_KEYS = 64  # of a sequence, or of all decoded tokens of a pass over pages
+
+
+class KMeans(artifacts.ArtifactModule):
+    """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.methods.buckets.Router`.
+
+    Parameters
+    ----------
+    centroids : Tensor
+        fp32 ``[layers, Hkv, C, D]``, of unit length.
+    layers : list of int
+        The model's layers, in the order of ``centroids``.
+    rope : bool
+        Keys and queries are taken after RoPE (the baseline) instead of before.
+
+    Attributes
+    ----------
+    artifact : Artifact or None
+        The artifact that it was loaded from.
+    """
+
+    centroids: Tensor
+
+    def __init__(self, centroids: Tensor, layers: list[int], rope: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("centroids", centroids)
+        self.layers = list(layers)
+        self.rope = rope
+        self.num_buckets = centroids.shape[2]
+
+    @classmethod
+    def load(cls, path: str | Path) -> "KMeans":
+        """Loads a k-means artifact from a folder or a Hub id.
+
+        Raises
+        ------
+        UserError : the artifact is missing, damaged or of another kind.
+        """
+        artifact = artifacts.read(path, kind="kmeans")
+        details, centroids = router_details(artifact, "centroids")
+        artifacts.check_tensors(artifact, {"centroids": centroids})
+        kmeans = cls(artifact.tensors["centroids"], details.layers, details.rope)
+        kmeans.artifact = artifact
+        return kmeans
+
+    def shard(self, part: HeadShard) -> "KMeans":
+        """Returns the partition of a part of the heads, for tensor parallelism."""
+        own = KMeans(part.of(self.centroids, 1), self.layers, self.rope)
+        own.artifact = self.artifact
+        return own
+
+    def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
+        """Returns the nearest centroid of each key, int32 ``[B, Hkv, N]``; keys ``[B, Hkv, N, D]`` before and after RoPE."""
+        keys = k if self.rope else k_nope
+        if keys.shape[2] <= FEW_KEYS:  # decoded tokens: the operator would split the centroids first, which takes longer
+            return self._products(layer, keys).argmax(-1).to(torch.int32)
+        return nearest_centroid(keys, self.centroids[layer_index(self.layers, layer)]).buckets
+
+    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
+        return self.head_scores(layer, q_nope, q).unflatten(1, (self.centroids.shape[1], -1)).sum(2)
+
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Returns the products of one token's queries ``[B, Hq, 1, D]`` and the centroids: fp32 ``[B, Hq, C]``."""
+        queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.centroids.shape[1], -1))  # [B, Hkv, group, D]
+        return self._products(layer, queries).flatten(1, 2)
+
+    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
+        """Returns the buckets with the highest :meth:`scores`: int32 ``[B, Hkv, probes]``."""
+        return top_buckets(self.scores(layer, q_nope, q), probes)
+
+    def _products(self, layer: int, vectors: Tensor) -> Tensor:
+        """Returns the products of ``vectors [B, Hkv, n, D]`` and the centroids of their head: fp32 ``[B, Hkv, n, C]``."""
+        centroids = self.centroids[layer_index(self.layers, layer)]
+        by_head = vectors.transpose(0, 1).flatten(1, 2).to(centroids.dtype)  # broadcasting would copy the centroids B times
+        return (by_head @ centroids.mT).unflatten(1, (len(vectors), -1)).transpose(0, 1)
+
+
+def router_details(artifact: artifacts.Artifact, name: str) -> tuple[RouterDetails, tuple[int, ...]]:
+    """Returns the checked details of a router's artifact, and the shape of its centroids, the tensor ``name``.
+
+    Raises
+    ------
+    UserError : an entry has another type, or contradicts the model that the artifact was made for.
+    """
+    where = f"artifact {artifact.path}"
+    details = checked(artifact.manifest["details"], RouterDetails, f"{where}: details")
+    model, centroids = artifact.manifest["model"], artifact.tensors.get(name)
+    if details.layers[-1] >= model["num_layers"]:
+        raise UserError(f"{where}: details.layers={details.layers}: the model has {model['num_layers']} layers")
+    if centroids is None or centroids.ndim != 4 or not centroids.shape[2]:
+        raise UserError(f"{where}: accepted is a tensor {name} [layers, key/value heads, buckets, head size]")
+    buckets = centroids.shape[2]
+    if details.serving.probes > buckets or max(details.serving.dense_layers, default=0) >= model["num_layers"]:
+        raise UserError(f"{where}: details.serving asks for more than {buckets} buckets or {model['num_layers']} layers")
+    return details, (len(details.layers), model["num_kv_heads"], buckets, model["head_dim"])

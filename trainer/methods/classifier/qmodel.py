@@ -1,0 +1,239 @@
+"""Query classifiers, which predict the buckets that a query attends to (SAAP, arXiv 2502.08246, section 4 and appendix A).
+
+A classifier is a small MLP ``D -> hidden -> C`` with batch norm and ReLU, one for each layer and key/value head (or query
+head). It maps a query before RoPE to a distribution over the buckets of ``KMeans``. All heads
+are computed in batched products.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from msattn.kernels.probe_buckets import probe_buckets
+from msattn.trainer import artifacts
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import layer_index
+from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
+from msattn.trainer.methods.key_thresholds import Thresholds
+from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.storage.documents import checked
+
+BATCH_NORM_EPS = 1e-5
+BATCH_NORM_MOMENTUM = 0.1
+
+
+@dataclass(frozen=True)
+class QModelDetails:
+    """Schema of the manifest entry of the calibration; artifacts of earlier versions have none."""
+
+    thresholds: Thresholds | None = None
+
+
+class QModel(artifacts.ArtifactModule):
+    """Query classifiers and the partition that they are trained for; a :class:`~msattn.trainer.methods.buckets.Router`.
+
+    Parameters
+    ----------
+    partition : KMeans
+        Assigns keys to buckets. It is part of the artifact.
+    num_heads : int
+        Classifiers of each layer: the number of key/value heads (one classifier per query group) or of query heads.
+    hidden : int
+        Width of the hidden layer.
+    residual : bool
+        Adds the products of query and centroids to the logits, so that the network learns a correction to k-means routing.
+        Figure 7 of the paper mentions a residual form of the same capacity without a formula; this form has the same weights.
+    seed : int
+        The initial weights of a layer depend on (seed, layer) alone.
+
+    Attributes
+    ----------
+    artifact : Artifact or None
+        The artifact that it was loaded from.
+    thresholds : dict or None
+        Calibrated thresholds (:func:`msattn.trainer.methods.key_thresholds.calibrate`); None before training.
+    """
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self, partition: KMeans, num_heads: int, hidden: int, *, residual: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        num_layers, kv_heads, num_buckets, head_dim = partition.centroids.shape
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads={num_heads}: expected a multiple of the partition's {kv_heads} key/value heads")
+        self.partition = partition
+        self.residual = residual
+        self.layers, self.num_buckets, self.kv_heads = partition.layers, num_buckets, kv_heads
+        heads = (num_layers, num_heads)
+        self.weight_in = nn.Parameter(torch.empty(*heads, head_dim, hidden))  # [layers, H, D, F]
+        self.gain = nn.Parameter(torch.ones(*heads, 1, hidden))
+        self.shift = nn.Parameter(torch.zeros(*heads, 1, hidden))
+        self.weight_out = nn.Parameter(torch.empty(*heads, hidden, num_buckets))  # [layers, H, F, C]
+        self.bias_out = nn.Parameter(torch.zeros(*heads, 1, num_buckets))
+        self.register_buffer("mean", torch.zeros(*heads, 1, hidden))
+        self.register_buffer("variance", torch.ones(*heads, 1, hidden))
+        for index, layer in enumerate(self.layers):
+            generator = torch.Generator().manual_seed(1_000_003 * seed + layer)
+            for weight in (self.weight_in, self.weight_out):
+                bound = weight.shape[-2] ** -0.5  # as in nn.Linear
+                nn.init.uniform_(weight[index], -bound, bound, generator)
+        self.thresholds: dict[str, Any] | None = None
+        self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    @classmethod
+    def load(cls, path: str | Path) -> "QModel":
+        """Loads a qmodel artifact from a folder or a Hub id, frozen and in evaluation mode.
+
+        Raises
+        ------
+        UserError : the artifact is missing, damaged or of another kind.
+        """
+        artifact = artifacts.read(path, kind="qmodel")
+        details, centroids = router_details(artifact, "partition.centroids")
+        calibration = checked(artifact.manifest["details"], QModelDetails, f"artifact {path}: details").thresholds
+        tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
+        if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in _accepted_heads(artifact):
+            raise UserError(f"artifact {path}: accepted is a tensor weight_out [layers, heads, hidden, buckets]")
+        with torch.device("meta"):
+            untrained = KMeans(torch.empty(centroids), details.layers, details.rope)
+            qmodel = cls(untrained, *weight_out.shape[1:3], residual=details.residual)
+        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
+        qmodel.load_state_dict(tensors, assign=True)
+        qmodel.artifact, qmodel.thresholds = artifact, None if calibration is None else asdict(calibration)
+        return qmodel.requires_grad_(False).eval()
+
+    @property
+    def routing_warning(self) -> str | None:
+        """The warning of :func:`routing_warning` for the artifact, at the number of probes that it records."""
+        if self.artifact is None:
+            return None
+        manifest = self.artifact.manifest
+        probes = manifest["details"].get("serving", {}).get("probes")
+        return routing_warning(manifest["metrics"], probes)
+
+    def shard(self, part: HeadShard) -> "QModel":
+        """Returns the classifiers and the partition of a part of the heads, for tensor parallelism."""
+        heads, hidden = self.weight_in.shape[1] // part.ranks, self.weight_in.shape[3]
+        own = QModel(self.partition.shard(part), heads, hidden, residual=self.residual)
+        own.load_state_dict({name: part.of(x, 1) for name, x in self.state_dict().items()})
+        own.artifact, own.thresholds = self.artifact, self.thresholds
+        return own.requires_grad_(False).eval()
+
+    @property
+    def rope(self) -> bool:
+        """True if keys and queries are taken after RoPE."""
+        return self.partition.rope
+
+    def forward(self, queries: Tensor) -> Tensor:
+        """Returns the logits ``[layers, H, n, C]`` for queries ``[layers, H, n, D]``; batch norm is over n."""
+        hidden = queries @ self.weight_in
+        mean, variance = self.mean, self.variance
+        if self.training:
+            rows = queries.shape[2]
+            variance, mean = torch.var_mean(hidden.float(), dim=2, correction=0, keepdim=True)
+            with torch.no_grad():
+                self.mean.lerp_(mean, BATCH_NORM_MOMENTUM)
+                self.variance.lerp_(variance * (rows / max(rows - 1, 1)), BATCH_NORM_MOMENTUM)  # unbiased, as in BatchNorm1d
+        factor = self.gain * torch.rsqrt(variance + BATCH_NORM_EPS)
+        normed = torch.addcmul(self.shift - mean * factor, hidden, factor)
+        logits = normed.relu() @ self.weight_out + self.bias_out
+        return logits + queries @ self.head_centroids().mT if self.residual else logits
+
+    def head_centroids(self) -> Tensor:
+        """Returns the centroids of each classifier's buckets: ``[layers, H, C, D]``."""
+        return self.partition.centroids.repeat_interleave(self.weight_in.shape[1] // self.kv_heads, dim=1)
+
+    def train(self, mode: bool = True) -> "QModel":
+        """Sets the mode and drops the folded weights, which training would make stale."""
+        self._folded.clear()
+        return super().train(mode)
+
+    def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
+        """Returns the nearest centroid of each key: int32 ``[B, Hkv, N]``, as :meth:`KMeans.assign`."""
+        return self.partition.assign(layer, k_nope, k)
+
+    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
+        return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).sum(2)
+
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Returns the bucket probabilities of one token's queries ``[B, Hq, 1, D]``: fp32 ``[B, Hq, C]``."""
+        queries = (q if self.rope else q_nope)[:, :, -1]
+        weight_in, bias_in, weight_out, bias_out = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
+        heads, batch = len(weight_in), len(queries)
+        rows = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries per classifier, D]
+        logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
+        probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)  # [B, H, queries per classifier, C]
+        return probs.flatten(1, 2)
+
+    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
+        """Returns the buckets with the highest :meth:`scores` for one token: int32 ``[B, Hkv, probes]``."""
+        queries = (q if self.rope else q_nope)[:, :, -1:]
+        weights = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
+        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=probes)
+
+    def probe_dense(self, layer: int, q_nope: Tensor, q: Tensor, sizes: Tensor, threshold: float, most: int) -> Tensor:
+        """Returns the buckets whose density reaches ``threshold`` for one token: int32 ``[B, Hkv, most]``, -1 is none.
+
+        ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys. Of more than ``most`` buckets, the densest are returned.
+        """
+        queries = (q if self.rope else q_nope)[:, :, -1:]
+        weights = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
+        reach = {"sizes": sizes, "threshold": threshold}
+        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=min(most, self.num_buckets), **reach)
+
+    def _folded_weights(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns one layer's weights in ``dtype``, with batch norm folded into the first product.
+
+        A residual classifier gets 2 D more hidden units, relu(q) and relu(-q); their difference, q, multiplies the centroids.
+        """
+        if (index, dtype) not in self._folded:
+            factor = self.gain[index] * torch.rsqrt(self.variance[index] + BATCH_NORM_EPS)
+            bias_in = self.shift[index] - self.mean[index] * factor
+            weight_in, weight_out = self.weight_in[index] * factor, self.weight_out[index]
+            if self.residual:
+                centroids = self.head_centroids()[index]
+                identity = torch.eye(centroids.shape[2], dtype=weight_in.dtype, device=weight_in.device)
+                identity = identity.expand(len(centroids), -1, -1)
+                weight_in = torch.cat([weight_in, identity, -identity], dim=2)
+                weight_out = torch.cat([weight_out, centroids.mT, -centroids.mT], dim=1)
+                bias_in = pad(bias_in, (0, 2 * identity.shape[2]))
+            weights = (weight_in, bias_in, weight_out, self.bias_out[index])
+            self._folded[index, dtype] = tuple(weight.detach().to(dtype) for weight in weights)  # type: ignore[assignment]
+        return self._folded[index, dtype]
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Drops the folded weights, which are on the old device, and applies ``fn`` to the others (``Module.to``)."""
+        self._folded.clear()
+        return super()._apply(fn, recurse)
+
+
+def _accepted_heads(artifact: artifacts.Artifact) -> tuple[int, int]:
+    """Returns the numbers of classifiers that a layer may have: one for each query head, or for each key/value head."""
+    return artifact.manifest["model"]["num_heads"], artifact.manifest["model"]["num_kv_heads"]
+
+
+def routing_warning(metrics: Mapping[str, Any], probes: int | None) -> str | None:
+    """Returns a warning if classifiers find less held-out attention mass than their k-means alone, else None.
+
+    Parameters
+    ----------
+    metrics : of training, with ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of buckets.
+    probes : buckets that are read in serving; the largest L up to it decides. None: the largest L.
+    """
+    measured = sorted(int(name[14:]) for name in metrics if re.fullmatch(r"recall_qmodel@[0-9]{1,6}", name))
+    count = max((each for each in measured if each <= (probes or each)), default=min(measured, default=None))
+    own, kmeans = metrics.get(f"recall_qmodel@{count}"), metrics.get(f"recall_kmeans@{count}")
+    if not isinstance(own, int | float) or not isinstance(kmeans, int | float) or own >= kmeans:
+        return None
+    return (
+        f"the classifiers route worse than their k-means alone: {own:.1%} of the held-out attention mass in {count} buckets, "
+        f"k-means {kmeans:.1%}; train them longer (train.steps) or on more prompts, or route with the kmeans artifact"
+    )

@@ -1,0 +1,374 @@
+"""AttnGate: scores of key blocks for each query block, from pooled queries and keys (SeerAttention, section 3.1).
+
+In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated by the gate's own RoPE at
+the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import torch
+from annotated_types import Interval
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from msattn.kernels.best_blocks import block_softmax
+from msattn.kernels.common.checks import first_query
+from msattn.kernels.gate_scores import gate_scores
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer import artifacts, models
+from msattn.trainer.config import GateConfig
+from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.methods.block_thresholds import FixedThresholds, Thresholds
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
+from msattn.trainer.methods.gate.artifact import GateArtifact
+from msattn.trainer.models import rope
+from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.storage.documents import checked
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from msattn.trainer.models.tap import LayerInputs
+
+
+NORM_EPS = 1e-6
+INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
+
+
+def frequency_matched_projection(head_dim: int, hidden: int, channels: Tensor | None = None) -> Tensor:
+    """Returns the projection ``[hidden, head_dim]`` that keeps each rotated pair of dimensions at its RoPE frequency.
+
+    Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair ``j * head_dim / hidden`` of the
+    model. The weights are scaled so that products scaled by ``hidden ** -0.5`` keep their magnitude when ``hidden`` is not
+    ``head_dim``.
+
+    Parameters
+    ----------
+    channels : int64 ``[head_dim / 2, 2]``, the channels of the model's pairs; None: ``j`` and ``j + head_dim / 2``.
+    """
+    channels = torch.arange(head_dim).view(2, -1).T if channels is None else channels
+    source = channels[torch.arange(hidden // 2) * head_dim // hidden].T.flatten()
+    weight = torch.zeros(hidden, head_dim)
+    weight[torch.arange(hidden), source] = (head_dim / hidden) ** 0.25
+    return weight
+
+
+class AttnGate(nn.Module):
+    """The gate of one layer.
+
+    Parameters
+    ----------
+    head_dim, num_heads, num_kv_heads : shape of the layer's attention.
+    cfg : poolings, width and heads. With ``heads="kv"`` a gate head serves a whole query group, and its input is the
+        concatenation of the group's pooled queries.
+    channels : as for :func:`frequency_matched_projection`.
+
+    Notes
+    -----
+    Weights are initialized to scaled identities that give all poolings equal weight and keep each dimension at its RoPE
+    frequency. An untrained gate therefore ranks blocks by the scores of their means (or mid-ranges), not at random.
+    ``INITIAL_SCALE`` flattens these scores, because the target is flatter: the maxima of a row block come from different
+    queries, each with its own best column.
+    """
+
+    def __init__(
+        self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig, channels: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.num_kv_heads = num_kv_heads
+        self.heads = num_heads if cfg.heads == "query" else num_kv_heads
+        self.hidden = cfg.hidden or head_dim
+        self.shared_queries = num_heads // self.heads  # query heads in the input of a gate head
+        projection = frequency_matched_projection(head_dim, self.hidden, channels)
+        query, key = (
+            projection.repeat(1, parts) * (INITIAL_SCALE / parts)
+            for parts in (self.shared_queries * len(cfg.q_pool), len(cfg.k_pool))
+        )
+        self.query_weight = nn.Parameter(query.repeat(self.heads, 1, 1))  # [Hg, hidden, shared * pools * D]
+        self.key_weight = nn.Parameter(key.repeat(self.heads, 1, 1))  # [Hg, hidden, pools * D]
+        if cfg.qk_norm:
+            self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.heads, self.hidden)) for _ in range(2))
+
+    def pooled_inputs(self, q_nope: Tensor, k_nope: Tensor, kv_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
+        pooled_q = self.pooled_queries(q_nope, k_nope.shape[2], kv_start)
+        return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, block_size=self.cfg.block_size, start=kv_start)
+
+    def pooled_queries(self, q_nope: Tensor, num_keys: int, kv_start: Tensor | None = None) -> Tensor:
+        """Returns the pooled queries of :meth:`pooled_inputs`; ``q_nope`` are the last of ``num_keys`` positions."""
+        first = first_query(q_nope.shape[2], num_keys, kv_start, q_nope.device)
+        pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=self.cfg.block_size, start=first)
+        return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
+
+    def single_queries(self, q_nope: Tensor) -> Tensor:
+        """Returns queries ``[B, Hq, n, D]`` as :meth:`pooled_queries` does blocks: every pooling of one query is the query."""
+        pooled_q = q_nope.float().repeat(1, 1, 1, len(self.cfg.q_pool))
+        return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
+
+    def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor | None, kv_start: Tensor | None = None) -> Tensor:
+        """Computes block scores before masking and softmax.
+
+        Parameters
+        ----------
+        q_nope : ``[B, Hq, N, D]`` before RoPE (after a q/k norm).
+        k_nope : ``[B, Hkv, M, D]``; queries are the last ``N`` of ``M`` positions.
+        inv_freq : fp32 ``[hidden / 2]``, inverse frequencies of the model's RoPE base at the gate's width, 0 for channels that
+            do not rotate; None in a layer without RoPE.
+        kv_start : int32 ``[B]``, left padding.
+
+        Returns
+        -------
+        Tensor
+            fp32 ``[B, Hg, Tr, Tc]``, where ``Hg`` is the number of gate heads: of query heads or, with ``heads="kv"``, of
+            key/value heads.
+        """
+        with torch.no_grad():
+            pooled_q, pooled_k = self.pooled_inputs(q_nope, k_nope, kv_start)
+        num_queries, num_keys = q_nope.shape[2], k_nope.shape[2]
+        return self.pooled_logits(pooled_q, pooled_k, num_queries, num_keys, inv_freq=inv_freq, kv_start=kv_start)
+
+    def pooled_logits(
+        self,
+        pooled_q: Tensor,
+        pooled_k: Tensor,
+        num_queries: int,
+        num_keys: int,
+        *,
+        inv_freq: Tensor | None,
+        kv_start: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the result of :meth:`forward` from its :meth:`pooled_inputs`."""
+        rows, _ = row_span(num_queries, num_keys, self.cfg.block_size, kv_start, pooled_q.device)
+        with torch.autocast(pooled_q.device.type, enabled=False):
+            return self.project_queries(pooled_q, rows, inv_freq) @ self.project_keys(pooled_k, inv_freq).transpose(-1, -2)
+
+    def project_queries(self, pooled_q: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tensor:
+        """Projects query inputs ``[B, Hg, T, P]`` and rotates them at ``positions [B | 1, T]``: ``[B, Hg, T, hidden]``.
+
+        They are scaled, so that their products with :meth:`project_keys` are the scores.
+        """
+        gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
+        if self.cfg.qk_norm:
+            gate_q = F.rms_norm(gate_q, (self.hidden,), eps=NORM_EPS) * self.query_norm[:, None]
+        if self.cfg.rope and inv_freq is not None:
+            gate_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions))
+        return gate_q * self.hidden**-0.5
+
+    def project_keys(self, pooled_k: Tensor, inv_freq: Tensor | None) -> Tensor:
+        """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them at the start of their block: ``[B, Hg, Tc, hidden]``."""
+        key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
+        gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
+        if self.cfg.qk_norm:
+            gate_k = F.rms_norm(gate_k, (self.hidden,), eps=NORM_EPS) * self.key_norm[:, None]
+        if not self.cfg.rope or inv_freq is None:
+            return gate_k
+        first_keys = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
+        return rope.rotate(gate_k, *rope.cos_sin(inv_freq, first_keys))
+
+
+@dataclass(frozen=True)
+class GateDetails:
+    """Schema of the manifest entries of :meth:`Gate.details`; artifacts without ``layers`` have a gate for each layer."""
+
+    gate: GateConfig
+    thresholds: Thresholds | FixedThresholds | None
+    layers: list[int] | None = None
+    sink_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
+    local_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers or self.layers[0] < 0):
+            raise ValueError("layers must increase from 0 or more")
+
+
+class ModulesByLayer(nn.ModuleDict):
+    """Modules of some of a model's layers, by the number of the layer."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        super().__init__({str(layer): module for layer, module in modules.items()})
+
+    def __getitem__(self, layer: int) -> nn.Module:  # type: ignore[override]
+        if str(layer) not in self:
+            raise ValueError(f"layer={layer}: there are gates for layers {', '.join(self)}")
+        return super().__getitem__(str(layer))
+
+
+class Gate(GateArtifact):
+    """Gates of all layers of a model that may be sparse, trained by ``msattn train-gate`` and used by ``msattn.attach``.
+
+    Attributes
+    ----------
+    layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
+    num_layers : layers of the model.
+    thresholds : calibrated thresholds of each layer (``calibrate``); None before training.
+    always : blocks that every row reads by default, with which ``thresholds`` were measured.
+    """
+
+    phase = "prefill"
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cfg: GateConfig,
+        inv_freq: Tensor,
+        *,
+        layers: list[int] | None = None,
+        channels: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_layers = num_layers
+        self.always = SINK_AND_LOCAL
+        self.layer_numbers = list(range(num_layers)) if layers is None else list(layers)
+        self.cfg = cfg
+        self.layers = ModulesByLayer(
+            {layer: AttnGate(head_dim, num_heads, num_kv_heads, cfg, channels) for layer in self.layer_numbers}
+        )
+        self.register_buffer("inv_freq", inv_freq.float())
+
+    @classmethod
+    def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "Gate":
+        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor."""
+        head_dim = models.head_dim(config)
+        hidden = cfg.hidden or head_dim
+        inv_freq, _ = rope.inverse_frequencies(config, dim=hidden)
+        inv_freq = F.pad(inv_freq, (0, hidden // 2 - len(inv_freq)))  # channels that do not rotate have frequency 0
+        shape = models.num_layers(config), models.num_heads(config), models.num_kv_heads(config), head_dim
+        return cls(*shape, cfg, inv_freq, layers=models.served_layers(config), channels=rope.channel_pairs(config))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Gate":
+        """Loads a trained gate from the folder or Hub id of an artifact, on the CPU.
+
+        Raises
+        ------
+        UserError
+            If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
+        """
+        artifact = artifacts.read(path, kind="gate")
+        base = artifact.manifest["model"]
+        details = checked(artifact.manifest["details"], GateDetails, f"artifact {path}: details")
+        cfg, thresholds, num_layers = details.gate, details.thresholds, base["num_layers"]
+        if isinstance(thresholds, FixedThresholds):
+            print_once(
+                f"warning: artifact {path}: its thresholds, of an earlier version, are not used; "
+                "python -m msattn.trainer.recipes.recalibrate_gate measures new ones"
+            )
+            thresholds = None
+        layers = list(range(num_layers)) if details.layers is None else details.layers
+        if layers[-1] >= num_layers:
+            raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
+        if thresholds is not None and len(thresholds.layers) != num_layers:
+            raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
+        sizes = (num_layers, base["num_heads"], base["num_kv_heads"], base["head_dim"])
+        gate = cls._restore(artifact, cfg, len(layers), thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, layers=layers))
+        gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
+        return gate
+
+    def shard(self, part: HeadShard) -> "Gate":
+        """Returns the gates of a part of the heads, for tensor parallelism."""
+        shape = self.model_shape()
+        heads, kv_heads = shape["num_heads"] // part.ranks, shape["num_kv_heads"] // part.ranks
+        own = Gate(self.num_layers, heads, kv_heads, shape["head_dim"], self.cfg, self.inv_freq, layers=self.layer_numbers)
+        own.always = self.always
+        return own._take_part(self, part)
+
+    def details(self) -> dict[str, Any]:
+        always = {"sink_blocks": self.always.sink_blocks, "local_blocks": self.always.local_blocks}
+        return super().details() | {"layers": self.layer_numbers} | always
+
+    def model_shape(self) -> dict[str, int]:
+        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
+        layer = cast(AttnGate, self.layers[self.layer_numbers[0]])
+        size = layer.key_weight.shape[2] // len(self.cfg.k_pool)
+        heads = {"num_heads": layer.heads * layer.shared_queries, "num_kv_heads": layer.num_kv_heads}
+        return {"num_layers": self.num_layers, **heads, "head_dim": size}
+
+    def logits(self, x: "LayerInputs") -> Tensor:
+        """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
+
+        Raises
+        ------
+        ValueError
+            If keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
+        """
+        _check_keys(x)
+        return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
+
+    @torch.no_grad()
+    def scores(self, x: "LayerInputs") -> Tensor:
+        """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
+
+        They are the softmax of :meth:`logits` over the visible blocks, in one operation without gradients. ``Hg`` is the number
+        of query heads or of key/value heads, by ``gate.heads``. After cached keys ``x.pooled_keys`` stand for all keys.
+
+        Raises
+        ------
+        ValueError
+            As for :meth:`logits`, without ``x.pooled_keys``.
+        """
+        layer, cfg = cast(AttnGate, self.layers[x.layer]), self.cfg
+        if x.pooled_keys is not None:
+            pooled_q = layer.pooled_queries(x.q_nope, x.num_keys, x.kv_start)
+            inputs = (pooled_q, x.pooled_keys, x.num_queries, x.num_keys)
+            logits = layer.pooled_logits(*inputs, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
+            return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
+        _check_keys(x)
+        return gate_scores(
+            x.q_nope,
+            x.k_nope,
+            layer.query_weight,
+            layer.key_weight,
+            self._inv_freq(x),
+            q_pool=cfg.q_pool,
+            k_pool=cfg.k_pool,
+            block_size=cfg.block_size,
+            kv_start=x.kv_start,
+        )
+
+    @torch.no_grad()
+    def scores_of_last_queries(self, x: "LayerInputs") -> tuple[Tensor, Tensor]:
+        """Computes the block probabilities of each of the last ``block_size`` queries by itself.
+
+        They are rotated to the first position of the last row block, as its pooled queries are.
+
+        Returns
+        -------
+        scores : fp32 ``[B, Hg, n, Tc]``; 0 for queries of padding.
+        row : int64 ``[B | 1]``, the last row block.
+        """
+        layer, size = cast(AttnGate, self.layers[x.layer]), self.cfg.block_size
+        keys = x.pooled_keys
+        if keys is None:
+            _check_keys(x)
+            keys = pool_blocks(x.k_nope, self.cfg.k_pool, block_size=size, start=x.kv_start)
+        rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+        row = last_row(rows)
+        queries = layer.single_queries(x.q_nope[:, :, -size:])
+        with torch.autocast(x.q.device.type, enabled=False):
+            first = rows.first.gather(1, row[:, None])
+            projected = layer.project_queries(queries, first.expand(-1, queries.shape[2]), self._inv_freq(x))
+            logits = projected @ layer.project_keys(keys, self._inv_freq(x)).transpose(-1, -2)
+        return block_softmax(logits, self._seen(x, queries.shape[2])), row
+
+    def _seen(self, x: "LayerInputs", queries: int) -> Tensor:
+        """Returns the blocks with a key that each of the last ``queries`` sees, bool ``[B | 1, 1, queries, Tc]``."""
+        start = x.q.new_zeros(1, dtype=torch.long) if x.kv_start is None else x.kv_start.long()
+        positions = torch.arange(x.num_keys - queries, x.num_keys, device=x.q.device) - start[:, None]
+        blocks = torch.arange(0, x.num_keys, self.cfg.block_size, device=x.q.device)
+        return (blocks <= positions[..., None])[:, None]
+
+    def _inv_freq(self, x: "LayerInputs") -> Tensor | None:
+        """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the model that do not rotate."""
+        return self.inv_freq if x.rotates and self.cfg.rope else None
+
+
+def _check_keys(x: "LayerInputs") -> None:
+    if x.num_keys != x.k_nope.shape[2]:
+        raise ValueError(f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}")

@@ -1,0 +1,176 @@
+"""DecodeGate: scores of key blocks for single queries, with which decoding chooses what to read (SeerAttention-R, section 3).
+
+A gate serves a query group. The group's queries before RoPE are concatenated and projected, keys before RoPE are pooled over
+blocks and projected, and both are rotated by the gate's own RoPE: queries at their position, keys at the first position of
+their block. With ``gate.qk_norm`` an RMSNorm precedes RoPE. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the blocks
+before the dense window.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import torch
+from annotated_types import Interval
+from torch import Tensor, nn
+
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer import artifacts, models
+from msattn.trainer.config import GateConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import ServingNumbers
+from msattn.trainer.methods.gate.artifact import GateArtifact
+from msattn.trainer.methods.gate.attn_gate import AttnGate
+from msattn.trainer.methods.key_thresholds import Thresholds
+from msattn.trainer.methods.pages import PageRouter, page_products
+from msattn.trainer.models import rope
+from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.storage.documents import checked
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from msattn.trainer.models.tap import LayerInputs
+
+
+@dataclass(frozen=True)
+class DecodeGateDetails:
+    """Schema of the manifest entries of :meth:`DecodeGate.details`."""
+
+    gate: GateConfig
+    num_blocks: Annotated[int, Interval(ge=1, lt=2**31)]
+    thresholds: Thresholds | None = None
+    serving: ServingNumbers = field(default_factory=ServingNumbers)
+
+
+class DecodeGate(PageRouter, GateArtifact):
+    """Decode gates of all layers of a model, trained by ``msattn train-gate gate.phase=decode``.
+
+    A router whose buckets are blocks: a query with ``p`` probes reads the ``p`` blocks with the highest scores.
+
+    Parameters
+    ----------
+    num_blocks : blocks of the longest sequence, the largest number of probes.
+
+    Attributes
+    ----------
+    gates : an :class:`~msattn.trainer.methods.gate.attn_gate.AttnGate` for each attention layer.
+    thresholds : calibrated thresholds (:func:`msattn.trainer.methods.key_thresholds.calibrate`); None before training.
+    """
+
+    phase = "decode"
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        cfg: GateConfig,
+        inv_freq: Tensor,
+        num_blocks: int,
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.page_size, self.pools, self.num_buckets = cfg.block_size, cfg.k_pool, num_blocks
+        self.layers, self.kv_heads, self.num_heads, self.head_dim = list(range(num_layers)), num_kv_heads, num_heads, head_dim
+        of_groups = replace(cfg, heads="kv", q_pool=["avg"])  # a single query is its own mean
+        self.gates = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, of_groups) for _ in range(num_layers))
+        self.register_buffer("inv_freq", inv_freq.float())
+
+    @classmethod
+    def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "DecodeGate":
+        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor.
+
+        Raises
+        ------
+        UserError : a layer keeps the model's own attention, or computes other scores than Llama's.
+        """
+        if not models.family_of(config).llama_layers or len(models.served_layers(config)) < models.num_layers(config):
+            raise UserError("gate.phase=decode: accepted are models whose layers are Llama's, with full attention")
+        head_dim = models.head_dim(config)
+        inv_freq, _ = rope.inverse_frequencies(config, dim=cfg.hidden or head_dim)
+        num_blocks = -(-models.max_length(config) // cfg.block_size)
+        heads = models.num_heads(config), models.num_kv_heads(config)
+        return cls(models.num_layers(config), *heads, head_dim, cfg, inv_freq, num_blocks)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "DecodeGate":
+        """Loads trained gates from the folder or Hub id of an artifact, on the CPU.
+
+        Raises
+        ------
+        UserError
+            If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
+        """
+        artifact = artifacts.read(path, kind="decode_gate")
+        base = artifact.manifest["model"]
+        details = checked(artifact.manifest["details"], DecodeGateDetails, f"artifact {path}: details")
+        cfg, sizes = details.gate, (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
+        return cls._restore(
+            artifact, cfg, sizes[0], details.thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, details.num_blocks)
+        )
+
+    def shard(self, part: HeadShard) -> "DecodeGate":
+        """Returns the gates of a part of the heads, for tensor parallelism."""
+        heads = self.num_heads // part.ranks, self.kv_heads // part.ranks
+        own = DecodeGate(len(self.gates), *heads, self.head_dim, self.cfg, self.inv_freq, self.num_buckets)
+        return own._take_part(self, part)
+
+    def details(self) -> dict[str, Any]:
+        return super().details() | {"num_blocks": self.num_buckets}
+
+    def model_shape(self) -> dict[str, int]:
+        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
+        return {"num_layers": len(self.gates), **heads, "head_dim": self.head_dim}
+
+    def logits(self, x: "LayerInputs", positions: Tensor) -> Tensor:
+        """Computes the scores of a layer's blocks before softmax, for the queries at ``positions [n]`` of a whole prompt.
+
+        Returns
+        -------
+        Tensor
+            fp32 ``[B, Hkv, n, Tc]``, not masked.
+        """
+        queries = self._project_queries(x.layer, x.q_nope[:, :, positions], positions[None])
+        return queries @ self.summarize(x).mT
+
+    def summarize(self, x: "LayerInputs") -> Tensor:
+        """Returns the projected keys of each block: fp32 ``[B, Hkv, Tc, hidden]``, fp64 for fp64.
+
+        Raises
+        ------
+        ValueError
+            If keys were cached before this pass and ``x.pooled_keys`` does not hold them.
+        """
+        pooled = x.pooled_keys
+        if pooled is None:
+            if x.num_keys != x.k_nope.shape[2]:
+                raise ValueError(f"num_keys={x.num_keys}: gates need every key before RoPE, this pass has {x.k_nope.shape[2]}")
+            pooled = pool_blocks(x.k_nope.detach(), self.cfg.k_pool, block_size=self.page_size, start=x.kv_start)
+        with torch.autocast(pooled.device.type, enabled=False):
+            return self._gate(x.layer).project_keys(pooled, self.inv_freq)
+
+    def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
+        """Returns the block scores of each query group before softmax: fp32 ``[B, Hkv, P]``."""
+        return page_products(self._project_queries(layer, q_nope, positions[:, None]), summaries).squeeze(2)
+
+    def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
+        """Returns :meth:`scores` for each query head, which are those of its group: fp32 ``[B, Hq, P]``."""
+        of_groups = self.scores(layer, summaries, q_nope, q, positions)
+        return of_groups.repeat_interleave(q_nope.shape[1] // self.kv_heads, dim=1)
+
+    def visited(self, far: Tensor, probes: Tensor) -> Tensor:
+        """Returns the number of blocks that are visited with ``probes``, of ``far`` blocks: one for each probe."""
+        return probes.minimum(far)
+
+    def _gate(self, layer: int) -> AttnGate:
+        return cast(AttnGate, self.gates[layer])
+
+    def _project_queries(self, layer: int, q_nope: Tensor, positions: Tensor) -> Tensor:
+        """Returns the projected queries of each group: ``[B, Hkv, N, hidden]``, for queries ``[B, Hq, N, D]``."""
+        gate = self._gate(layer)
+        grouped = q_nope.detach().unflatten(1, (self.kv_heads, -1)).transpose(2, 3).flatten(3)  # [B, Hkv, N, group * D]
+        with torch.autocast(q_nope.device.type, enabled=False):
+            return gate.project_queries(grouped.to(gate.query_weight.dtype), positions, self.inv_freq)

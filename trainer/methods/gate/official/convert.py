@@ -1,0 +1,52 @@
+"""From a repository of SeerAttention's authors to an artifact."""
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+from msattn.trainer import artifacts, models
+from msattn.trainer.artifacts.folders import is_hub_id
+from msattn.trainer.config.values import shown
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.official import decode, prefill
+from msattn.trainer.models.architecture import pretrained_config
+from msattn.trainer.models.identity import config_fingerprint
+from msattn.trainer.storage.model_files import ModelFiles, local_folder
+
+
+def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> Gate | DecodeGate:
+    """Writes the gates of a repository of SeerAttention's authors as an artifact in ``folder``, and returns them.
+
+    Parameters
+    ----------
+    source : a folder, or the id of a Hub repository such as ``SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates``.
+
+    Raises
+    ------
+    UserError : there are no such files, they are damaged or hold other objects than weights, or their gates compute something
+        else than ours; or ``folder`` cannot be written.
+    """
+    artifacts.check_writable(folder, overwrite)
+    local = local_folder(source)
+    if local is None and not is_hub_id(source):
+        raise UserError(f"import-gate {shown(source)}: no such folder; accepted is a folder or the id of a Hub repository")
+    files = ModelFiles(f"import-gate {shown(source)}", source if local is None else local).at_one_commit()
+    config = pretrained_config(files)
+    models.check_supported(config)
+    gate, details, base = (decode if decode.describes(files.config()) else prefill).read(files, config)
+    name = source if local is None else local.resolve().name
+    artifacts.write(
+        folder,
+        kind=gate.cfg.kind,
+        tensors=gate.state_dict(),
+        config={"imported_from": name, "revision": files.revision, "gate": asdict(gate.cfg)},
+        model=config_fingerprint(config, id=base if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else Path(base).name),
+        details=details,
+        data=f"that of {name}",
+        seed=0,  # not recorded there
+        metrics={},
+        overwrite=overwrite,
+    )
+    return gate

@@ -1,0 +1,168 @@
+"""``msattn train-gate``: trains the gates of a model and writes them as an artifact."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
+
+from msattn.trainer import artifacts, data, models
+from msattn.trainer.config import FinetuneConfig, TrainGateConfig
+from msattn.trainer.errors import print_once
+from msattn.trainer.methods import key_thresholds as key_calibrate
+from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS, calibrate
+from msattn.trainer.methods.buckets import serving
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
+from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.selection import GateScores
+from msattn.trainer.training.checkpoints import flatten_settings
+from msattn.trainer.training.distributed import rank_shard
+from msattn.trainer.training.loop import fit
+from msattn.trainer.training.tracker import Tracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HELDOUT_CHUNKS = 2
+MAP_TITLES = ("true block map", "gate scores", f"blocks read at {RECALL_SPARSITIES[-1]:.0%} sparsity")
+
+
+def train_gate(cfg: TrainGateConfig) -> Path:
+    """Trains the gates of a model and writes them as an artifact; the job of ``msattn train-gate``.
+
+    Returns
+    -------
+    Path
+        ``outputs/<model.name>/<name>/gate``, or ``decode_gate`` with ``gate.phase=decode``. Checkpoints, metrics and pictures
+        of block maps are in the folder of this name below the sibling ``runs``.
+
+    Raises
+    ------
+    UserError
+        Before training: the artifact exists, the model is not supported, or chunks are longer than its positions.
+    TrainingDiverged
+        A loss is not finite. The message names the layer, and the last complete checkpoint is kept.
+    """
+    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, cfg.gate.kind)
+    artifacts.check_writable(folder, cfg.overwrite)
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    models.check_length(loaded.model.config, cfg.data.seq_len)
+    chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
+    gate = {"prefill": Gate, "decode": DecodeGate}[cfg.gate.phase].build(loaded.model.config, cfg.gate).to(loaded.model.device)
+    work = folder.parent / "runs" / folder.name
+    run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
+    with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
+        metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
+        tracker.summary(metrics)
+        gate.thresholds = _calibrated(cfg, gate, loaded, chunks)
+        if PartialState().is_main_process:  # all ranks hold the same gates
+            write_gate(folder, gate, cfg, loaded, chunks, metrics)
+            tracker.log_artifact(folder)
+    if PartialState().is_main_process:
+        artifacts.print_summary(folder, metrics)
+    return folder
+
+
+def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks) -> dict[str, Any]:
+    """Returns the thresholds of a gate: on shares of the blocks of prompts, or of the keys that decoding reads."""
+    items = rank_shard(chunks, CALIBRATION_CHUNKS)
+    if isinstance(gate, Gate):
+        return gate_thresholds(gate, loaded.model, items)
+    served = serving(cfg.model.presets, gate.num_buckets)
+    window = {name: served[name] for name in ("recent", "sink", "dense_layers")}
+    return key_calibrate.calibrate(gate, loaded.model, items, **window)
+
+
+def gate_thresholds(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.methods.block_thresholds.calibrate`."""
+    return calibrate({"gate": GateScores(gate)}, teacher, chunks, always=gate.always)["gate"]
+
+
+def _train(
+    cfg: TrainGateConfig,
+    gate: Gate | DecodeGate,
+    loaded: models.Loaded,
+    chunks: data.Chunks,
+    heldout: data.Chunks,
+    work: Path,
+    tracker: Tracker,
+) -> dict[str, Any]:
+    """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers, steps, seconds."""
+    evaluate = partial(_evaluate, gate, loaded, heldout, work / "maps", tracker)
+    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
+    settings = flatten_settings(gate=asdict(cfg.gate), model=identity) | {"dtype": cfg.dtype, "data": chunks.fingerprint}
+    distiller = GateDistiller if isinstance(gate, Gate) else DecodeGateDistiller
+    result = fit(
+        distiller(gate, loaded.model),
+        chunks,
+        train=cfg.train,
+        folder=work,
+        tracker=tracker,
+        device=loaded.model.device,
+        seed=cfg.seed,
+        resume=cfg.resume,
+        extra_settings=settings,
+        evaluate=evaluate,
+    )
+    recalls = result.metrics
+    if not recalls:  # train.eval_every=0
+        tracker.step = result.steps
+        recalls = evaluate()
+        tracker.log(recalls, result.steps)
+    return without_layers(result.losses | recalls) | {"steps": result.steps, "seconds": result.seconds}
+
+
+def _evaluate(
+    gate: Gate | DecodeGate, loaded: models.Loaded, heldout: data.Chunks, folder: Path, tracker: Tracker
+) -> dict[str, float]:
+    """Measures the recall of ``gate`` on held-out chunks and writes a picture of block maps into ``folder``."""
+    layers = gate.layer_numbers if isinstance(gate, Gate) else gate.layers
+    maps = BlockMaps(layers, models.num_heads(loaded.model.config))
+    items = rank_shard(heldout, len(heldout))
+    if isinstance(gate, Gate):
+        recalls = gate_recall(gate, loaded.model, items, maps)
+    else:
+        recalls = decode_gate_recall(gate, loaded.model, items, maps)
+    if PartialState().is_main_process:
+        picture = folder / f"step-{tracker.step:06d}.png"
+        try:
+            maps.save(picture, MAP_TITLES)
+            tracker.image("block maps", picture, tracker.step)
+        except OSError as error:  # training continues without a picture
+            print_once(f"warning: {picture}: {error.strerror}; the picture is left out")
+    return recalls
+
+
+def without_layers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metrics over all layers, without those of single layers."""
+    return {name: value for name, value in metrics.items() if "layer" not in name}
+
+
+def write_gate(
+    folder: Path,
+    gate: Gate | DecodeGate,
+    cfg: TrainGateConfig | FinetuneConfig,
+    loaded: models.Loaded,
+    chunks: data.Chunks,
+    metrics: dict[str, Any],
+) -> None:
+    """Writes the gates of the model ``loaded`` as an artifact; ``cfg`` is the job that trained them on ``chunks``."""
+    served = {"serving": serving(cfg.model.presets, gate.num_buckets)} if isinstance(gate, DecodeGate) else {}
+    artifacts.write(
+        folder,
+        kind=gate.cfg.kind,
+        tensors=gate.state_dict(),
+        config=asdict(cfg),
+        model=loaded.fingerprint,
+        details=gate.details() | served,
+        data=chunks.fingerprint,
+        seed=cfg.seed,
+        metrics=metrics,
+        overwrite=cfg.overwrite,
+    )

@@ -1,0 +1,83 @@
+"""Block scores of the A shape, sink and local window, with a span for each head (as in Fu et al. 2024, MoA)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.methods.blocks import normalize_rows, visible_blocks
+from msattn.trainer.models.families import num_heads, num_layers
+from msattn.trainer.models.layer_attention import block_map
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.progress import activity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SLOPE = 0.5  # part by which scores that do not fall with the distance are made to fall, which lets a threshold tell spans apart
+LEAST = 1e-9  # scores are positive
+
+
+@dataclass(frozen=True, eq=False)
+class AShape:
+    """Scores the first block, and the others by their distance, with the mean scores of each head on text.
+
+    A threshold per layer then gives each head a span of its own, and the share of each row that the calibrated policy always
+    reads lengthens it with the context: MoA's rule ``span = alpha + beta * length``. Top-k reads equal spans in all heads.
+
+    Attributes
+    ----------
+    profile : fp32 ``[layers, Hq, 1 + T]``: score of the first block, then of blocks at distance 0, 1, ... before the query's
+        block. It falls with the distance, so that spans are contiguous; beyond T it falls as one over the distance.
+    """
+
+    profile: Tensor
+    block_size: int = 64
+
+    def __call__(self, x: LayerInputs) -> Tensor:
+        visible = visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        columns = torch.arange(visible.shape[-1], device=x.q.device)
+        distance = (visible.sum(-1, keepdim=True) - 1 - columns).clamp(min=0)[:, 0]  # [B | 1, Tr, Tc]
+        sink, near = self.profile[x.layer].to(x.q.device).split([1, self.profile.shape[2] - 1], dim=1)
+        longest = near.shape[1]
+        beyond = longest / (distance + 1).clamp(min=longest)
+        scores = near[:, distance.clamp(max=longest - 1)].transpose(0, 1) * beyond[:, None]  # [B | 1, Hq, Tr, Tc]
+        scores = torch.where(columns == 0, sink[:, :, None], scores) * visible
+        return normalize_rows(scores).expand(x.q.shape[0], -1, -1, -1)
+
+
+@torch.no_grad()
+def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int = 64) -> AShape:
+    """Returns the A shape whose scores are the means of the oracle's, by head and distance.
+
+    Parameters
+    ----------
+    chunks : items ``{"input_ids": int64 [N]}``, from training text and never from test text.
+    """
+    blocks = max(-(-len(chunk["input_ids"]) // block_size) for chunk in chunks)
+    sums = torch.zeros(num_layers(teacher.config), num_heads(teacher.config), 1 + blocks, device=teacher.device)
+    counts = torch.zeros_like(sums)
+
+    def dense_attention_with_sums(x: LayerInputs) -> Tensor:
+        pooled = block_map(x, block_size).pooled
+        scores = normalize_rows(pooled)[0, :, 1:]  # the only block of the first row says nothing
+        row, column = torch.tril_indices(*scores.shape[1:], offset=1, device=scores.device)
+        place = torch.where(column == 0, 0, 2 + row - column)
+        seen = scores[:, row, column]
+        sums[x.layer].index_add_(1, place, seen)
+        counts[x.layer].index_add_(1, place, torch.ones_like(seen))
+        return dense_attention(x)
+
+    with tap(teacher, dense_attention_with_sums), activity("measuring the spans of heads"):
+        for chunk in chunks:
+            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    return AShape(falling(sums / counts.clamp(min=1)), block_size)
+
+
+def falling(means: Tensor) -> Tensor:
+    """Returns profiles ``[..., 1 + T]`` whose scores by distance are those of the furthest block that scores as much."""
+    sink, near = means.clamp(min=LEAST).split([1, means.shape[-1] - 1], dim=-1)
+    envelope = near.flip(-1).cummax(-1).values.flip(-1)
+    return torch.cat([sink, envelope * torch.linspace(1, 1 - SLOPE, near.shape[-1], device=means.device)], dim=-1)

@@ -1,0 +1,78 @@
+"""Keys that collide with the query in hash tables: the sampling of MagicPIG (Chen et al. 2024, arXiv 2410.16179).
+
+MagicPIG weights the sampled keys by the inverse of their probability; here they are read as those of every other router.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.methods.untrained_pages import UntrainedPages
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+BITS, TABLES = 8, 150  # K and L: of MagicPIG's, those that collide with the most keys
+COLLISIONS = 2  # tables in which a key has the query's code
+
+
+class CollidingKeys(UntrainedPages):
+    """Visits the far keys that have the code of the query in at least two tables; a page is one key.
+
+    The code of a vector in a table is made of the signs of its products with :data:`BITS` random vectors (SimHash, Charikar
+    2002). Keys are taken after RoPE and centred: attention does not change if their mean is subtracted. A query looks into one
+    table after another until enough keys have collided twice, and at most into :data:`TABLES`: it may read fewer keys than
+    asked for. A query group reads the keys of all its heads, those first that collided in the earliest tables.
+
+    Parameters
+    ----------
+    num_buckets, layers, kv_heads : as for :class:`~msattn.trainer.methods.untrained_router.UntrainedRouter`.
+    head_dim : channels of a key.
+    seed : of the random vectors, which all layers and heads share.
+    """
+
+    page_size = 1
+    vectors: Tensor
+
+    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, head_dim: int, seed: int = 0) -> None:
+        super().__init__(num_buckets, layers, kv_heads)
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("vectors", torch.randn(head_dim, TABLES * BITS, generator=generator))
+
+    def codes(self, x: Tensor) -> Tensor:
+        """Returns the code of each vector ``x [..., D]`` in each table: int16 ``[..., TABLES]``."""
+        signs = (x.to(self.vectors.dtype) @ self.vectors > 0).unflatten(-1, (TABLES, BITS))
+        return (signs * 2 ** torch.arange(BITS, device=x.device)).sum(-1, dtype=torch.int16)
+
+    def summarize(self, x: "LayerInputs") -> Tensor:
+        """Returns the codes of the centred keys: int16 ``[B, Hkv, M, TABLES]``, from the end of the left padding on."""
+        keys, last = x.k.to(self.vectors.dtype), x.num_keys - 1
+        if x.kv_start is not None:
+            positions = x.kv_start[:, None] + torch.arange(x.num_keys, device=keys.device)
+            beyond = (positions > last)[:, None, :, None]
+            keys = keys.gather(2, positions.clamp(max=last).long()[:, None, :, None].expand_as(keys))
+            mean = keys.masked_fill(beyond, 0).sum(2, keepdim=True) / (~beyond).sum(2, keepdim=True).clamp(min=1)
+        else:
+            mean = keys.mean(2, keepdim=True)
+        return self.codes(keys - mean)
+
+    def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
+        """Returns the number of tables from a key's second collision on, 0 if there is none: fp32 ``[B, Hq, M]``."""
+        codes = self.codes(q[:, :, -1]).unflatten(1, (self.kv_heads, -1))[..., None, :]  # [B, Hkv, group, 1, TABLES]
+        collisions = torch.zeros_like(codes[..., 0] == summaries[:, :, None, :, 0], dtype=torch.int16)
+        score = torch.zeros_like(collisions)
+        for table in range(TABLES):
+            collides = codes[..., table] == summaries[:, :, None, :, table]
+            collisions += collides
+            score.masked_fill_(collides & (collisions == COLLISIONS), TABLES - table)
+        return score.float().flatten(1, 2)
+
+    def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
+        """Returns the largest of :meth:`head_scores` in each query group: fp32 ``[B, Hkv, M]``."""
+        return self.head_scores(layer, summaries, q_nope, q, positions).unflatten(1, (self.kv_heads, -1)).amax(2)
+
+    def choose(self, scores: Tensor, probes: int) -> Tensor:
+        """Returns the keys with the highest positive ``scores [B, H, M]``: int32 ``[B, H, L]``, -1 where a row has fewer."""
+        chosen = super().choose(scores, probes)
+        return chosen.masked_fill(scores.gather(-1, chosen.clamp(min=0).long()) <= 0, -1)

@@ -1,0 +1,69 @@
+"""Block scores of the vertical-slash pattern (Jiang et al. 2024, MInference 1.0, section 3.2); needs no training."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span, visible_blocks
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+
+@dataclass(frozen=True)
+class VerticalSlash:
+    """Scores blocks by the attention of the last queries to columns (verticals) and to distances (slashes).
+
+    A block's score is the largest mass of the verticals and slashes that cross it, so the blocks above a threshold are those
+    that all verticals and slashes above it cross. MInference fixes numbers of verticals and slashes for each head instead, and
+    always adds the first 30 columns and the last 100 distances; here the policy decides. A partial last block counts as whole.
+
+    Attributes
+    ----------
+    last_queries : number of queries at the end of the pass whose attention is computed.
+    """
+
+    block_size: int = 64
+    last_queries: int = 64
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        vertical, slash = pattern_mass(x, self.last_queries, self.block_size)
+        columns = vertical.unflatten(-1, (-1, self.block_size)).amax(-1)[:, :, None]
+        visible = visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        return normalize_rows(torch.maximum(columns, self._largest_slash(x, slash)) * visible)
+
+    def _largest_slash(self, x: "LayerInputs", slash: Tensor) -> Tensor:
+        """Returns the largest mass of the distances between the queries and keys of each block: ``[B, Hq, Tr, Tc]``."""
+        reach = self.block_size - 1  # the distances in a block differ by up to this from that of its first query and key
+        # Entry i is of the distances around i - reach: the first is -reach.
+        largest = F.max_pool1d(F.pad(slash, (2 * reach, reach)), 2 * reach + 1, stride=1)
+        first = row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device).first
+        columns = torch.arange(0, x.num_keys, self.block_size, device=x.q.device)
+        # [B | 1, Tr, Tc]; blocks outside the range are not visible.
+        index = (first[..., None] - columns + reach).clamp(0, largest.shape[2] - 1)
+        return largest.gather(2, index.flatten(1)[:, None].expand(*slash.shape[:2], -1)).unflatten(2, index.shape[1:])
+
+
+def pattern_mass(x: "LayerInputs", last_queries: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Returns the attention mass of the last queries by key position and by distance, fp32 ``[B, Hq, P]`` each.
+
+    Positions count from the start of each sequence; P is the number of keys, rounded up to whole blocks.
+    """
+    keys = aligned_blocks(x.k, x.kv_start, block_size).flatten(2, 3)
+    queries = x.q[:, :, -last_queries:]
+    start = 0 if x.kv_start is None else x.kv_start[:, None].long()
+    last = torch.arange(x.num_keys - queries.shape[2], x.num_keys, device=x.q.device)[None] - start  # [B | 1, n]
+    positions = torch.arange(keys.shape[2], device=x.q.device)
+    by_distance = last[..., None] - positions  # [B | 1, n, P]: the key at each distance, and the distance of each key
+    seen = (by_distance >= 0)[:, None]
+    index = by_distance.clamp(min=0)[:, None]
+    verticals, slashes = [], []
+    for group, own_keys in zip(queries.chunk(keys.shape[1], dim=1), keys.split(1, dim=1), strict=True):  # bounds the memory
+        logits = x.capped((group @ own_keys.mT).float() * x.scale)
+        mass = logits.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)  # padded queries see no key
+        verticals.append(mass.sum(2))
+        slashes.append((mass.gather(3, index.expand_as(mass)) * seen).sum(2))
+    return torch.cat(verticals, dim=1), torch.cat(slashes, dim=1)
