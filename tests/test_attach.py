@@ -18,8 +18,10 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.selection import GateScores, MeanPool, Selection, TopK
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.policies import TopK
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.serving.cache_layers import BucketLayer

@@ -28,8 +28,10 @@ import msattn
 from msattn.trainer.config.select import POLICIES, keys_of
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.selection import GateScores, Quest, Selection, TopK
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.policies import TopK
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.untrained.quest import Quest
 from msattn.trainer.serving.loading import load_router
 from tests.adversary.attached import (
     BLOCK,

@@ -22,6 +22,7 @@ from msattn.trainer.evaluate.analysis.queries import SHARES, Window, counts_of, 
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.reads import keys_read
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import top_buckets
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs
@@ -147,14 +148,14 @@ def test_samples_are_of_one_size_and_of_their_kind() -> None:
 def test_deviation_finds_drift_with_the_position() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = bucket_sizes.BucketSizes(seed=0)
-    for name in ("steady", "drifting"):
+    for name in map(Method, ("steady", "drifting")):
         heldout = torch.randint(BUCKETS, (4, HEADS, 400), generator=generator)
-        if name == "drifting":
+        if name.name == "drifting":
             heldout = (heldout // 4 + torch.arange(400) * BUCKETS // 400) % BUCKETS
         sizes.num_buckets[name] = BUCKETS
         sizes.training[name, 0] = torch.randint(BUCKETS, (HEADS, 1000), generator=generator)
         sizes.heldout[name, 0] = list(heldout)
-    rows = {(row.method, row.setting): row for row in sizes.rows(LENGTH)}
+    rows = {(str(row.method), row.setting): row for row in sizes.rows(LENGTH)}
     assert len(rows) == 8
     steady = [rows["buckets of steady", way].score for way in ("training text", "one prompt", "one range of positions")]
     assert max(steady) < 0.35
@@ -245,13 +246,13 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
             reads.add(head, queries)
     errors = selectivity.Selectivity()
     errors.add(0, reads)
-    rows = {(row.method, row.setting): row for row in errors.rows(LENGTH)}
+    rows = {(str(row.method), row.setting): row for row in errors.rows(LENGTH)}
     assert {setting for name, setting in rows if name == "k-means"} == {"1 probe", "2 probes", "4 probes"}
     q, q_nope = (each[0, :, positions].transpose(0, 1)[:, :, None] for each in (x.q, x.q_nope))
     assert isinstance(method.router, KMeans)
     buckets = method.router.assign(0, x.k_nope, x.k)
     for probes, setting in ((0, None), (1, "1 probe"), (4, "4 probes")):
-        row = rows["k-means", setting] if setting else rows[WINDOW, "0 probes"]
+        row = rows["k-means", setting] if setting else rows[str(WINDOW), "0 probes"]
         visited = keys_read(buckets, positions, top_buckets(method.router.scores(0, q_nope, q), probes), method)
         assert row.selectivity == pytest.approx(float((visited.sum(-1) / (positions[:, None] + 1)).mean()), rel=1e-5)
         for head in range(HEADS * GROUP):

@@ -14,12 +14,13 @@ from msattn.trainer.evaluate.report.context import Context, context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.storage.documents import finite
+from tests.evaluate.named import named
 
 
 def needle(method: str, score: float) -> EvalRow:
     setting = "" if method == "dense" else "sparsity 0.9"
     extra = {"length": 96, "by_depth": {"0": score}, "correct": [number < 10 * score for number in range(10)]}
-    return EvalRow("needle", method, setting, score, "needles found", ratio_to_dense=score, selectivity=0.1, extra=extra)
+    return EvalRow("needle", named(method), setting, score, "needles found", ratio_to_dense=score, selectivity=0.1, extra=extra)
 
 
 ROWS = [needle("dense", 1.0), needle("gate", 0.9), needle("quest", 0.8)]
@@ -34,13 +35,13 @@ def earlier(tmp_path: Path) -> str:
     """The folder of an evaluation in which the gate found half of the needles."""
     folder = tmp_path / "<eval>"
     folder.mkdir()
-    document = asdict(about(1)) | {"rows": [asdict(ROWS[0]), asdict(replace(ROWS[1], score=0.5)), asdict(ROWS[2])]}
+    document = asdict(about(1)) | {"rows": [ROWS[0].plain(), replace(ROWS[1], score=0.5).plain(), ROWS[2].plain()]}
     (folder / "results.json").write_text(json.dumps(finite(document)))
     return str(folder)
 
 
 def test_scores_and_differing_settings(earlier: str) -> None:
-    here = [*ROWS, EvalRow("perplexity", "dense", "", 4.0, "perplexity", extra={"length": 96})]
+    here = [*ROWS, EvalRow("perplexity", named("dense"), "", 4.0, "perplexity", extra={"length": 96})]
     found = compare.compare(earlier, here, asdict(about(2)), compare.read_results(earlier))
     assert found.settings == {"seed": ("2", "1")}
     assert found.unmatched == 1
@@ -62,10 +63,10 @@ def test_scores_and_differing_settings(earlier: str) -> None:
 def test_batches_are_compared_apart(earlier: str) -> None:
     def decoded(batch: int, score: float) -> EvalRow:
         extra = {"length": 4096, "batch": batch, "launched_by": "generate"}
-        return EvalRow("decoding", "classifier", "2 probes", score, "tokens a second", extra=extra)
+        return EvalRow("decoding", named("classifier"), "2 probes", score, "tokens a second", extra=extra)
 
     here = [decoded(1, 10.0), decoded(6, 50.0)]
-    there = compare.read_results(earlier) | {"rows": [asdict(decoded(6, 40.0)), asdict(decoded(1, 8.0))]}
+    there = compare.read_results(earlier) | {"rows": [decoded(6, 40.0).plain(), decoded(1, 8.0).plain()]}
     found = compare.compare(earlier, here, asdict(about(2)), there)
     assert [(each.cells()["task"], each.cells()["difference"]) for each in found.rows] == [
         ("decoding, 4,096", "+25.0 %"), ("decoding, 4,096, batch 6", "+25.0 %")
@@ -74,7 +75,7 @@ def test_batches_are_compared_apart(earlier: str) -> None:
 
 def test_differences_have_the_units_of_their_task() -> None:
     def difference(task: str) -> str:
-        return compare.ComparedRow(EvalRow(task, "gate", "", 3.0, "score"), 4.0).cells()["difference"]
+        return compare.ComparedRow(EvalRow(task, named("gate"), "", 3.0, "score"), 4.0).cells()["difference"]
 
     assert difference("perplexity") == "-1.000"
     assert difference("latency") == difference("decoding") == "-25.0 %"

@@ -53,10 +53,10 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
         assert every["selectivity"] == pytest.approx(1)
         assert every["extra"]["layers"] == [1]
     one = {routing: rows["recall", routing, "1 probe"] for routing in ("k-means", "oracle routing")}
-    assert rows["recall", WINDOW, "0 probes"]["score"] < one["oracle routing"]["score"] < 1
+    assert rows["recall", str(WINDOW), "0 probes"]["score"] < one["oracle routing"]["score"] < 1
     assert one["k-means"]["score"] <= one["oracle routing"]["score"]
     assert rows["needle", "k-means", f"{BUCKETS} probes"]["selectivity"] == pytest.approx(1)
-    window = rows["needle", WINDOW, "0 probes"]["selectivity"]
+    window = rows["needle", str(WINDOW), "0 probes"]["selectivity"]
     assert 17 / 192 < window < 80 / 192  # sink, recent, and decoded tokens that are in no bucket list yet
     assert all(row["latency_s"] > 0 and row["peak_memory_mb"] > 0 for key, row in rows.items() if key[0] != "recall")
 

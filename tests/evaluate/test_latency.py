@@ -34,6 +34,7 @@ from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_ba
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.cache_layers import BucketLayer
+from tests.evaluate.named import named
 from tests.factory import tiny_architecture
 
 BUCKETS = 4
@@ -278,6 +279,8 @@ def test_user_errors(tmp_path: Path) -> None:
 def test_summary_keys_contain_length_and_batch() -> None:
     from msattn.trainer.evaluate.run import summary
 
-    row = EvalRow("latency", "gate", "sparsity 0.9", 2.0, "seconds to the first token", extra={"length": 1024})
-    decoded = [EvalRow("decoding", "x", "", float(b), "tokens a second", extra={"length": 9, "batch": b}) for b in (1, 6)]
+    row = EvalRow("latency", named("gate"), "sparsity 0.9", 2.0, "seconds to the first token", extra={"length": 1024})
+    decoded = [
+        EvalRow("decoding", named("x"), "", float(b), "tokens a second", extra={"length": 9, "batch": b}) for b in (1, 6)
+    ]
     assert summary([row, *decoded]) == {"latency/1024/gate/sparsity 0.9": 2.0, "decoding/9/x": 1.0, "decoding/9x6/x": 6.0}

@@ -17,7 +17,8 @@ from msattn.trainer.evaluate import calibration, methods, perplexity
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.methods.block_thresholds import calibrate
-from msattn.trainer.methods.selection import Quest, Selection
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.untrained.quest import Quest
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.loading import LOADERS
 from tests.evaluate.runs import config
@@ -28,17 +29,16 @@ def test_shipped_artifacts_replace_missing_ones(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     paths, notes = _artifact_paths(compose("eval"))
     shipped = ["gate", "kmeans", "qmodel"]  # no decode gates
-    assert paths == {kind: (kind, SHIPPED / kind) for kind in shipped}
+    assert [tuple(each) for each in paths] == [(kind, SHIPPED / kind, "") for kind in shipped]
     assert [note.split(":")[0] for note in notes] == [f"There is no {kind} at outputs/tiny/base/{kind}" for kind in shipped]
     for overrides in (["name=mine"], ["model.init=random"], ["model=llama3"]):
         paths, notes = _artifact_paths(compose("eval", overrides))
-        assert paths == {}
+        assert paths == []
         assert len(notes) == 3
     own = Path("outputs/tiny/base/gate")
     shutil.copytree(SHIPPED / "gate", own)
     paths, notes = _artifact_paths(compose("eval"))
-    assert paths["gate"] == ("gate", own)
-    assert paths["qmodel"] == ("qmodel", SHIPPED / "qmodel")
+    assert [each.path for each in paths] == [own, SHIPPED / "kmeans", SHIPPED / "qmodel"]
     assert len(notes) == 2
 
 
@@ -50,11 +50,13 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
     assert (list(paths), [note.split()[1] for note in notes]) == ([], ["gate"]), "only what the tasks read"
     cfg = compose("eval", ["artifacts.gate=embedded", "artifacts.qmodel=outputs/tiny/base", "eval.baselines=[quest]"])
     paths, _ = _artifact_paths(cfg)
-    assert list(paths) == ["gate", "gate (embedded)", "kmeans", "qmodel"], "the same folder is measured once"
-    found = {label: LOADERS[kind](path) for label, (kind, path) in paths.items()}
-    names = [method.name for method in _block_selections(cfg, found)]
+    assert [each[::2] for each in paths] == [("gate", ""), ("gate", "embedded"), ("kmeans", ""), ("qmodel", "")], (
+        "the same folder is measured once"
+    )
+    found = [(each, LOADERS[each.kind](each.path)) for each in paths]
+    names = [str(method.method) for method in _block_selections(cfg, found)]
     assert names == ["gate", "gate, top-k", "gate (embedded)", "quest"]
-    assert [method.name for method in _bucket_routings(cfg, found)] == ["classifier", "k-means"]
+    assert [str(method.method) for method in _bucket_routings(cfg, found)] == ["classifier", "k-means"]
 
 
 def test_named_artifacts(trained: Path, text: str) -> None:
@@ -73,8 +75,8 @@ def test_named_artifacts(trained: Path, text: str) -> None:
         (ArtifactsConfig(kmeans=str(roped)), ["k-means", "k-means (named), RoPE"]),
     ):
         found = methods.find_methods(replace(cfg, artifacts=named), loaded, torch.device("cpu"))
-        assert [routing.name for routing in found.bucket_routings] == names
-        assert found.block_selections[0].name == "gate"
+        assert [str(routing.method) for routing in found.bucket_routings] == names
+        assert str(found.block_selections[0].method) == "gate"
         assert [note.split()[1] for note in found.notes] == ["qmodel"]
 
 
@@ -82,7 +84,7 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     cfg = config(trained, text, baselines=["quest", "random"])
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
     found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
-    quest = next(method for method in found.block_selections if method.name == "quest")
+    quest = next(method for method in found.block_selections if str(method.method) == "quest")
     train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
     expected = calibrate({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
     assert quest.thresholds == expected
@@ -118,7 +120,7 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     def calibrated(cfg: EvalRunConfig) -> dict[str, methods.BlockSelectionMethod]:
         found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
         assert any(note.startswith("gate: its artifact holds no thresholds for this selection") for note in found.notes)
-        return {method.name: method for method in found.block_selections}
+        return {str(method.method): method for method in found.block_selections}
 
     first = calibrated(cfg)
     assert first["gate"].thresholds is not None

@@ -18,6 +18,7 @@ from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import PerplexityRun
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
+from tests.evaluate.named import named
 from tests.evaluate.runs import config
 from tests.running import SHAPE, WORDS, exit_code, succeed
 from tests.test_bad_input import SMALL
@@ -25,7 +26,7 @@ from tests.test_bad_input import text as words
 
 TIMES = ("latency_s", "peak_memory_mb")
 ROW = EvalRow(
-    "ruler", "gate", "sparsity 0.5", 0.1, "share", interval=(0.0, float("inf")), samples=3, extra={"by": {"0.5": [1, 2]}}
+    "ruler", named("gate"), "sparsity 0.5", 0.1, "share", interval=(0.0, float("inf")), samples=3, extra={"by": {"0.5": [1, 2]}}
 )
 
 

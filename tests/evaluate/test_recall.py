@@ -63,8 +63,8 @@ def test_recall_of_a_method_does_not_depend_on_other_methods(loaded: Loaded, tmp
     found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
     rows = recall.run(loaded, cfg, found, Progress(disable=True))
     alone = recall.run(loaded, cfg, replace(found, block_selections=found.block_selections[-1:]), Progress(disable=True))
-    by_name = {(row.method, row.setting): row for row in rows}
-    assert [row.score for row in alone] == [by_name[row.method, row.setting].score for row in alone]
+    by_name = {(str(row.method), row.setting): row for row in rows}
+    assert [row.score for row in alone] == [by_name[str(row.method), row.setting].score for row in alone]
     heads = torch.tensor(alone[-1].extra["heads"])
     assert heads.shape == (2, 4)
     assert alone[-1].score == pytest.approx(heads.mean().item(), abs=1e-6)
@@ -78,7 +78,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     (routing,) = found.bucket_routings
     rows = recall.run(loaded, cfg, replace(found, block_selections=[]), Progress(disable=True))
-    by_name = {(row.method, row.setting): row for row in rows}
+    by_name = {(str(row.method), row.setting): row for row in rows}
     every = by_name["k-means, independent", f"{BUCKETS} probes"]
     assert every.score == pytest.approx(1, abs=1e-5)
     assert every.selectivity == pytest.approx(1)
@@ -133,20 +133,22 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert kmeans.settings([1], [0.5]) == [("1 probe", 1)]
     assert "classifier: its artifact holds no thresholds" in found.notes[-1]
 
-    rows = {(row.method, row.setting): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
+    rows = {(str(row.method), row.setting): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
     name = "classifier, calibrated"
-    assert set(rows) == {(name, "10 % of far keys"), (name, "50 % of far keys"), (WINDOW, "0 probes")}
-    window = rows[WINDOW, "0 probes"].selectivity
+    assert set(rows) == {(name, "10 % of far keys"), (name, "50 % of far keys"), (str(WINDOW), "0 probes")}
+    window = rows[str(WINDOW), "0 probes"].selectivity
     few, many = (rows[name, f"{share} % of far keys"] for share in (10, 50))
     assert window is not None
     assert few.selectivity is not None
     assert many.selectivity is not None
     assert window < few.selectivity < many.selectivity < 1
-    assert rows[WINDOW, "0 probes"].score < few.score < many.score
+    assert rows[str(WINDOW), "0 probes"].score < few.score < many.score
     assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
-    asked = [(row.method, row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True), kept_rows(tmp_path))]
+    asked = [
+        (str(row.method), row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True), kept_rows(tmp_path))
+    ]
     share = "50 % of far keys"
-    assert asked == [("dense", ""), (WINDOW, "0 probes"), (name, share), (f"{name}, independent", share)]
+    assert asked == [("dense", ""), (str(WINDOW), "0 probes"), (name, share), (f"{name}, independent", share)]
 
 
 def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) -> None:
@@ -155,7 +157,7 @@ def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) 
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
     rows = recall.run(loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found, Progress(disable=True))
-    assert [(row.method, row.setting) for row in rows] == [(WINDOW, "0 probes")]
+    assert [(str(row.method), row.setting) for row in rows] == [(str(WINDOW), "0 probes")]
 
 
 def test_recall_needs_more_keys_than_the_window(trained: Path, text: str) -> None:

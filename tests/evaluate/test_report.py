@@ -23,6 +23,7 @@ from msattn.trainer.evaluate.report.examples import examples
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.storage.documents import finite
+from tests.evaluate.named import named
 
 
 def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
@@ -32,13 +33,17 @@ def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
     setting = "" if method == "dense" else f"sparsity {sparsity:g}"
     figures = {"ratio_to_dense": ratio, "sparsity": sparsity, "selectivity": 1 - sparsity, "recall": 0.9}
     spent = {"latency_s": 0.25, "peak_memory_mb": 512.0, "samples": 16}
-    return EvalRow("perplexity", method, setting, 9.0 * ratio, "perplexity", (8.0, 12.0), **figures, **spent, extra=extra)
+    return EvalRow(
+        "perplexity", named(method), setting, 9.0 * ratio, "perplexity", (8.0, 12.0), **figures, **spent, extra=extra
+    )
 
 
 def recall_row(method: str, score: float, selectivity: float) -> EvalRow:
     heads = [[score] * 4, [score - 0.1] * 4]
     extra = {"output_error": 1 - score, "layers": [0, 1], "heads": heads, "output_error_heads": heads}
-    return EvalRow("recall", method, "2 probes", score, "attention mass read", selectivity=selectivity, samples=2, extra=extra)
+    return EvalRow(
+        "recall", named(method), "2 probes", score, "attention mass read", selectivity=selectivity, samples=2, extra=extra
+    )
 
 
 def needle_row(method: str, found: int, length: int) -> EvalRow:
@@ -48,7 +53,7 @@ def needle_row(method: str, found: int, length: int) -> EvalRow:
     extra |= {"correct": [number < found for number in range(20)]}
     setting = "" if method == "dense" else "2 probes"
     figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
-    return EvalRow("needle", method, setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
+    return EvalRow("needle", named(method), setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ def test_all_files_are_written(tmp_path: Path, rows: list[EvalRow], about: repor
 
     with (tmp_path / "results.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [line["method"] for line in lines] == [row.method for row in rows]
+    assert [line["method"] for line in lines] == [str(row.method) for row in rows]
     assert "examples" not in lines[0]
     assert float(lines[1]["bits_per_byte"]) == rows[1].extra["bits_per_byte"]
     assert float(lines[1]["interval_low"]) == 8.0
@@ -198,15 +203,15 @@ def test_answers_are_escaped_and_marked(rows: list[EvalRow], about: report.Conte
 
 def test_an_expected_answer_is_marked_in_the_text_and_not_in_its_escapes() -> None:
     own = {"prompt": "What's 20 & 7? It is 2", "expected": "2", "answer": "2", "correct": True}
-    text = examples([EvalRow("prompts", "dense", "", 1.0, "answers", extra={"examples": [own]})])
+    text = examples([EvalRow("prompts", named("dense"), "", 1.0, "answers", extra={"examples": [own]})])
     assert "What&#x27;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in text
 
 
 def test_examples_show_each_method_once_and_need_no_expected_answer() -> None:
     own = [{"prompt": "Why?", "expected": "", "answer": answer, "correct": False} for answer in ("so", "because")]
-    dense = EvalRow("prompts", "dense", "", 0.0, "agreement", extra={"examples": own[:1]})
-    more = EvalRow("prompts", "gate", "sparsity 0.5", 0.0, "agreement", selectivity=0.5, extra={"examples": own[:1]})
-    less = EvalRow("prompts", "gate", "sparsity 0.9", 0.0, "agreement", selectivity=0.1, extra={"examples": own[1:]})
+    dense = EvalRow("prompts", named("dense"), "", 0.0, "agreement", extra={"examples": own[:1]})
+    more = EvalRow("prompts", named("gate"), "sparsity 0.5", 0.0, "agreement", selectivity=0.5, extra={"examples": own[:1]})
+    less = EvalRow("prompts", named("gate"), "sparsity 0.9", 0.0, "agreement", selectivity=0.1, extra={"examples": own[1:]})
     text = examples([dense, more, less])
     assert re.findall('<td class="text">(.*?)</td>', text) == ["dense", "", "so", "gate", "sparsity 0.9", "because"]
     assert "Expected" not in text
@@ -236,7 +241,7 @@ def speed_rows() -> list[EvalRow]:
                 extra = {"length": length, "situation": situation, "break_even": None, "times_flash": 1 / seconds, **shares}
                 label = ", ".join(filter(None, (setting, situation)))
                 timed = {"ratio_to_dense": seconds, "selectivity": 0.1, "samples": 1, "latency_s": seconds}
-                rows.append(EvalRow("latency", method, label, seconds, "seconds", extra=extra, **timed))
+                rows.append(EvalRow("latency", named(method), label, seconds, "seconds", extra=extra, **timed))
         for batch in (1, 16):
             for method, by, rate in (
                 ("dense, transformers", "generate", 20.0),
@@ -248,7 +253,9 @@ def speed_rows() -> list[EvalRow]:
                 speedups = {"times_transformers": rate / 20, "times_same cache and graphs": rate / 75}
                 extra = {"length": length, "batch": batch, "launched_by": by, **speedups}
                 setting = "2 probes" if method == "classifier" else ""
-                rows.append(EvalRow("decoding", method, setting, batch * rate, "tokens a second", samples=4, extra=extra))
+                rows.append(
+                    EvalRow("decoding", named(method), setting, batch * rate, "tokens a second", samples=4, extra=extra)
+                )
     return rows
 
 
@@ -275,11 +282,11 @@ def test_speed_by_length_is_of_one_prompt() -> None:
 def test_many_sparse_lines_become_one_of_each_method() -> None:
     own = [(0.5, "sparsity 0.5"), (0.1, "sparsity 0.9"), (0.05, "sparsity 0.95"), (0.2, "sparsity 0.8")]
     rows = [
-        EvalRow("latency", method, setting, 1.0, "seconds", selectivity=reads, extra={"length": 64})
+        EvalRow("latency", named(method), setting, 1.0, "seconds", selectivity=reads, extra={"length": 64})
         for method in ("gate", "quest")
         for reads, setting in own
     ]
-    assert [(row.method, row.setting) for row in speed._sparse_rows(rows)] == [
+    assert [(str(row.method), row.setting) for row in speed._sparse_rows(rows)] == [
         ("gate", "sparsity 0.95"), ("quest", "sparsity 0.95")
     ]  # fmt: skip
     assert len(speed._sparse_rows(rows[:4])) == 4
@@ -335,8 +342,8 @@ def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
             "extra": {"length": 131072, **shares, **rates},
         }
         for task, score in (("ruler", 0.345), ("throughput", 1234.5)):
-            long.append(EvalRow(task, name, "sparsity 0.9, 5 % of far keys", score, "score", (0.3, 0.4), **figures))
-    long += [replace(row, task="documents", method=row.method + " (embedded), calibrated") for row in long[:3]]
+            long.append(EvalRow(task, named(name), "sparsity 0.9, 5 % of far keys", score, "score", (0.3, 0.4), **figures))
+    long += [replace(row, task="documents", method=row.method.of("calibrated", source="embedded")) for row in long[:3]]
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     tables.show(long, [], console)
     text = console.export_text()

@@ -17,11 +17,11 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
 from msattn.trainer.evaluate import decoding, key_shares, methods, needle, perplexity, recall
 from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
-from msattn.trainer.evaluate.report.style import METHOD_STYLES
-from msattn.trainer.evaluate.untrained import NAMES, add_routers
+from msattn.trainer.evaluate.methods import add_routers
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
+from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from tests.evaluate.runs import config, kept_rows
@@ -30,6 +30,8 @@ from tests.test_bad_input import SMALL_EVAL
 from tests.test_bad_input import text as words
 
 PRESET_BUCKETS = 8
+
+NAMES = {name: str(untrained_method(name).router.method) for name in ROUTERS}
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +79,9 @@ def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
     found = routings_of(cfg, loaded)
     tasks = (recall.run, partial(needle.run, kept=kept_rows(tmp_path)), decoding.run)
     measured = [row for task in tasks for row in task(loaded, cfg, found, progress)]
-    rows = {(row.task, row.method, row.setting): row for row in measured}
+    rows = {(row.task, str(row.method), row.setting): row for row in measured}
     assert len(rows) == len(measured)
     for name in NAMES.values():
-        assert name in METHOD_STYLES
         for suffix in ("", ", independent"):
             every = rows["recall", name + suffix, f"{PRESET_BUCKETS} probes"]
             if name == "LSH":  # reads no more than the keys that collide
@@ -103,7 +104,7 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
     cfg = replace(cfg, eval=replace(cfg.eval, recall=sizes))
     loaded = models.load(cfg.model, device="cpu")
     found = routings_of(cfg, loaded)
-    rows = {row.method: row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
+    rows = {str(row.method): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
     recent, sink = found.bucket_routings[0].recent, found.bucket_routings[0].sink
     expected: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
     shares: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
@@ -146,8 +147,8 @@ def test_share_curves_are_the_shares_that_the_kernel_reads(tmp_path: Path, text:
                 read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
                 assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
             assert (curve.diff() >= 0).all()
-            assert (curve[-1] == 1) == (routing.name != "LSH")  # which reads no more than the keys that collide
-            checked.append(routing.name)
+            assert (curve[-1] == 1) == (str(routing.method) != "LSH")  # which reads no more than the keys that collide
+            checked.append(str(routing.method))
 
     measured_on_a_chunk(cfg, loaded, measure)
     assert checked == [NAMES[name] for name in ROUTERS] * 2
@@ -161,7 +162,9 @@ def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> N
     for routing in found.bucket_routings:
         labels, counts = zip(*routing.settings([0, 7]), strict=True)
         assert labels[:2] == ("0 probes", "about 30 % of keys")
-        assert labels[2:] == (() if routing.name == "LSH" else ("about 100 % of keys",))  # not all keys collide with a query
+        assert labels[2:] == (
+            () if str(routing.method) == "LSH" else ("about 100 % of keys",)
+        )  # not all keys collide with a query
         assert sorted({0, *counts}) == list(counts)
         assert counts[-1] <= PRESET_BUCKETS
     without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
@@ -190,9 +193,9 @@ def test_routers_are_as_the_artifacts(tmp_path: Path, text: str) -> None:
     loaded = models.load(cfg.model, device="cpu")
     (first, *_) = routings_of(cfg, loaded).bucket_routings
     first.router.num_buckets = 6
-    first = replace(first, name="classifier", probes=5, recent=9, sink=3, dense_layers=(0,))
+    first = replace(first, method=QModel.method, probes=5, recent=9, sink=3, dense_layers=(0,))
     found = add_routers(methods.ComparedMethods([], [first]), cfg, loaded.model).bucket_routings
-    assert [routing.name for routing in found] == ["classifier", *NAMES.values()]
+    assert [str(routing.method) for routing in found] == ["classifier", *NAMES.values()]
     for routing in found[1:]:
         assert (routing.recent, routing.sink, routing.dense_layers) == (9, 3, (0,))
         assert routing.router.layers == first.router.layers

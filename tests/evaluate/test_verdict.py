@@ -7,13 +7,14 @@ from rich.console import Console
 
 from msattn.trainer.evaluate.report.verdict import Verdict, show, verdict
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from tests.evaluate.named import named
 
 
 def row(task: str, method: str, setting: str, score: float, keys: float, **others: Any) -> EvalRow:
     routed = "probe" in setting or "keys" in setting
     values = {"ratio_to_dense": score, "sparsity": None if routed else 1 - keys, "selectivity": keys, "samples": 10}
     extra = {"length": 4096, **others.pop("extra", {})}
-    return EvalRow(task, method, setting, score, task, **(values | others), extra=extra)
+    return EvalRow(task, named(method), setting, score, task, **(values | others), extra=extra)
 
 
 def needle(method: str, setting: str, found: int, keys: float, **others: Any) -> EvalRow:
@@ -99,7 +100,7 @@ def test_calibrated_classifiers_are_compared_where_they_read_as_much() -> None:
 
 
 def test_no_trained_gate() -> None:
-    (line, other) = verdict([each for each in PREFILL if not each.method.startswith("gate")]).lines
+    (line, other) = verdict([each for each in PREFILL if each.method.name != "gate"]).lines
     assert (line.cells["best trained"], line.cells["best untrained"]) == ("none", "Quest bounds: +7.4%")
     assert other.outcome is None
 

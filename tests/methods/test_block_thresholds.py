@@ -9,11 +9,13 @@ from torch import Tensor
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.block_thresholds import SPARSITIES, calibrate
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
 from msattn.trainer.methods.policies import Calibrated
-from msattn.trainer.methods.selection import Quest, Scorer, Selection
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.a_shape import measure_spans
+from msattn.trainer.methods.untrained.quest import Quest
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
 
 BLOCK = 16

@@ -8,7 +8,8 @@ from msattn.kernels import testing
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.methods.block_thresholds import calibrate
 from msattn.trainer.methods.blocks import AlwaysRead
-from msattn.trainer.methods.selection import Selection, TopK
+from msattn.trainer.methods.policies import TopK
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.a_shape import AShape, falling, measure_spans
 from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -115,7 +116,7 @@ def test_a_profile_falls_with_the_distance():
 def test_a_shape_scores_depend_on_head_and_distance_alone(num_queries, num_keys, padding):
     profile = falling(torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0)))  # shorter than the prompts
     x = layer_inputs(num_queries, num_keys, padding)
-    scores = AShape(profile, BLOCK)(x)
+    scores = AShape(BLOCK, profile)(x)
     visible = geometry(num_queries, num_keys, padding)[0]
     assert scores.shape == (len(x.q), 4, *visible.shape[2:])
     for b, h, r in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
@@ -134,7 +135,7 @@ def test_calibrated_spans_follow_the_profiles_of_the_heads():
     model, ids = tiny_model(), random_tokens(2, 640)
     reach = torch.tensor([0.5, 1, 2, 8])[:, None]
     profile = falling(torch.cat([torch.full((4, 1), 0.2), (-torch.arange(40) / reach).exp()], dim=1)).expand(2, -1, -1)
-    shape = AShape(profile, BLOCK)
+    shape = AShape(BLOCK, profile)
     table = calibrate({"a_shape": shape}, model, [{"input_ids": row} for row in ids], floor=0)["a_shape"]
     cfg = SelectConfig("calibrated", scores="a_shape", block_size=BLOCK, sparsity=0.6)
     mask = Selection.from_config(cfg, scorer=shape, thresholds=table).blocks(layer_inputs(640))[0]

@@ -17,7 +17,15 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
-from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks
+from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks, normalize_rows, sparsity
+from msattn.trainer.methods.policies import Multiscale, Nucleus, Threshold, TokenBudget, TopK
+from msattn.trainer.methods.untrained import quest
+from msattn.trainer.methods.untrained.mean_pool import MeanPool
+from msattn.trainer.methods.untrained.oracle import Oracle
+from msattn.trainer.methods.untrained.quest import Quest
+from msattn.trainer.methods.untrained.random import Random
+from msattn.trainer.methods.untrained.sink_local import SinkLocal
+from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 
@@ -36,7 +44,7 @@ SHAPES = [  # queries, keys, left padding
     (30, 61, [0, 40, 50]),
 ]
 FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
-BASELINES = [select.Oracle, select.MeanPool, select.Quest, select.VerticalSlash, select.SinkLocal, select.Random]
+BASELINES = [Oracle, MeanPool, Quest, VerticalSlash, SinkLocal, Random]
 
 
 def layer_inputs(
@@ -80,7 +88,7 @@ def test_visible_and_diagonal_blocks_equal_those_of_the_token_mask(num_queries, 
 def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, sparsity):
     visible, diagonal = geometry(num_queries, num_keys, padding)
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
-    mask = select.TopK(sparsity)(scores, Candidates(visible, diagonal))
+    mask = TopK(sparsity)(scores, Candidates(visible, diagonal))
     for row, seen, always in zip(
         mask.transpose(0, 1).flatten(1, 2).unbind(1), visible.flatten(0, 2), diagonal.flatten(0, 2), strict=True
     ):
@@ -96,18 +104,18 @@ def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, 
 def test_topk_reads_the_best_blocks_and_as_many_with_ties():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
-    mask = select.TopK(0.5)(scores, Candidates(visible, diagonal))
+    mask = TopK(0.5)(scores, Candidates(visible, diagonal))
     for h in range(2):
         kept, left = scores[0, h, 9][mask[0, h, 9]][:-1], scores[0, h, 9][~mask[0, h, 9]]
         assert kept.min() > left.max()
-    tied = select.TopK(0.5)(torch.zeros_like(scores), Candidates(visible, diagonal))
+    tied = TopK(0.5)(torch.zeros_like(scores), Candidates(visible, diagonal))
     assert torch.equal(tied.sum(-1), mask.sum(-1))
 
 
 def test_sink_and_local_blocks_count_within_the_share():
     x = layer_inputs(320)
-    scores = select.Random(BLOCK)(x)
-    mask = select.Selection(select.TopK(0.5), select.Random(BLOCK), AlwaysRead(2, 3)).choose(scores, x)
+    scores = Random(BLOCK)(x)
+    mask = select.Selection(TopK(0.5), Random(BLOCK), AlwaysRead(2, 3)).choose(scores, x)
     assert mask[..., :, 0].all()
     assert mask[..., 1:, 1].all()
     for distance in range(4):
@@ -118,9 +126,9 @@ def test_sink_and_local_blocks_count_within_the_share():
 def test_token_budget_limits_the_keys_of_a_row():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
-    mask = select.TokenBudget(3 * BLOCK + 5, BLOCK)(scores, Candidates(visible, diagonal))
+    mask = TokenBudget(3 * BLOCK + 5, BLOCK)(scores, Candidates(visible, diagonal))
     assert torch.equal(mask.sum(-1), visible.sum(-1).clamp(max=3).expand(1, 2, 10))
-    smallest = select.TokenBudget(1, BLOCK)(scores, Candidates(visible, diagonal))
+    smallest = TokenBudget(1, BLOCK)(scores, Candidates(visible, diagonal))
     assert torch.equal(smallest, diagonal.expand_as(smallest))
 
 
@@ -129,7 +137,7 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
     visible, diagonal = geometry(num_queries, num_keys, padding)
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
     shares = [0.25, 0.25, 0.125, 0.125]
-    zoom = select.Multiscale(shares)(scores, Candidates(visible, diagonal))
+    zoom = Multiscale(shares)(scores, Candidates(visible, diagonal))
     assert zoom.dtype == torch.uint8
     assert ((zoom > 0) <= visible).all()
     assert (zoom[diagonal.expand_as(zoom)] == 1).all()
@@ -147,50 +155,49 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
 def test_multiscale_zooms_follow_the_scores_and_read_the_stated_cost():
     visible, diagonal = geometry(1280, 1280, None)
     scores = torch.rand(1, 2, 80, 80) * visible
-    policy = select.Multiscale([0.1, 0.1, 0.2, 0.4])
+    policy = Multiscale([0.1, 0.1, 0.2, 0.4])
     zoom = policy(scores, Candidates(visible, diagonal))
     last, own = scores[0, 0, -1, :-1], zoom[0, 0, -1, :-1]
     for finer, coarser in ((1, 2), (2, 4), (4, 8), (8, 0)):
         assert last[own == finer].min() > last[own == coarser].max()
     assert policy.cost == pytest.approx(0.25)
-    assert select.sparsity(zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])).item() == pytest.approx(
+    assert sparsity(zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])).item() == pytest.approx(
         1 - policy.cost
     )
-    whole = select.Multiscale([1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
+    whole = Multiscale([1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
     assert torch.equal(whole.bool(), visible.expand_as(whole))
-    as_many = select.Multiscale([0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
-    assert torch.equal(as_many.bool(), select.TopK(0.75)(scores, Candidates(visible, diagonal)))
+    as_many = Multiscale([0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
+    assert torch.equal(as_many.bool(), TopK(0.75)(scores, Candidates(visible, diagonal)))
 
 
 def test_selected_attention_takes_masks_and_zooms():
     x = layer_inputs(70)
-    scores = select.Random(BLOCK)(x)
+    scores = Random(BLOCK)(x)
     whole, zooms = (
-        select.Selection(policy, select.Random(BLOCK)).choose(scores, x)
-        for policy in (select.TopK(0.5), select.Multiscale([0.5, 0.0, 0.0, 0.0]))
+        select.Selection(policy, Random(BLOCK)).choose(scores, x) for policy in (TopK(0.5), Multiscale([0.5, 0.0, 0.0, 0.0]))
     )
     torch.testing.assert_close(select.selected_attention(x, whole, BLOCK), select.selected_attention(x, zooms, BLOCK))
-    coarse = select.Selection(select.Multiscale([0.2, 0.0, 0.0, 0.8]), select.Random(BLOCK)).choose(scores, x)
+    coarse = select.Selection(Multiscale([0.2, 0.0, 0.0, 0.8]), Random(BLOCK)).choose(scores, x)
     assert not torch.allclose(select.selected_attention(x, coarse, BLOCK).out, select.selected_attention(x, whole, BLOCK).out)
 
 
 def test_threshold_reads_every_block_that_reaches_it():
     visible, diagonal = geometry(160, 160, None)
-    scores = select.normalize_rows(torch.rand(1, 2, 10, 10) * visible)
-    mask = select.Threshold(0.1)(scores, Candidates(visible, diagonal))
+    scores = normalize_rows(torch.rand(1, 2, 10, 10) * visible)
+    mask = Threshold(0.1)(scores, Candidates(visible, diagonal))
     assert torch.equal(mask, (scores >= 0.1) & visible | diagonal)
-    assert torch.equal(select.Threshold(0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+    assert torch.equal(Threshold(0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
 def test_nucleus_is_the_smallest_set_with_the_mass():
     visible, diagonal = geometry(160, 160, None)
-    scores = select.normalize_rows(torch.rand(1, 2, 10, 10).square() * visible)
-    mask = select.Nucleus(0.7)(scores, Candidates(visible, diagonal))
+    scores = normalize_rows(torch.rand(1, 2, 10, 10).square() * visible)
+    mask = Nucleus(0.7)(scores, Candidates(visible, diagonal))
     held = (scores * mask).sum(-1)
     assert (held >= 0.7 - 1e-6).all()
     least = scores.masked_fill(~mask | diagonal, math.inf).amin(-1)
     assert ((held - least < 0.7) | (least == math.inf)).all()  # without its lowest score the mass would not be reached
-    assert torch.equal(select.Nucleus(1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+    assert torch.equal(Nucleus(1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
 # numbers of queries and keys, padding of each sequence
@@ -246,7 +253,7 @@ def test_scores_are_distributions_over_visible_blocks(scorer, num_queries, num_k
     torch.testing.assert_close(scores.sum(-1), visible.any(-1).float().expand(scores.shape[:-1]))
 
 
-@pytest.mark.parametrize("scorer", [select.Oracle, select.MeanPool, select.Quest, select.VerticalSlash, select.SinkLocal])
+@pytest.mark.parametrize("scorer", [Oracle, MeanPool, Quest, VerticalSlash, SinkLocal])
 def test_padding_moves_no_score(scorer):
     padding = [0, 5, 33]
     x = layer_inputs(70, padding=padding)
@@ -268,12 +275,12 @@ def test_mean_pool_scores_are_products_of_block_means():
     means = [t.unflatten(2, (4, BLOCK)).mean(3) for t in (x.q, x.k.repeat_interleave(2, 1))]
     logits = means[0] @ means[1].transpose(-1, -2) * x.scale
     expected = logits.masked_fill(~geometry(64, 64, None)[0], -math.inf).softmax(-1)
-    torch.testing.assert_close(select.MeanPool(BLOCK)(x), expected)
+    torch.testing.assert_close(MeanPool(BLOCK)(x), expected)
 
 
 def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
     x = layer_inputs(70)
-    scorer = select.Quest(BLOCK)
+    scorer = Quest(BLOCK)
     keys = x.k.repeat_interleave(2, 1)
     padded = torch.cat([keys, keys[:, :, -1:].expand(-1, -1, 10, -1)], 2).unflatten(2, (5, BLOCK))
     bound = torch.maximum(x.q[:, :, :, None] * padded.amax(3)[:, :, None], x.q[:, :, :, None] * padded.amin(3)[:, :, None])
@@ -283,26 +290,26 @@ def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
     rows = torch.stack([part.amax(2) for part in bound.split(BLOCK, dim=2)], 2) * x.scale
     expected = rows.masked_fill(~geometry(70, 70, None)[0], -math.inf).softmax(-1)
     torch.testing.assert_close(scorer(x), expected)
-    monkeypatch.setattr(select, "QUEST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(quest, "QUEST_CHUNK_BYTES", 1)
     torch.testing.assert_close(scorer(x), expected)
 
 
 def test_random_scores_depend_on_seed_and_layer_only():
-    first = select.Random(BLOCK)(layer_inputs())
-    assert torch.equal(first, select.Random(BLOCK)(layer_inputs(seed=7)))
-    assert not torch.equal(first, select.Random(BLOCK)(layer_inputs(layer=2)))
-    assert not torch.equal(first, select.Random(BLOCK, seed=1)(layer_inputs()))
+    first = Random(BLOCK)(layer_inputs())
+    assert torch.equal(first, Random(BLOCK)(layer_inputs(seed=7)))
+    assert not torch.equal(first, Random(BLOCK)(layer_inputs(layer=2)))
+    assert not torch.equal(first, Random(BLOCK, seed=1)(layer_inputs()))
 
 
 def test_sink_local_reads_the_first_block_and_the_nearest():
-    mask = select.Selection(select.TopK(0.6), select.SinkLocal(BLOCK)).blocks(layer_inputs(160))
+    mask = select.Selection(TopK(0.6), SinkLocal(BLOCK)).blocks(layer_inputs(160))
     assert mask[0, 0, 9].nonzero().flatten().tolist() == [0, 7, 8, 9]
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])])
 def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys, padding):
     x = layer_inputs(num_queries, num_keys, padding)
-    mask = select.Selection(select.TopK(0.6), select.Random(BLOCK)).blocks(x)
+    mask = select.Selection(TopK(0.6), Random(BLOCK)).blocks(x)
     dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale, kv_start=x.kv_start).lse
     seen = testing.visible(x.q.shape[0], num_queries, num_keys, True, x.kv_start)
     probs = testing.dense_attention(x.q, x.k, x.v, seen, x.scale).probs
@@ -318,9 +325,9 @@ def test_the_oracle_has_a_higher_recall_than_content_free_scores():
     dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale).lse
     recall = {}
     for scorer in BASELINES:
-        mask = select.Selection(select.TopK(0.8), scorer(BLOCK)).blocks(x)
+        mask = select.Selection(TopK(0.8), scorer(BLOCK)).blocks(x)
         recall[scorer] = attention_recall(select.selected_attention(x, mask, BLOCK).lse, dense_lse).mean()
-    assert recall[select.Oracle] > max(recall[select.Random], recall[select.SinkLocal])
+    assert recall[Oracle] > max(recall[Random], recall[SinkLocal])
 
 
 @pytest.mark.parametrize("scores", [each for each in SCORES[1:] if each != "a_shape"])
@@ -376,5 +383,5 @@ def test_blocks_read_counts_eighths_of_blocks(shape, device):
 def test_sparsity_counts_visible_blocks_only():
     visible, diagonal = geometry(160, 160, None)
     among = Candidates(visible, diagonal)
-    assert select.sparsity(visible.expand(2, 3, -1, -1), among) == 0
-    torch.testing.assert_close(select.sparsity(diagonal.expand(2, 3, -1, -1), among), torch.tensor(1 - 10 / 55))
+    assert sparsity(visible.expand(2, 3, -1, -1), among) == 0
+    torch.testing.assert_close(sparsity(diagonal.expand(2, 3, -1, -1), among), torch.tensor(1 - 10 / 55))

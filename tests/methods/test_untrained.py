@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.trainer.methods.pages import num_pages, only_far, page_of_keys
+from msattn.trainer.methods.untrained.base import PAGE_SIZE
 from msattn.trainer.methods.untrained.lsh import BITS, TABLES, CollidingKeys
 from msattn.trainer.methods.untrained.quest import QuestPages
 from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.methods.untrained.window import WindowPages
-from msattn.trainer.methods.untrained_pages import PAGE_SIZE
 from msattn.trainer.models.tap import LayerInputs
 
 LAYERS, KV_HEADS, HEADS, SIZE, BUCKETS = [1, 3], 2, 4, 16, 8

@@ -15,7 +15,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
-from msattn.trainer.methods.selection import Selection, TopK
+from msattn.trainer.methods.policies import TopK
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import (
     FAMILIES,
     attention_layers,

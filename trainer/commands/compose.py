@@ -16,7 +16,7 @@ from typing import Any
 
 from msattn.trainer import config as schemas
 from msattn.trainer.commands.jobs import COMMANDS, imported
-from msattn.trainer.config import POLICIES, JobConfig, known_keys, nearest, typed
+from msattn.trainer.config import BASELINES, POLICIES, JobConfig, known_keys, nearest, typed
 from msattn.trainer.config.select import foreign_key, keys_of
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
@@ -307,6 +307,7 @@ def _check_outputs(cfg: JobConfig) -> None:
 def initialized_hydra(command: str) -> Iterator[Any]:
     """Yields Hydra, initialized with ``conf/``; raises its errors as a UserError of one line."""
     from hydra import initialize_config_module
+    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -317,6 +318,9 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     # For lengths: ${up_to:${data.seq_len},4096,16384} has the others that are shorter than the first one, and then this one.
     OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
+    for name in BASELINES:  # a method without training needs no file in conf/select
+        node = {"defaults": ["topk", "_self_"], "scores": name}
+        ConfigStore.instance().store(group="select", name=name, node=node, provider="msattn")
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None

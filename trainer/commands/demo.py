@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from msattn.trainer.commands.compose import compose, launch
 
 BASELINES = ("quest", "vertical_slash", "mean_pool")
-SHOWN = ("dense", "gate", "gate (embedded)", *BASELINES)  # methods whose answers to a prompt are printed
+GATES = ("gate", "gate (embedded)")
+SHOWN = ("dense", *GATES, *BASELINES)  # methods whose answers to a prompt are printed
 
 
 class DemoCommand(NamedTuple):
@@ -74,7 +75,7 @@ def _print_answers(rows: list[dict[str, Any]], console: Any) -> None:
     from rich.table import Table
 
     answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in SHOWN}
-    gates = [examples for method, examples in answers.items() if method.startswith("gate")]
+    gates = [answers[gate] for gate in GATES if gate in answers]
 
     def wrong_baselines(number: int) -> int:
         right = answers["dense"][number]["correct"] and any(examples[number]["correct"] for examples in gates)

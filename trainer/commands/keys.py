@@ -1,5 +1,6 @@
 """The groups and keys of a command, with defaults and choices; explanations are the comments of the YAML files in ``conf/``."""
 
+import ast
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,8 @@ from typing import Any
 
 from msattn.trainer.commands.compose import compose_raw, initialized_hydra, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS
-from msattn.trainer.config import leaves
+from msattn.trainer.config import BASELINES, leaves
+from msattn.trainer.config.select import UNTRAINED
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -122,6 +124,7 @@ def group_options() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/**/*.yaml")):
         found.setdefault(path.parent.relative_to(CONF).as_posix(), []).append(path.stem)
+    found["select"].extend(BASELINES)
     return dict(sorted(found.items()))
 
 
@@ -140,6 +143,9 @@ def yaml_keys(path: Path) -> list[tuple[str, str]]:
 def first_sentence(group: str, option: str) -> str:
     """Returns the first sentence of the comment at the start of an option's file."""
     path = CONF / group / f"{option}.yaml"
+    if group == "select" and option in BASELINES:
+        described = ast.get_docstring(ast.parse((UNTRAINED / f"{option}.py").read_text(encoding="utf-8"))) or ""
+        return f"Untrained: {described.splitlines()[0]}"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []  # else an option of --config-dir
     comment = [line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
     text = " ".join(line for line in comment if not line.startswith("@package"))

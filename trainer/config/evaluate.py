@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
-from msattn.trainer.config.select import BASELINES
+from msattn.trainer.config.select import BASELINES, ROUTERS
 from msattn.trainer.config.values import check, choices, require, within
 
 TASKS = (
@@ -19,7 +19,6 @@ TASKS = (
     "decoding",
     "throughput",
 )
-ROUTERS = ("window", "random", "lsh", "quest")
 RULER_TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config.values import check, choices, nearest, one_of, power_of_two, require, within
@@ -10,7 +11,15 @@ from msattn.trainer.errors import UserError
 if TYPE_CHECKING:
     from typing import Self
 
-BASELINES = ("oracle", "random", "sink_local", "a_shape", "mean_pool", "quest", "vertical_slash")
+UNTRAINED = Path(__file__).parent.parent / "methods" / "untrained"
+
+
+def untrained_methods(kind: str) -> tuple[str, ...]:
+    """Returns the names of the methods without training that define ``kind``, scorer or router, without importing them."""
+    return tuple(sorted(file.stem for file in UNTRAINED.glob("*.py") if f"\n{kind} = " in file.read_text(encoding="utf-8")))
+
+
+BASELINES, ROUTERS = untrained_methods("scorer"), untrained_methods("router")
 SCORES = ("gate", *BASELINES)
 POLICIES: dict[str, type["SelectConfig"]] = {}  # by name; filled below the classes
 

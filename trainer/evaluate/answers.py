@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.methods.base import DENSE, Method
 
 if TYPE_CHECKING:
     from msattn.trainer.attach import Sparse
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class MethodSetting(NamedTuple):
     """A method in a setting; ``attach`` returns the context in which it runs."""
 
-    method: str
+    method: Method
     setting: str
     attach: Callable[[], AbstractContextManager["Sparse | None"]]
 
@@ -58,16 +59,16 @@ def cases(
     ----------
     probes : None: the setting that is configured for a routing, or the number that its artifact records.
     """
-    found = [MethodSetting("dense", "", nullcontext)]
+    found = [MethodSetting(DENSE, "", nullcontext)]
     for method in methods.block_selections:
         found += [
-            MethodSetting(method.name, label, partial(method.attach, loaded.model, select))
+            MethodSetting(method.method, label, partial(method.attach, loaded.model, select))
             for label, select in method.settings(sparsities)
         ]
     for routing in methods.bucket_routings:
         settings = routing.own_settings() if probes is None else routing.settings(probes, keys)
         found += [
-            MethodSetting(routing.name_at(setting), label, partial(routing.attach, loaded.model, setting))
+            MethodSetting(routing.method_at(setting), label, partial(routing.attach, loaded.model, setting))
             for label, setting in settings
         ]
     return found

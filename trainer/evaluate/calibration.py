@@ -16,12 +16,13 @@ from msattn.trainer import methods as methods_package
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
-from msattn.trainer.evaluate.methods import CALIBRATED, BlockSelectionMethod, ComparedMethods
+from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, ComparedMethods
 from msattn.trainer.methods import key_thresholds as key_calibrate
+from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS, FLOOR, SHORT_ROWS, SPARSITIES, calibrate
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
 from msattn.trainer.methods.key_thresholds import threshold_at
-from msattn.trainer.methods.selection import Scorer, Selection, always_read
+from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.untrained.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
 from msattn.trainer.storage.hashes import file_hash
@@ -47,18 +48,18 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "
     if not needy or set(cfg.eval.tasks) <= {"analysis", "decoding"}:  # tasks without block selection
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
-    scorers = {each.name: kept.scorer(each) for each in needy}
-    calibrated = {each.name: scorers[each.name] for each in needy if isinstance(each.select, CalibratedConfig)}
-    identities = {each.name: _identity(each) for each in needy}
+    scorers = {each.method: kept.scorer(each) for each in needy}
+    calibrated = {str(each.method): scorers[each.method] for each in needy if isinstance(each.select, CalibratedConfig)}
+    identities = {str(each.method): _identity(each) for each in needy}
     always = always_read(needy[0].select)._replace(dense_queries=0)
     tables = kept.tables(calibrated, identities, always) if calibrated else {}
     notes = [
-        f"{each.name}: its artifact holds no thresholds for this selection; they were measured anew."
+        f"{each.method}: its artifact holds no thresholds for this selection; they were measured anew."
         for each in needy
         if each.gate is not None
     ]
     found = [
-        replace(each, scorer=scorers[each.name], thresholds=tables.get(each.name)) if each.name in scorers else each
+        replace(each, scorer=scorers[each.method], thresholds=tables.get(str(each.method))) if each.method in scorers else each
         for each in methods.block_selections
     ]
     return replace(methods, block_selections=found, notes=[*methods.notes, *notes])
@@ -74,14 +75,14 @@ def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loa
     UserError : as :func:`calibrate_selections`, or the thresholds of an artifact do not cover a share.
     """
     for each in methods.bucket_routings if cfg.all_keys else ():
-        if not isinstance(each.router, CALIBRATED):
+        if not isinstance(each.router, PREDICTING):
             continue
         if each.router.thresholds is None:
             window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
             items = calibration_chunks(cfg, loaded, key_calibrate.CALIBRATION_CHUNKS)
             each.router.thresholds = key_calibrate.calibrate(each.router, loaded.model, items, **window)
             methods.notes.append(
-                f"{each.name}: its artifact holds no thresholds for shares of the keys; they were measured anew."
+                f"{each.method}: its artifact holds no thresholds for shares of the keys; they were measured anew."
             )
         for share in cfg.all_keys:
             threshold_at(each.router.thresholds, share)
@@ -173,7 +174,7 @@ class _Kept:
         profile = self.array(
             "spans of heads", size, lambda: measure_spans(self.model, self.items, size).profile.float().cpu().numpy()
         )
-        return AShape(torch.from_numpy(profile).to(self.model.device), size)
+        return AShape(size, torch.from_numpy(profile).to(self.model.device))
 
     def tables(self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: Any) -> dict[str, dict[str, Any]]:
         """Returns the thresholds of all ``scorers``, measured in one pass if those of one of them are not kept."""

@@ -23,8 +23,9 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
-from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.memory import release_memory
+from msattn.trainer.methods.base import DENSE, UNTRAINED, Method
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
 TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow
 ALWAYS_DENSE = 10**9  # keys; no cache is as long
-TRANSFORMERS, SAME_MACHINERY = f"{DENSE_PREFIX}transformers", f"{DENSE_PREFIX}same cache and graphs"
+TRANSFORMERS, SAME_MACHINERY = DENSE.of("transformers"), DENSE.of("same cache and graphs")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class DecodingCase(NamedTuple):
     ``largest_batch`` limits the batches with which it is measured.
     """
 
-    method: str
+    method: Method
     setting: str
     launched_by: str
     measure: Callable[[int, int], DecodingRun]
@@ -101,7 +102,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             except BackendUnavailable as reason:
                 methods.notes.append(f"{case.method} {where}: not timed: {reason}")
         methods.notes.extend(f"{case.method} {where}: {each.note}" for case, each in done if each.note)
-        dense = {case.method.removeprefix(DENSE_PREFIX): each for case, each in done if case.method.startswith(DENSE_PREFIX)}
+        dense = {case.method.variants[0]: each for case, each in done if case.method.is_dense}
         rows += [as_row(case, batch, length, each, dense) for case, each in done]
     return rows
 
@@ -117,14 +118,14 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     launched_by = "CUDA graph" if model.device.type == "cuda" else "host"
     for name, kernel in SDPA_BACKENDS[model.device.type].items():
         measure = partial(measure_kernel, model, kernel, tokens=tokens, seed=seed)
-        cases.append(DecodingCase(f"{DENSE_PREFIX}{name}", "", launched_by, measure))
+        cases.append(DecodingCase(DENSE.of(name), "", launched_by, measure))
     always_dense = partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE)
     cases.append(DecodingCase(SAME_MACHINERY, "", "generate", partial(_measure_attached, model, always_dense, tokens, seed)))
     for routing in routings:
         for label, setting in routing.own_settings():
             attached = partial(routing.attach, model, setting)
             measure = partial(_measure_attached, model, attached, tokens, seed)
-            cases.append(DecodingCase(routing.name_at(setting), label, "generate", measure))
+            cases.append(DecodingCase(routing.method_at(setting), label, "generate", measure))
     return cases
 
 
@@ -137,7 +138,7 @@ def untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRout
     partition = KMeans(F.normalize(centroids, dim=-1), layers)
     qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
-    return replace(BucketRoutingMethod.configured("classifier, untrained", router, cfg), keys=None)  # it has no thresholds
+    return replace(BucketRoutingMethod.configured(router.method.of(UNTRAINED), router, cfg), keys=None)  # it has no thresholds
 
 
 def measure_transformers(model: "PreTrainedModel", batch: int, length: int, *, tokens: int, seed: int) -> DecodingRun:

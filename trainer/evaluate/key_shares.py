@@ -47,7 +47,7 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Load
         found = [f"{count} for {share:.3g} (reads {curve[count]:.3g})" for share, count in nearest.items()]
         left_out = ", ".join(f"{share:.3g}" for share in shares if share not in probes)
         notes.append(
-            f"{routing.name}: probes by share of the keys, on training text: {', '.join(found)}"
+            f"{routing.method}: probes by share of the keys, on training text: {', '.join(found)}"
             + (f"; not measured: {left_out}" if left_out else "")
         )
     return replace(methods, bucket_routings=matched, notes=notes)

@@ -21,7 +21,8 @@ from msattn.trainer.config import EvalRunConfig, GateConfig, LatencyConfig, Sele
 from msattn.trainer.evaluate.caches import random_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
-from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import DENSE, UNTRAINED, Method
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
@@ -60,7 +61,7 @@ WHOLE_PROMPT = Situation()
 class LatencyCase(NamedTuple):
     """A method in a setting, the SDPA ``kernel`` that it uses, and a context manager that attaches it to the model."""
 
-    method: str
+    method: Method
     setting: str
     kernel: str | None
     attached: Callable[[], AbstractContextManager[ReadStats]]
@@ -68,7 +69,7 @@ class LatencyCase(NamedTuple):
     @property
     def kernel_name(self) -> str | None:
         """Name of the SDPA kernel of dense attention; None for sparse attention."""
-        return self.method.removeprefix(DENSE_PREFIX) if self.method.startswith(DENSE_PREFIX) else None
+        return self.method.variants[0] if self.method.is_dense else None
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
     kernels = SDPA_BACKENDS[model.device.type]
     trained = any(block.gate for block in methods.block_selections)
     blocks = methods.block_selections if trained else [untrained_gate(cfg, model), *methods.block_selections]
-    dense = [
-        LatencyCase(f"{DENSE_PREFIX}{name}", "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()
-    ]
+    dense = [LatencyCase(DENSE.of(name), "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()]
     cases = dense + [case for block in blocks for case in _sparse_cases(model, block, settings.sparsities)]
     # Of each method, the setting with the configured sparsity.
     of_situations = dense + [_sparse_cases(model, block, [getattr(block.select, "sparsity", 0.0)])[0] for block in blocks]
@@ -125,7 +124,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
 
 def _sparse_cases(model: "PreTrainedModel", block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
     return [
-        LatencyCase(block.name, label, None, partial(_attach_sparse, model, block, select))
+        LatencyCase(block.method, label, None, partial(_attach_sparse, model, block, select))
         for label, select in block.settings(sparsities)
     ]
 
@@ -156,7 +155,7 @@ def untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelecti
     shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
     policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # an untrained gate has no thresholds
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
-    return BlockSelectionMethod("gate, untrained", cfg.select.with_policy(policy, scores="gate"), gate)
+    return BlockSelectionMethod(gate.scorer.method.of(UNTRAINED), cfg.select.with_policy(policy, scores="gate"), gate)
 
 
 @contextmanager
@@ -228,7 +227,9 @@ def _cache(model: "PreTrainedModel", ids: Tensor, situation: Situation, used: "C
     return with_growing_layers(model, DynamicCache(config=model.config)) if situation.chunk else None
 
 
-def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict[str, float], situation: str = "") -> EvalRow:
+def as_row(
+    method: Method, setting: str, length: int, done: LatencyRun, dense: dict[str, float], situation: str = ""
+) -> EvalRow:
     """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length and in its situation."""
     return EvalRow(
         task="latency",
@@ -256,7 +257,7 @@ def as_row(method: str, setting: str, length: int, done: LatencyRun, dense: dict
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     """Returns the rows with the break-even length of their setting, and appends a note on each setting to ``notes``."""
-    found: dict[tuple[str, str], int | None] = {}
+    found: dict[tuple[Method, str], int | None] = {}
     for method, setting in dict.fromkeys((each.method, each.setting) for each in rows if _has_break_even(each)):
         own = (each for each in rows if (each.method, each.setting) == (method, setting))
         ratios = {each.extra["length"]: each.ratio_to_dense for each in own if each.ratio_to_dense}
@@ -267,7 +268,7 @@ def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
 
 
 def _has_break_even(row: EvalRow) -> bool:
-    return not row.method.startswith(DENSE_PREFIX) and not row.extra["situation"]
+    return not row.method.is_dense and not row.extra["situation"]
 
 
 def break_even(ratios: dict[int, float]) -> int | None:

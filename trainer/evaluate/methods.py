@@ -4,23 +4,28 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
-from msattn.trainer import artifacts
+from msattn.trainer import artifacts, models
 from msattn.trainer.attach import attach
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import serving, top_buckets
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_thresholds import most_probes, threshold_at
 from msattn.trainer.methods.pages import PageRouter, far_probabilities
-from msattn.trainer.methods.selection import Multiscale, Scorer, Selection
+from msattn.trainer.methods.policies import Multiscale
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.untrained import untrained_method
+from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.serving.loading import LOADERS, AnyRouter
 from msattn.trainer.serving.reads import serving_numbers
 
@@ -40,7 +45,7 @@ COMMANDS = {  # by kind of artifact that they create
     "qmodel": "train-qmodel",
     "decode_gate": "train-gate gate.phase=decode",
 }
-CALIBRATED = QModel | DecodeGate  # routers that predict attention, so that they read shares of the keys
+PREDICTING = QModel | DecodeGate  # routers that predict attention, so that they read shares of the keys
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class BlockSelectionMethod:
     shape, and thresholds for the calibrated policy. The artifact of a gate has its own.
     """
 
-    name: str
+    method: Method
     select: SelectConfig
     gate: "Gate | None" = None
     scorer: Scorer | None = None
@@ -102,7 +107,7 @@ class BucketRoutingMethod:
     each query head reads buckets of its own, which serving shares within a query group.
     """
 
-    name: str
+    method: Method
     router: AnyRouter
     probes: int
     recent: int
@@ -113,15 +118,17 @@ class BucketRoutingMethod:
     independent: bool = False
 
     @classmethod
-    def configured(cls, name: str, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
-        """Returns the method with the configured numbers, else those that the router's artifact records."""
+    def configured(cls, method: Method, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
+        """Returns the router with the configured numbers, else those that its artifact records."""
         defaults = serving(cfg.model.presets, router.num_buckets)
-        keys = cfg.keys if isinstance(router, CALIBRATED) else None
-        return cls(name, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
+        keys = cfg.keys if isinstance(router, PREDICTING) else None
+        return cls(method, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
 
-    def name_at(self, setting: int | float) -> str:
-        """Returns the name of the rows in a setting."""
-        return self.name + ", calibrated" * isinstance(setting, float) + ", independent" * self.independent
+    def method_at(self, setting: int | float) -> Method:
+        """Returns the method of the rows in a setting; with 0 probes the dense window is all that is read."""
+        if setting == 0:
+            return WINDOW
+        return self.method.of(*[CALIBRATED] * isinstance(setting, float), *[INDEPENDENT] * self.independent)
 
     def own_settings(self) -> list[tuple[str, int | float]]:
         """Returns the setting of tasks that measure a single one."""
@@ -136,8 +143,8 @@ class BucketRoutingMethod:
         """
         for count in probes:
             if count > self.router.num_buckets:
-                raise UserError(f"probes={count}: {self.name} has {self.router.num_buckets} buckets for each key/value head")
-        shares = keys if isinstance(self.router, CALIBRATED) else ()
+                raise UserError(f"probes={count}: {self.method} has {self.router.num_buckets} buckets for each key/value head")
+        shares = keys if isinstance(self.router, PREDICTING) else ()
         counts = probes if self.by_share is None else [count for count in probes if count == 0]
         return [
             *((f"{count} probe" + "s" * (count != 1), count) for count in counts),
@@ -152,7 +159,7 @@ class BucketRoutingMethod:
         """
         if not isinstance(setting, float):
             return self.router.choose(scores, setting) if isinstance(self.router, PageRouter) else top_buckets(scores, setting)
-        assert isinstance(self.router, CALIBRATED)
+        assert isinstance(self.router, PREDICTING)
         assert self.router.thresholds is not None
         assert sizes is not None
         threshold, most = threshold_at(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
@@ -207,65 +214,101 @@ def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> 
     """
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}
-    found: dict[str, Any] = {}
-    read: list[artifacts.Artifact] = []
-    for label, (kind, path) in paths.items():
-        module = LOADERS[kind](path)
+    found: list[tuple[_Path, Any]] = []
+    for each in paths:
+        module = LOADERS[each.kind](each.path)
         assert module.artifact is not None
         if warning := artifacts.check_model(module.artifact.manifest, loaded.fingerprint, strict=False):
             notes.append(warning)
-        manifests[label] = {"path": str(path), **module.artifact.manifest}
+        label = f"{each.kind} ({each.source})" if each.source else each.kind
+        manifests[label] = {"path": str(each.path), **module.artifact.manifest}
         if isinstance(module, QModel) and module.routing_warning:
-            notes.append(f"{label} {path}: {module.routing_warning}")
-        read.append(module.artifact)
-        found[label] = module.to(device)
+            notes.append(f"{label} {each.path}: {module.routing_warning}")
+        found.append((each, module.to(device)))
+    read = [module.artifact for _, module in found]
     return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes, read)
 
 
-def _artifact_paths(cfg: EvalRunConfig) -> tuple[dict[str, tuple[str, str | Path]], list[str]]:
-    """Returns ``{label: (kind, path)}`` of the artifacts to read, and a note for each kind that is missing or not of this name.
+class _Path(NamedTuple):
+    """An artifact to read; ``source`` distinguishes a second one of the same kind."""
+
+    kind: str
+    path: str | Path
+    source: str = ""
+
+
+def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
+    """Returns the artifacts to read, and a note for each kind that is missing or not of this name.
 
     An artifact of ``cfg.artifacts`` is compared with that of this model and name, e.g. a k-means with and without RoPE.
     """
-    paths: dict[str, tuple[str, str | Path]] = {}
+    paths: list[_Path] = []
     notes = []
     for kind, command in COMMANDS.items():
         if not {*cfg.eval.tasks} & (BLOCK_TASKS if kind == "gate" else ROUTED_TASKS):
             continue
-        own = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
+        folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
         default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
-        if default == own:
-            paths[kind] = (kind, own)
+        own = [_Path(kind, folder)] if default == folder else []
         if given is not None:
-            both = kind in paths and artifacts.find(given, kind).resolve() != own.resolve()
-            paths[f"{kind} ({'embedded' if given == 'embedded' else 'named'})" if both else kind] = (kind, given)
-        elif default is not None and kind not in paths:
-            paths[kind] = (kind, default)
-            notes.append(f"There is no {kind} at {own}: the one that ships with msattn is measured.")
-        if kind not in paths and kind != "decode_gate":  # another way to route, which few runs have
-            notes.append(f"No {kind} at {own}: `msattn {command} {cfg.arguments(cfg.name)}` creates it.")
+            if own and artifacts.find(given, kind).resolve() == folder.resolve():
+                own = []
+            own.append(_Path(kind, given, ("embedded" if given == "embedded" else "named") if own else ""))
+        elif default is not None and not own:
+            own = [_Path(kind, default)]
+            notes.append(f"There is no {kind} at {folder}: the one that ships with msattn is measured.")
+        if not own and kind != "decode_gate":  # another way to route, which few runs have
+            notes.append(f"No {kind} at {folder}: `msattn {command} {cfg.arguments(cfg.name)}` creates it.")
+        paths += own
     return paths, notes
 
 
-def _block_selections(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BlockSelectionMethod]:
-    gates = {label: module for label, module in found.items() if label.startswith("gate")}
+def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[BlockSelectionMethod]:
+    gates = [(path, module) for path, module in found if path.kind == "gate"]
     # Baselines select among the same blocks as the gate.
-    size = next((gate.cfg.block_size for gate in gates.values()), cfg.select.block_size)
+    size = gates[0][1].cfg.block_size if gates else cfg.select.block_size
     methods = []
-    for label, gate in gates.items():
-        methods.append(BlockSelectionMethod(label, replace(cfg.select, scores="gate"), gate))
-        if isinstance(cfg.select, CalibratedConfig) and label == "gate":  # for a comparison of the policies
-            methods.append(BlockSelectionMethod(f"{label}, top-k", cfg.select.with_policy("topk", scores="gate"), gate))
+    for path, gate in gates:
+        method = gate.scorer.method.of(source=path.source)
+        methods.append(BlockSelectionMethod(method, replace(cfg.select, scores="gate"), gate))
+        if isinstance(cfg.select, CalibratedConfig) and not path.source:  # for a comparison of the policies
+            methods.append(BlockSelectionMethod(method.of(TOP_K), cfg.select.with_policy("topk", scores="gate"), gate))
     return methods + [
-        BlockSelectionMethod(name, replace(cfg.select, scores=name, block_size=size)) for name in cfg.eval.baselines
+        BlockSelectionMethod(untrained_method(name).scorer.method, replace(cfg.select, scores=name, block_size=size))
+        for name in cfg.eval.baselines
     ]
 
 
-def _bucket_routings(cfg: EvalRunConfig, found: dict[str, Any]) -> list[BucketRoutingMethod]:
+def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[BucketRoutingMethod]:
     methods = []
-    for kind, name in {"qmodel": "classifier", "decode_gate": "decode gate", "kmeans": "k-means"}.items():
-        for label, router in found.items():
-            if label.startswith(kind):
-                rope = ", RoPE" if getattr(router, "rope", False) else ""
-                methods.append(BucketRoutingMethod.configured(label.replace(kind, name) + rope, router, cfg))
+    for kind in ("qmodel", "decode_gate", "kmeans"):
+        for path, router in found:
+            if path.kind == kind:
+                method = router.method.of(*[ROPE] * getattr(router, "rope", False), source=path.source)
+                methods.append(BucketRoutingMethod.configured(method, router, cfg))
     return methods
+
+
+def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrainedModel") -> ComparedMethods:
+    """Returns ``methods`` with the routers without training, ``cfg.eval.routers``, after the others.
+
+    They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
+    number of buckets of ``model.presets`` and route all served layers.
+    """
+    if not ROUTED_TASKS & {*cfg.eval.tasks}:
+        return methods
+    like = methods.bucket_routings[0] if methods.bucket_routings else None
+    buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets
+    layers = like.router.layers if like else models.served_layers(model.config)
+    added = []
+    for name in cfg.eval.routers:
+        router = untrained_method(name).router.for_model(model.config, buckets, layers, cfg.seed).to(model.device)
+        same = replace(like, method=router.method, router=router, keys=None) if like else None
+        added.append(same or BucketRoutingMethod.configured(router.method, router, cfg))
+    return replace(methods, bucket_routings=[*methods.bucket_routings, *added])
+
+
+def without_routers(methods: ComparedMethods) -> ComparedMethods:
+    """Returns ``methods`` without those of :func:`add_routers` and without routers of pages, with the same notes."""
+    learned = [each for each in methods.bucket_routings if not isinstance(each.router, PageRouter | UntrainedRouter)]
+    return replace(methods, bucket_routings=learned)

@@ -31,7 +31,8 @@ from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, with_independent
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import logits
-from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
 
@@ -176,8 +177,11 @@ def _at_length(
     for key, plan, method in zip(of_plans, plans, routings, strict=True):
         if (found := kept.get(*key)) is None:
             results = decode_samples(loaded, samples, method, plan, advance)
-            names = {label: method.name_at(setting) if setting else WINDOW for label, setting in plan.items()}
-            found = kept.add([as_row(names[label], label, samples, results[label], rows[0], cfg) for label in plan], *key)
+            measured = [
+                as_row(method.method_at(setting), label, samples, results[label], rows[0], cfg)
+                for label, setting in plan.items()
+            ]
+            found = kept.add(measured, *key)
         rows += found
     return rows
 
@@ -290,7 +294,7 @@ def decode_samples(
 
 
 def as_row(
-    method: str, setting: str, samples: Samples, result: NeedleResult, dense: EvalRow | None, cfg: EvalRunConfig
+    method: Method, setting: str, samples: Samples, result: NeedleResult, dense: EvalRow | None, cfg: EvalRunConfig
 ) -> EvalRow:
     """Returns the row of a result; ``dense`` is the row of dense attention, None for dense attention itself."""
     found = samples.found(result.predicted)

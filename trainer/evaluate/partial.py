@@ -12,6 +12,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError, write_error
 from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.replace import replace_file
 from msattn.trainer.training.checkpoints import flatten_settings
 
@@ -64,11 +65,11 @@ class PartialRows:
 
     def get(self, *key: Any) -> list[EvalRow] | None:
         """Returns the rows of a measurement, None if it has not been made."""
-        return self._rows.get(json.dumps(key))
+        return self._rows.get(_name(key))
 
     def add(self, rows: list[EvalRow], *key: Any) -> list[EvalRow]:
         """Writes the rows of a measurement, and returns them."""
-        name = json.dumps(key)
+        name = _name(key)
         self._rows[name] = rows
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -120,6 +121,11 @@ def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any
             )
 
 
+def _name(key: tuple[Any, ...]) -> str:
+    return json.dumps(key, default=str)  # methods by their names
+
+
 def _row(fields: dict[str, Any]) -> EvalRow:
-    interval = fields["interval"]
-    return EvalRow(**fields | {"interval": None if interval is None else tuple(interval)})
+    interval, method = fields["interval"], fields["method"]
+    method = Method(**method | {"variants": tuple(method["variants"])})
+    return EvalRow(**fields | {"method": method, "interval": None if interval is None else tuple(interval)})

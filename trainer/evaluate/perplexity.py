@@ -23,6 +23,7 @@ from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models import output_logits, tap
 
 if TYPE_CHECKING:
@@ -95,15 +96,15 @@ def compare(
     """
     length = len(texts[0])
     plan = [(method, label, select) for method in methods.block_selections for label, select in method.settings(sparsities)]
-    left = sum(kept.get(task, length, method.name, label) is None for method, label, _ in plan)
+    left = sum(kept.get(task, length, method.method, label) is None for method, label, _ in plan)
     advance = partial(progress.advance, progress.add_task(f"{task}, {length} tokens", total=(2 * left + 1) * len(texts)))
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
     prefill(loaded, texts[0])  # warm-up
     dense = measure(loaded, texts, nullcontext(), advance, None)
-    rows = [to_row("dense", "", dense, dense)]
+    rows = [to_row(DENSE, "", dense, dense)]
     for method, label, select in plan:
-        key = task, length, method.name, label
+        key = task, length, method.method, label
         if found := kept.get(*key):
             rows += found
             continue
@@ -113,7 +114,7 @@ def compare(
                 advance()
             recall = sparse.stats()["recall"]
         sparse_run = measure(loaded, texts, method.attach(loaded.model, select), advance, dense.hidden)
-        rows += kept.add([to_row(method.name, label, replace(sparse_run, recall=recall), dense)], *key)
+        rows += kept.add([to_row(method.method, label, replace(sparse_run, recall=recall), dense)], *key)
     return rows
 
 
@@ -196,7 +197,7 @@ def measure(
 
 
 def as_row(
-    task: str, method: str, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
+    task: str, method: Method, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
 ) -> EvalRow:
     """Returns the row of a run.
 

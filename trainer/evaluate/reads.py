@@ -12,10 +12,11 @@ from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
-from msattn.trainer.methods.selection import Oracle
+from msattn.trainer.methods.untrained.oracle import Oracle
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class PrefillReads:
             {"layer": layer, "head": head, "maps": [[_rounded(row) for row in each] for each in maps]}
             for (layer, head), maps in self.maps.maps.items()
         ]
-        return {"method": self.method.name, "setting": self.setting, "heads": heads}
+        return {"method": self.method.method.label, "setting": self.setting, "heads": heads}
 
 
 @dataclass
@@ -70,7 +71,7 @@ class DecodingReads:
         logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
         mass = x.capped(logits).softmax(-1).mean(1)  # [Hkv, M]
         reads = {WINDOW: _keys_of_newest(x, routings[0], 0)}
-        reads |= {routing.name: _keys_of_newest(x, routing, self.probes) for routing in routings}
+        reads |= {routing.method: _keys_of_newest(x, routing, self.probes) for routing in routings}
         far, head = (mass * ~reads[WINDOW]).sum(-1).max(0)
         if far > self.far_mass:
             self.far_mass = float(far)
@@ -79,7 +80,7 @@ class DecodingReads:
                 "head": int(head),
                 "keys": x.num_keys,
                 "mass": _rounded(_bins(mass[head]).sum(-1)),
-                "reads": {name: _summary(read[head], mass[head]) for name, read in reads.items()},
+                "reads": {method.label: _summary(read[head], mass[head]) for method, read in reads.items()},
             }
 
     def data(self) -> dict[str, Any]:
@@ -87,14 +88,14 @@ class DecodingReads:
         return self.stored | {"setting": f"{self.probes} probe" + "s" * (self.probes != 1)}
 
 
-def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: EvalRunConfig) -> dict[str, dict[str, Any]]:
+def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
     """Runs one prefill of ``input_ids [N]`` and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
 
     Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity.
     """
     config = loaded.model.config
     shown = [each for each in methods.block_selections if each.gate] or [
-        each for each in methods.block_selections if each.name not in ("oracle", "random")
+        each for each in methods.block_selections if each.select.scores not in ("oracle", "random")
     ]
     maps = decoded = None
     settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []
@@ -114,11 +115,11 @@ def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: 
 
     with torch.inference_mode(), tap(loaded.model, recorded_dense_attention):
         prefill(loaded, input_ids)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[Method, dict[str, Any]] = {}
     if maps:
-        found[maps.method.name] = {"maps": maps.data()}
+        found[maps.method.method] = {"maps": maps.data()}
     if decoded and decoded.stored:
-        found[methods.bucket_routings[0].name] = {"decoded": decoded.data()}
+        found[methods.bucket_routings[0].method] = {"decoded": decoded.data()}
     return found
 
 

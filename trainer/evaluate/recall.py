@@ -22,10 +22,12 @@ from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingM
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.methods.base import INDEPENDENT, Method
+from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.key_thresholds import bucket_sizes
 from msattn.trainer.methods.pages import PageRouter, only_far
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
-from msattn.trainer.methods.selection import selected_attention, sparsity
+from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import block_map, with_sinks
 from msattn.trainer.models.recall import attention_recall
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 QUERY_BATCH = 16  # decoding queries per call; bounds the memory of gathered keys
+
+ORACLE_ROUTING = Method("oracle routing", servable=False, style={"color": "#808080", "marker": "D", "linestyle": "--"})
 
 
 class LayerRecall(NamedTuple):
@@ -55,7 +59,7 @@ class MethodRecall:
     routed: bool
     by_layer: dict[int, list[LayerRecall]] = field(default_factory=lambda: defaultdict(list))
 
-    def as_row(self, method: str, setting: str, length: int) -> EvalRow:
+    def as_row(self, method: Method, setting: str, length: int) -> EvalRow:
         """Returns the means over layers, heads and chunks of ``length`` tokens; ``extra`` holds the values of each head."""
         layers = sorted(self.by_layer)
         recall = torch.stack([torch.stack([chunk.recall for chunk in self.by_layer[layer]]) for layer in layers]).cpu()
@@ -99,7 +103,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         seq_len=settings.length,
         num_chunks=settings.num_chunks,
     )
-    recalls: dict[tuple[str, str], MethodRecall] = {}
+    recalls: dict[tuple[Method, str], MethodRecall] = {}
     advance = partial(
         progress.advance, progress.add_task("recall", total=len(chunks) * len(served_layers(loaded.model.config)))
     )
@@ -108,7 +112,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
         dense = block_map(x)
         for method in methods.block_selections:
             for label, recall in block_recalls(x, dense, method, settings.sparsities).items():
-                recalls.setdefault((method.name, label), MethodRecall(False)).by_layer[x.layer].append(recall)
+                recalls.setdefault((method.method, label), MethodRecall(False)).by_layer[x.layer].append(recall)
         for number, routing in enumerate(methods.bucket_routings):
             for (name, label), recall in bucket_recalls(x, dense, routing, cfg, first=number == 0).items():
                 recalls.setdefault((name, label), MethodRecall(True)).by_layer[x.layer].append(recall)
@@ -152,7 +156,7 @@ def block_recalls(
 
 def bucket_recalls(
     x: LayerInputs, dense: "MaxPoolAttention", method: BucketRoutingMethod, cfg: EvalRunConfig, first: bool
-) -> dict[tuple[str, str], LayerRecall]:
+) -> dict[tuple[Method, str], LayerRecall]:
     """Returns ``{(method, setting): recall}`` of one router over the decoding queries of a chunk.
 
     The ``first`` router also gives the entries that need no router: oracle routing over its buckets, the dense window alone.
@@ -166,25 +170,25 @@ def bucket_recalls(
     positions = torch.linspace(begin, x.num_keys - 1, count, device=x.q.device).round().int()
     buckets, num_buckets = buckets_of_keys(x, method.router)
     scores_at = partial(bucket_scores, x, method.router, positions, method.recent)
-    views = {"": (x, buckets, scores_at())}
+    views: dict[tuple[str, ...], tuple[LayerInputs, Tensor, Tensor]] = {(): (x, buckets, scores_at())}
     if cfg.eval.recall.independent:
         group = x.q.shape[1] // x.k.shape[1]
         k, v, own_buckets = (each.repeat_interleave(group, 1) for each in (x.k, x.v, buckets))
-        views[", independent"] = (replace(x, k=k, v=v), own_buckets, scores_at(by_head=True))
+        views[(INDEPENDENT,)] = (replace(x, k=k, v=v), own_buckets, scores_at(by_head=True))
     recalls = {}
-    for suffix, (inputs, assigned, router_scores) in views.items():
-        scores, sizes = {method.name: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
+    for variants, (inputs, assigned, router_scores) in views.items():
+        scores, sizes = {method.method: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
         if first:
             mass = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
             if isinstance(method.router, PageRouter):
                 mass = only_far(mass, positions + 1 - method.recent, method.router.page_size)
-            scores["oracle routing"] = mass
-        for name, scores_of_buckets in scores.items():
-            keys = cfg.eval.recall.keys if name == method.name and not suffix else []
+            scores[ORACLE_ROUTING] = mass
+        for way, scores_of_buckets in scores.items():
+            keys = cfg.eval.recall.keys if way == method.method and not variants else []
             for label, setting in method.settings(cfg.eval.recall.probes, keys):
-                if setting or (first and not suffix):
+                if setting or (first and not variants):
                     visited = method.buckets(scores_of_buckets, setting, sizes)
-                    shown = method.name_at(setting) if isinstance(setting, float) else name + suffix
+                    shown = method.method_at(setting) if isinstance(setting, float) else way.of(*variants)
                     recalls[shown if setting else WINDOW, label] = decode_queries(
                         inputs, dense, method, assigned, num_buckets, positions, visited
                     )

@@ -1,10 +1,12 @@
 """A row of the results: score, share of blocks or keys that was read, and cost."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-WINDOW = "window only"  # method name of routing with 0 probes: sink and recent keys alone
-DENSE_PREFIX = "dense, "  # start of the names of dense methods, where several are measured
+from msattn.trainer.methods.base import Method
+
+# Routing with 0 probes: sink and recent keys alone.
+WINDOW = Method("window only", style={"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9})
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class EvalRow:
     ----------
     task : ``perplexity``, ``recall``, ``needle``, ``documents``, ``ruler``, ``harness``, ``prompts``,
         ``analysis``, ``latency``, ``decoding`` or ``throughput``.
-    method : ``dense`` (with the kernel that ran, where several do), ``gate``, a baseline, or a routing method.
+    method : dense attention (in variants by the kernel that ran, where several do), a gate, a baseline, or a router.
     setting : requested setting, e.g. ``sparsity 0.9`` or ``2 probes``.
     score, score_name : main metric of the task, and its name.
     interval : 95 % confidence interval of the score; None with one sample.
@@ -40,7 +42,7 @@ class EvalRow:
     """
 
     task: str
-    method: str
+    method: Method
     setting: str
     score: float
     score_name: str
@@ -53,3 +55,7 @@ class EvalRow:
     peak_memory_mb: float | None = None
     samples: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the fields of the row for a file, the method by its name."""
+        return asdict(self) | {"method": str(self.method)}

@@ -54,7 +54,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import calibration, harness_tasks, haystack, key_shares, methods, untrained
+    from msattn.trainer.evaluate import calibration, harness_tasks, haystack, key_shares, methods
     from msattn.trainer.evaluate.partial import PartialRows, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
@@ -66,7 +66,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     haystack.check_texts(cfg)
     found = methods.find_methods(cfg, loaded, loaded.model.device)
-    found = untrained.add_routers(found, cfg, loaded.model)
+    found = methods.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)
     samples = harness_tasks.load_samples(cfg, loaded) if "harness" in cfg.eval.tasks else []  # refuses a task before others run
     # Refuses other settings than those of the run to resume before the calibrations, which take minutes.
@@ -122,8 +122,8 @@ def _run_tasks(
         throughput,
     )
     from msattn.trainer.evaluate.analysis import task as analysis
+    from msattn.trainer.evaluate.methods import without_routers
     from msattn.trainer.evaluate.report.context import CPU_NOTE
-    from msattn.trainer.evaluate.untrained import without_routers
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
@@ -164,7 +164,7 @@ def _print_tables(rows: list[EvalRow], notes: list[str]) -> "Console":
 
 def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
     """Returns ``{"task/method/setting": score}`` for a tracker; after tasks with several: length, batch or benchmark."""
-    return {"/".join(filter(None, (row.task, _length(row), row.method, row.setting))): row.score for row in rows}
+    return {"/".join(filter(None, (row.task, _length(row), str(row.method), row.setting))): row.score for row in rows}
 
 
 def _length(row: EvalRow) -> str:
@@ -180,8 +180,8 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
     from msattn.trainer.evaluate import documents, ruler
     from msattn.trainer.evaluate.analysis import task as analysis
+    from msattn.trainer.evaluate.methods import without_routers
     from msattn.trainer.evaluate.prompts import encoded_prompts
-    from msattn.trainer.evaluate.untrained import without_routers
     from msattn.trainer.methods.pages import PageRouter
     from msattn.trainer.models.families import check_length
 
@@ -226,7 +226,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
             least = routing.router.page_size - 1 if isinstance(routing.router, PageRouter) else 0
             if task == "recall" and routing.recent < least:
                 # The page of the first key before the window would have keys after the query in its summary.
-                raise UserError(f"recent={routing.recent}: recall with {routing.name} accepts {least} or more tokens")
+                raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
 
 
 def _prepare(folder: Path) -> None:

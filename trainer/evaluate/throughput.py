@@ -22,8 +22,9 @@ from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.decoding import ALWAYS_DENSE, TRANSFORMERS, untrained_router
 from msattn.trainer.evaluate.latency import untrained_gate
 from msattn.trainer.evaluate.methods import ComparedMethods
-from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.memory import release_memory
+from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.paged.batching import batching_config
 
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 WARMUP_TOKENS = 2  # of one request, which is not measured: kernels compile
-SAME_ENGINE = f"{DENSE_PREFIX}same engine"
+SAME_ENGINE = DENSE.of("same engine")
 
 
 class ThroughputCase(NamedTuple):
     """A method in a setting, and a context manager that attaches it to the model."""
 
-    method: str
+    method: Method
     setting: str
     attached: Callable[[], "AbstractContextManager[Sparse | None]"]
 
@@ -89,9 +90,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             release_memory()  # of the last measurement's cache and graphs
             done[case] = measure(model, case.attached, prompts, settings)
             progress.advance(bar)
-        dense = {
-            case.method.removeprefix(DENSE_PREFIX): each for case, each in done.items() if case.method.startswith(DENSE_PREFIX)
-        }
+        dense = {case.method.variants[0]: each for case, each in done.items() if case.method.is_dense}
         rows += [as_row(case, length, requests, each, dense) for case, each in done.items()]
     return rows
 
@@ -107,8 +106,13 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     return [
         ThroughputCase(TRANSFORMERS, "", nullcontext),
         ThroughputCase(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
-        ThroughputCase(f"{block.name} + {routing.name}", f"{described}, {read}", attached),
+        ThroughputCase(_together(block.method, routing.method), f"{described}, {read}", attached),
     ]
+
+
+def _together(block: Method, routing: Method) -> Method:
+    """Returns the method of prompts by ``block`` and new tokens by ``routing``."""
+    return Method(f"{block} + {routing}", f"{block.label} + {routing.label}", trained=block.is_trained and routing.is_trained)
 
 
 def _random_prompts(model: "PreTrainedModel", requests: int, length: int, seed: int) -> list[list[int]]:
@@ -189,8 +193,8 @@ def as_row(case: ThroughputCase, length: int, requests: int, done: ThroughputRun
         score=done.rate,
         score_name="new tokens a second",
         ratio_to_dense=done.rate / max(each.rate for each in dense.values()),
-        sparsity=None if case.method.startswith(DENSE_PREFIX) else done.stats["sparsity"],
-        selectivity=None if case.method.startswith(DENSE_PREFIX) else done.stats["selectivity"],
+        sparsity=None if case.method.is_dense else done.stats["sparsity"],
+        selectivity=None if case.method.is_dense else done.stats["selectivity"],
         latency_s=done.first_token(0.5),
         peak_memory_mb=done.peak_mb,
         samples=requests,

@@ -33,7 +33,7 @@ from msattn.trainer.progress import activity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from msattn.trainer.methods.selection import Scorer
+    from msattn.trainer.methods.base import Scorer
 
 CALIBRATION_CHUNKS = 8  # chunks that thresholds are measured on
 FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the answer; 1 is plain top-k

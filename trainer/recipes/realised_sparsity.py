@@ -32,7 +32,7 @@ def main(overrides: list[str]) -> None:
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     found = calibration.calibrate_selections(found, cfg, loaded)
     settings = [
-        (method.name, sparsity, method.selection(replace(method.select, sparsity=sparsity)))
+        (str(method.method), sparsity, method.selection(replace(method.select, sparsity=sparsity)))
         for method in found.block_selections
         if isinstance(method.select, CalibratedConfig)
         for sparsity in cfg.eval.perplexity.sparsities

@@ -16,7 +16,7 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.untrained_router import UntrainedRouter
+from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.models.families import (
     attention_layers,
     check_supported,

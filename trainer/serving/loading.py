@@ -8,8 +8,8 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.untrained.base import UntrainedPages
 from msattn.trainer.methods.untrained.random import RandomBuckets
-from msattn.trainer.methods.untrained_pages import UntrainedPages
 
 AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedPages
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.selection import Selection, selected_attention, sparsity
+from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.families import check_length, num_layers, served_layers
 from msattn.trainer.models.layer_attention import block_map, decoded_attention
 from msattn.trainer.models.recall import attention_recall

@@ -15,9 +15,10 @@ from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.block_thresholds import calibrate
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
-from msattn.trainer.methods.gate.attn_gate import INITIAL_SCALE, AttnGate, Gate, frequency_matched_projection
+from msattn.trainer.methods.gate.attn_gate import INITIAL_SCALE, AttnGate, Gate, GateScores, frequency_matched_projection
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
-from msattn.trainer.methods.selection import GateScores, Nucleus, Selection, TopK
+from msattn.trainer.methods.policies import Nucleus, TopK
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model

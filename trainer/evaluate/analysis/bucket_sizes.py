@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 
 REPEATS = 10  # samples of the training and of the held-out text, as in the paper
 RANGES = 8  # ranges of positions
@@ -79,25 +80,25 @@ class BucketSizes:
     """
 
     seed: int
-    training: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    heldout: dict[tuple[str, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    num_buckets: dict[str, int] = field(default_factory=dict)
+    training: dict[tuple[Method, int], Tensor] = field(default_factory=dict)
+    heldout: dict[tuple[Method, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    num_buckets: dict[Method, int] = field(default_factory=dict)
 
     def rows(self, length: int) -> list[EvalRow]:
         """Returns a row for each partition and way of sampling; the score is the mean :func:`deviation` from the training text.
 
         ``extra`` holds the deviation of each sample and head, in the order of prompts or positions.
         """
-        return [row for name in self.num_buckets for row in self._rows(name, length)]
+        return [row for partition in self.num_buckets for row in self._rows(partition, length)]
 
-    def _rows(self, name: str, length: int) -> Iterator[EvalRow]:
-        count, layers = self.num_buckets[name], sorted(layer for each, layer in self.heldout if each == name)
+    def _rows(self, partition: Method, length: int) -> Iterator[EvalRow]:
+        count, layers = self.num_buckets[partition], sorted(layer for each, layer in self.heldout if each == partition)
         found: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in layers])  # counts by way, layer and sample
         for i, layer in enumerate(layers):
-            heldout = torch.stack(self.heldout[name, layer], dim=1)
-            for way, buckets in samples(self.training[name, layer], heldout, self.seed):
+            heldout = torch.stack(self.heldout[partition, layer], dim=1)
+            for way, buckets in samples(self.training[partition, layer], heldout, self.seed):
                 found[way][i].append(bucket_counts(buckets, count))
-        expected = torch.stack([bucket_counts(self.training[name, layer], count) for layer in layers])[:, None]
+        expected = torch.stack([bucket_counts(self.training[partition, layer], count) for layer in layers])[:, None]
         for way, counted in found.items():
             counts = torch.stack([torch.stack(each) for each in counted])  # [layers, samples, H, C]
             away = deviation(counts, expected)  # [layers, samples, H]
@@ -105,11 +106,11 @@ class BucketSizes:
             relative = count * by_size / by_size.sum()
             yield EvalRow(
                 task="analysis",
-                method=f"buckets of {name}",
+                method=Method(f"buckets of {partition}", partition.label),
                 setting=way,
                 score=away.mean().item(),
                 score_name="deviation of bucket sizes",
-                samples=len(self.heldout[name, layers[0]]),
+                samples=len(self.heldout[partition, layers[0]]),
                 extra={
                     "length": length,
                     "keys_per_sample": int(counts[0, 0, 0].sum()),

@@ -15,6 +15,7 @@ from msattn.trainer.evaluate.analysis.queries import Window
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.memory import free_memory
+from msattn.trainer.methods.base import ROPE
 from msattn.trainer.methods.buckets import serving
 from msattn.trainer.methods.classifier.clustering import fit_centroids
 from msattn.trainer.methods.classifier.kmeans import KMeans
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 POINTS_PER_BUCKET = 128  # training keys of each head, for each bucket
 MIN_CHUNKS = 4  # of training text
-BEFORE, AFTER = "k-means", "k-means, RoPE"  # names, as those of artifacts
+BEFORE, AFTER = KMeans.method, KMeans.method.of(ROPE)
 
 
 @dataclass(frozen=True)
@@ -145,17 +146,17 @@ def routings(
     main = num_buckets(cfg, methods)
     wanted = {BEFORE: (False, main), AFTER: (True, main)}
     found = {routing.router.rope for routing in methods.bucket_routings if isinstance(routing.router, KMeans)}
-    wanted = {name: (rope, size) for name, (rope, size) in wanted.items() if rope not in found}
-    wanted |= {f"{BEFORE}, {size} buckets": (False, size) for size in other_sizes(cfg, methods)}
+    wanted = {method: (rope, size) for method, (rope, size) in wanted.items() if rope not in found}
+    wanted |= {BEFORE.of(f"{size} buckets"): (False, size) for size in other_sizes(cfg, methods)}
     task = progress.add_task("analysis, k-means of heads", total=len(wanted) * len(keys.before))
     fitted = []
-    for name, (rope, size) in wanted.items():
+    for method, (rope, size) in wanted.items():
         router = _fit(
             keys.after if rope else keys.before, size, rope, cfg, loaded.model.device, partial(progress.advance, task)
         )
-        fitted.append(BucketRoutingMethod.configured(name, router, cfg))
+        fitted.append(BucketRoutingMethod.configured(method, router, cfg))
     if fitted:
-        names = "; ".join(each.name for each in fitted)
+        names = "; ".join(str(each.method) for each in fitted)
         text = f"{keys.count:,} keys of each head from {keys.num_chunks} training chunks"
         methods.notes.append(f"Fitted for the analysis, on {text}: {names}.")
     return [*methods.bucket_routings, *fitted]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 from msattn.trainer.models.tap import LayerInputs
 
 SAMPLE = 1000  # positions whose keys and queries are measured
@@ -104,7 +105,7 @@ class Planes:
         means = {name: float(torch.tensor(values).mean()) for name, values in table.items()}
         return EvalRow(
             task="analysis",
-            method="queries and keys",
+            method=Method("queries and keys"),
             setting=stage,
             score=means["cosine"],
             score_name="cosine of the means",

@@ -16,10 +16,12 @@ from msattn.trainer.evaluate.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.methods import BucketRoutingMethod
 from msattn.trainer.evaluate.recall import LayerRecall, MethodRecall
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs
 
-ORACLE, RANDOM = "exact top keys", "random keys"
+ORACLE = Method("exact top keys", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
+RANDOM = Method("random keys", servable=False, style={"color": "#999999", "marker": "x"})
 
 
 def rank(priority: Tensor) -> Tensor:
@@ -118,10 +120,10 @@ class LayerReads:
     """Measures one layer of one chunk, query group by query group."""
 
     values: Tensor  # [Hkv, M, D]
-    routed: dict[str, RoutedKeys]
+    routed: dict[Method, RoutedKeys]
     generator: torch.Generator
-    settings: dict[str, list[str]] = field(default_factory=dict)
-    parts: dict[str, dict[int, list[tuple[Tensor, ...]]]] = field(default_factory=dict)  # by method and head
+    settings: dict[Method, list[str]] = field(default_factory=dict)
+    parts: dict[Method, dict[int, list[tuple[Tensor, ...]]]] = field(default_factory=dict)  # by method and head
 
     @classmethod
     def of(cls, x: LayerInputs, routings: list[BucketRoutingMethod], positions: Tensor, seed: int) -> "LayerReads":
@@ -131,7 +133,7 @@ class LayerReads:
             if x.layer in routing.router.layers:
                 buckets = buckets_of_keys(x, routing.router)[0][0]
                 scores = bucket_scores(x, routing.router, positions.to(x.q.device), routing.recent)
-                routed[routing.name] = RoutedKeys(probes_of(routing.router.num_buckets), buckets, scores)
+                routed[routing.method] = RoutedKeys(probes_of(routing.router.num_buckets), buckets, scores)
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
 
     def add(self, head: int, queries: Queries) -> None:
@@ -142,7 +144,7 @@ class LayerReads:
             read = read_in_stages(queries, values, stage, len(settings) + 1)
             self.parts.setdefault(name, {}).setdefault(head, []).append(read)
 
-    def recalls(self) -> Iterator[tuple[str, str, LayerRecall]]:
+    def recalls(self) -> Iterator[tuple[Method, str, LayerRecall]]:
         """Yields ``(method, setting, recall)``, the window first."""
         for number, (name, by_head) in enumerate(self.parts.items()):
             stages = _by_stage(list(by_head.values()))
@@ -151,7 +153,7 @@ class LayerReads:
             for setting, recall in zip(self.settings[name], stages[1:], strict=True):
                 yield name, setting, recall
 
-    def _stages(self, head: int, queries: Queries) -> Iterator[tuple[str, list[str], Tensor]]:
+    def _stages(self, head: int, queries: Queries) -> Iterator[tuple[Method, list[str], Tensor]]:
         """Yields the name, the settings and the stages of each method."""
         shares = [f"{share:.0%} of far keys" for share in SHARES]
         yield ORACLE, shares, stages_of_shares(queries.logits, queries.far)
@@ -179,7 +181,7 @@ def _by_stage(heads: list[list[tuple[Tensor, ...]]]) -> list[LayerRecall]:
 class Selectivity:
     """Recall of each method and setting, with the fields of ``eval=recall``; a query group shares the probes of its routers."""
 
-    recalls: dict[tuple[str, str], MethodRecall] = field(default_factory=dict)
+    recalls: dict[tuple[Method, str], MethodRecall] = field(default_factory=dict)
 
     def add(self, layer: int, reads: LayerReads) -> None:
         """Adds what a layer of one chunk reads."""

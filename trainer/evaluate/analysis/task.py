@@ -61,7 +61,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
             planes.add(x)
         for routing in compared_sizes(routings, x.layer):
             buckets = buckets_of_keys(x, routing.router)[0][0, heads, 1:]
-            sizes.heldout[routing.name, x.layer].append(buckets.cpu())
+            sizes.heldout[routing.method, x.layer].append(buckets.cpu())
         reads = LayerReads.of(x, routings, positions, cfg.seed)
         for head in heads:
             for queries in query_batches(x, head, positions, window):
@@ -112,6 +112,6 @@ def training_sizes(
             router = routing.router
             assert isinstance(router, KMeans)
             before, after = (each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after))
-            sizes.training[routing.name, layer] = router.assign(layer, before, after)[0, heads].cpu()
-            sizes.num_buckets[routing.name] = routing.router.num_buckets
+            sizes.training[routing.method, layer] = router.assign(layer, before, after)[0, heads].cpu()
+            sizes.num_buckets[routing.method] = routing.router.num_buckets
     return sizes

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from msattn.trainer.evaluate.analysis.queries import BATCH_SCORES, SHARES, Queries, counts_of
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 from msattn.trainer.models.tap import LayerInputs
 
 SCORED = 0.01  # share of the keys whose mass is the score of a row
 QUERY_BLOCKS = 4  # of a chunk
-FAR = "outside the window"
+ALL, FAR = "all keys", "outside the window"
+MASS_IN_KEYS = Method("mass in top keys", "all keys, mean")
+MASS_IN_BLOCKS = Method("mass in top blocks", "prefill blocks, mean")
 
 
 def share_in_top(mass: Tensor, counts: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ class TopMass:
 
     def add_queries(self, x: LayerInputs, head: int, queries: Queries) -> None:
         """Adds the mass in the top keys of all visible keys, and of those outside the window."""
-        for kind, mask in (("all keys", queries.visible), (FAR, queries.far)):
+        for kind, mask in ((ALL, queries.visible), (FAR, queries.far)):
             self._add((kind, x.layer, head), top_keys(queries, mask), len(queries.positions))
 
     def add_blocks(self, x: LayerInputs, head: int) -> None:
@@ -89,7 +92,7 @@ class TopMass:
         curve = by_head.mean((0, 1)).tolist()
         return EvalRow(
             task="analysis",
-            method="mass in top blocks" if kind.startswith("blocks") else "mass in top keys",
+            method=MASS_IN_KEYS if kind in (FAR, ALL) else MASS_IN_BLOCKS,
             setting=kind,
             score=curve[scored],
             score_name=f"mass in the top {SCORED:.0%}",

@@ -9,12 +9,11 @@ from msattn.trainer.evaluate.report.style import (
     by_method,
     key_share_axis,
     legend_below,
-    method_style,
-    method_title,
     percent,
     subplots,
 )
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import ROPE, Method
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +50,7 @@ def analysis_buckets(rows: list[EvalRow]) -> "Figure | None":
     ways = [row.setting for row in partitions[0][1]]
     for number, (method, points) in enumerate(partitions):
         color, marker = PARTITION_STYLES[number % 2]
-        name = method.removeprefix("buckets of ")
+        name = method.label
         for row in points:
             away = row.extra["deviations"]
             height = ways.index(row.setting) + 0.22 * (number - 0.5)
@@ -103,9 +102,9 @@ def analysis_error(rows: list[EvalRow]) -> "Figure | None":
         return None
     figure, (error, missed) = subplots(1, 2, (11.0, 4.8))
     for number, (method, points) in enumerate(by_method(read)):
-        style = {**method_style(method), **_own_style(method, number)}
+        style = {**method.line, **_own_style(method, number)}
         share = [percent(row.selectivity) for row in points]
-        error.plot(share, [max(row.extra["output_error"], LOWEST) for row in points], label=method_title(method), **style)
+        error.plot(share, [max(row.extra["output_error"], LOWEST) for row in points], label=method.label, **style)
         missed.plot(share, [percent(max(row.extra["missed_mass"], LOWEST)) for row in points], **style)
     for axes in (error, missed):
         key_share_axis(axes, read)
@@ -133,10 +132,9 @@ def _mass_lines(axes: "Axes", far: EvalRow, others: list[EvalRow]) -> None:
     for number, layer in enumerate(far.extra["layers"]):
         mass = [percent(value) for value in far.extra["by_layer"][number]]
         axes.plot(shares, mass, color=f"C{number % 10}", marker="o", markersize=4, label=f"layer {layer}")
-    names = {"mass in top keys": "all keys, mean", "mass in top blocks": "prefill blocks, mean"}
     for row, style in zip_longest(others, ("--", ":")[: len(others)]):
         mass = [percent(row.extra[f"top {share:.0%}"]) for share in row.extra["shares"]]
-        axes.plot(shares, mass, color=INK, linestyle=style, label=names[row.method])
+        axes.plot(shares, mass, color=INK, linestyle=style, label=row.method.label)
     axes.plot(shares, shares, color="#999999", linewidth=1.0, label="equal weights")
     axes.set(xlabel="top keys or blocks (%)", ylabel="share of the attention mass (%)", ylim=(0, 102), xscale="log")
     axes.set_xticks(shares, [f"{share:g}" for share in shares])
@@ -144,13 +142,11 @@ def _mass_lines(axes: "Axes", far: EvalRow, others: list[EvalRow]) -> None:
     axes.set_title(f"layers: keys {far.setting}", fontsize=10)
 
 
-def _own_style(method: str, number: int) -> dict[str, Any]:
+def _own_style(method: Method, number: int) -> dict[str, Any]:
     """Returns what tells methods apart that have no style of their own: fitted partitions of several sizes."""
-    if not method.startswith("k-means, "):
+    if not method.variants or ROPE in method.variants:
         return {}
-    if method == "k-means, RoPE":
-        return {"color": "#7B68EE", "marker": "X"}
-    return {"color": "#CC79A7", "marker": "P", "fillstyle": "none", "linestyle": ("--", ":", "-.")[number % 3]}
+    return {"fillstyle": "none", "linestyle": ("--", ":", "-.")[number % 3]}
 
 
 def _spread(numbers: range, most: int) -> list[int]:

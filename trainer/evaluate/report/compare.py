@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.storage.replace import current_folder
 
@@ -32,7 +31,7 @@ class ComparedRow(NamedTuple):
         length = self.row.extra.get("length")
         return {
             "task": ", ".join(filter(None, (task, f"{length:,}" if length else "", batch_text(self.row)))),
-            "method": method_title(self.row.method),
+            "method": self.row.method.label,
             "setting": self.row.setting,
             "this": score_text(task, score),
             "other": score_text(task, self.other),
@@ -59,7 +58,7 @@ class Comparison:
 
     def main(self) -> list[ComparedRow]:
         """Returns the rows of dense attention and of trained methods."""
-        return [each for each in self.rows if is_trained(each.row.method) or each.row.method.split(",")[0] == "dense"]
+        return [each for each in self.rows if each.row.method.is_trained or each.row.method.is_dense]
 
 
 def read_results(folder: str) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def _difference(task: str, here: float, there: float) -> str:
 
 def _key(row: EvalRow) -> tuple[Any, ...]:
     sample = row.extra.get("length"), row.extra.get("batch", 1), row.extra.get("benchmark")
-    return row.task, *sample, row.method, row.setting
+    return row.task, *sample, str(row.method), row.setting
 
 
 def _settings(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,6 @@ from msattn.trainer.evaluate.report.style import (
     is_of_one_prompt,
     key_share_axis,
     legend_outside,
-    method_style,
-    method_title,
     panel_grid,
     percent,
     percent_above,
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 def perplexity(rows: list[EvalRow]) -> "Figure | None":
     """Plots the rise of perplexity over dense attention against realised sparsity, with intervals of paired differences."""
-    rows = [row for row in rows if row.method != "dense"]
+    rows = [row for row in rows if not row.method.is_dense]
     if not rows:
         return None
     figure, (axes,) = panel_grid(1)
@@ -48,7 +46,7 @@ def perplexity(rows: list[EvalRow]) -> "Figure | None":
 
 def documents(rows: list[EvalRow]) -> "Figure | None":
     """Plots the rise of perplexity over dense attention against the length; of many lines, one for each method."""
-    rows = few_lines([row for row in rows if row.method != "dense"])
+    rows = few_lines([row for row in rows if not row.method.is_dense])
     if not rows:
         return None
     figure, (axes,) = panel_grid(1)
@@ -70,8 +68,8 @@ def recall(rows: list[EvalRow]) -> "Figure | None":
     for method, points in by_method(rows):
         points.sort(key=lambda row: row.selectivity or 0)
         read = [percent(row.selectivity) for row in points]
-        mass.plot(read, [percent(row.score) for row in points], label=method_title(method), **method_style(method))
-        error.plot(read, [max(row.extra["output_error"], 1e-6) for row in points], **method_style(method))
+        mass.plot(read, [percent(row.score) for row in points], label=method.label, **method.line)
+        error.plot(read, [max(row.extra["output_error"], 1e-6) for row in points], **method.line)
     for axes in (mass, error):
         key_share_axis(axes, rows)
     mass.set(ylabel="attention mass read (%)", ylim=(None, 101))
@@ -88,12 +86,12 @@ def found(rows: list[EvalRow], label: str) -> "Figure | None":
     figure, panels = panel_grid(len(lengths))
     for axes, length in zip(panels, lengths, strict=True):
         of_length = [row for row in rows if row.extra["length"] == length]
-        for method, points in by_method([row for row in of_length if row.method != "dense"]):
+        for method, points in by_method([row for row in of_length if not row.method.is_dense]):
             points.sort(key=lambda row: row.selectivity or 0)
             scores = [percent(row.score) for row in points]
             bounds = [[percent(bound) for bound in row.interval or (row.score, row.score)] for row in points]
             plot_with_intervals(axes, [percent(row.selectivity) for row in points], scores, bounds, method)
-        dense = [row for row in of_length if row.method == "dense"]
+        dense = [row for row in of_length if row.method.is_dense]
         if dense:
             axes.axhline(percent(dense[0].score), color=INK, linewidth=0.9, linestyle=":", label="dense")
         axes.set(title=f"{length:,} tokens", ylabel=f"{label} (%)", ylim=(-4, 104))

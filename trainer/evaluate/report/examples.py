@@ -6,8 +6,8 @@ from typing import Any
 
 from msattn.trainer.evaluate.report.captions import EXAMPLES, NEEDLE_EXAMPLES
 from msattn.trainer.evaluate.report.elements import table
-from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 
 MOST_NEEDLES = 2  # prompts with needles that are shown
 PROMPT_CHARACTERS = 700  # the end of a longer prompt is shown
@@ -37,7 +37,7 @@ def _agreement(answers: tuple[dict[str, Any], ...]) -> float:
 
 def _one_row_per_method(rows: Iterable[EvalRow]) -> list[EvalRow]:
     """Returns the row of each method with the longest prompts and the fewest keys read."""
-    best: dict[str, EvalRow] = {}
+    best: dict[Method, EvalRow] = {}
     for row in rows:
         best[row.method] = min(best.get(row.method, row), row, key=_order)
     return list(best.values())
@@ -55,12 +55,12 @@ def _prompt(answers: list[tuple[EvalRow, dict[str, Any]]]) -> str:
     parts = prompt.split(expected) if expected else [prompt]
     shown = f"<mark>{escape(expected)}</mark>".join(map(escape, parts))
     columns = {
-        "method": [method_title(row.method) for row, _ in answers],
+        "method": [row.method.label for row, _ in answers],
         "setting": [row.setting for row, _ in answers],
         "answer": [f"{_mark(example, expected)}{example['answer']}" for _, example in answers],
     }
     wanted = f"<p>Expected answer: <mark>{escape(expected)}</mark></p>" if expected else ""
-    body = table(columns, bold=[is_trained(row.method) for row, _ in answers])
+    body = table(columns, bold=[row.method.is_trained for row, _ in answers])
     return f'<blockquote>{shown}</blockquote>\n{wanted}\n<div class="answers">{body}</div>'
 
 

@@ -22,7 +22,7 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Com
     """Writes all files into ``folder``; returns the figures by name."""
     rows = list(rows)
     figures = plots.draw(rows, folder)
-    document = finite({**asdict(about), "rows": [asdict(row) for row in rows]})
+    document = finite({**asdict(about), "rows": [row.plain() for row in rows]})
     text = json.dumps(document, indent=2, allow_nan=False)
     text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)  # a list of numbers takes one line
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
@@ -35,7 +35,7 @@ def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
     """Returns a table: the fields of each row, each interval as two columns, and the numbers and strings of ``extra``."""
     lines = []
     for row in rows:
-        line = asdict(row)
+        line = row.plain()
         extra = line.pop("extra")
         line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
         for name in [key.removesuffix("_interval") for key in extra if key.endswith("_interval")]:

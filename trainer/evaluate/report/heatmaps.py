@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import RULER_TASKS
-from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, method_title, row_title, subplots
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, row_title, subplots
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def recall_heads(rows: list[EvalRow]) -> "Figure | None":
     for axes, row in zip(grid, fewest, strict=False):
         layers, heads = row.extra["layers"], row.extra["heads"]
         image = axes.imshow(heads, **HEATMAP)
-        axes.set_title(f"{method_title(row.method)}\n{row.setting}, mean {row.score:.0%}", fontsize=9)
+        axes.set_title(f"{row.method.label}\n{row.setting}, mean {row.score:.0%}", fontsize=9)
         ticks = _at_most_eight(range(len(layers)))
         axes.set_yticks(ticks, [layers[i] for i in ticks])
         axes.set_xticks(_at_most_eight(range(len(heads[0]))))
@@ -114,7 +114,7 @@ def recall_maps(rows: list[EvalRow]) -> "Figure | None":
     for each in data["heads"]:
         lists = ([[float("nan") if cell is None else cell for cell in line] for line in one] for one in each["maps"])
         maps[each["layer"], each["head"]] = [torch.tensor(one) for one in lists]
-    title = method_title(data["method"])
+    title = data["method"]
     return draw_maps(maps, ("true block map", f"scores: {title}", f"blocks read\n({data['setting']})"))
 
 
@@ -133,7 +133,7 @@ def recall_decoded(rows: list[EvalRow]) -> "Figure | None":
     mass.set_title(f"layer {data['layer']}, key/value head {data['head']}; routing reads {data['setting']}", fontsize=10)
     lines = [each["bins"] for each in reads.values()]
     strips.imshow(lines, **(HEATMAP | {"cmap": "Greens"}), extent=(*extent, len(lines) - 0.5, -0.5))
-    names = [f"{method_title(name)}:\n{each['keys']:.0%} of keys, {each['mass']:.0%} of mass" for name, each in reads.items()]
+    names = [f"{name}:\n{each['keys']:.0%} of keys, {each['mass']:.0%} of mass" for name, each in reads.items()]
     strips.set_yticks(range(len(names)), names, fontsize=8)
     strips.hlines([i + 0.5 for i in range(len(names) - 1)], *extent, color=INK, linewidth=0.5)
     strips.set(xlabel="position of the key; the token stands at the right end")

@@ -11,7 +11,6 @@ from msattn.trainer.evaluate.report.compare import ComparedRow, Comparison
 from msattn.trainer.evaluate.report.context import CPU_NOTE
 from msattn.trainer.evaluate.report.elements import figure, folded, table
 from msattn.trainer.evaluate.report.examples import examples
-from msattn.trainer.evaluate.report.style import is_trained
 from msattn.trainer.evaluate.report.tables import HEADINGS, caption
 from msattn.trainer.evaluate.report.tables import table as columns_of
 from msattn.trainer.evaluate.report.verdict import Verdict, verdict
@@ -104,7 +103,7 @@ def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
         if own:
             pictures = [html for name, html in drawn.items() if name not in OWN_SECTIONS and name.split("_")[0] == task]
             introduction = f"<p>{INTRODUCTION}</p>" if task != "analysis" and not sections else ""
-            rendered = table(columns_of(own), bold=[is_trained(row.method) for row in own])
+            rendered = table(columns_of(own), bold=[row.method.is_trained for row in own])
             if task == "analysis":  # its figures say more than its many rows
                 rendered, pictures = "", [*pictures, folded(f"Table ({len(own)} rows)", rendered)]
             sections[caption(own)] = "\n".join([introduction, rendered, *pictures])

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from msattn.trainer.evaluate.report.style import INK, METHOD_STYLES, is_of_one_prompt, method_style, row_title, subplots
-from msattn.trainer.evaluate.row import DENSE_PREFIX, EvalRow
+from msattn.trainer.evaluate.report.style import INK, is_of_one_prompt, row_title, subplots
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,18 +43,18 @@ def speed(rows: list[EvalRow]) -> "Figure | None":
 
 def _dense_lines(rows: list[EvalRow]) -> dict[str, Line]:
     """Returns the lines of dense attention: what ``generate`` reaches, and the fastest SDPA kernel at each length."""
-    dense = [row for row in rows if row.method.startswith(DENSE_PREFIX)]
+    dense = [row for row in rows if row.method.is_dense]
     lines: dict[str, Line] = {}
     kernels: dict[int, list[EvalRow]] = {}
     for row in dense:
         if row.extra.get("launched_by") == "generate":
-            lines.setdefault(row.method, []).append((row.extra["length"], row.score))
+            lines.setdefault(str(row.method), []).append((row.extra["length"], row.score))
         else:
             kernels.setdefault(row.extra["length"], []).append(row)
     if kernels:
         best = max if rows[0].task == "decoding" else min
         graph = {row.extra.get("launched_by") for row in dense} & {"CUDA graph"}
-        names = {row.method for of_length in kernels.values() for row in of_length}
+        names = {str(row.method) for of_length in kernels.values() for row in of_length}
         name = (names.pop() if len(names) == 1 else FASTEST) + " (CUDA graph)" * bool(graph)
         lines[name] = [(length, best(row.score for row in of_length)) for length, of_length in kernels.items()]
     return lines
@@ -61,7 +62,7 @@ def _dense_lines(rows: list[EvalRow]) -> dict[str, Line]:
 
 def _sparse_rows(rows: list[EvalRow]) -> list[EvalRow]:
     """Returns the rows of sparse attention; with many lines, of each method in its setting that reads the fewest keys."""
-    sparse = [row for row in rows if not row.method.startswith(DENSE_PREFIX)]
+    sparse = [row for row in rows if not row.method.is_dense]
     reads = {(row.method, row.setting): row.selectivity or 0.0 for row in sparse}
     if len(reads) <= MAX_LINES:
         return sparse
@@ -74,14 +75,14 @@ def _plot(axes: "Axes", dense: dict[str, Line], sparse: list[EvalRow]) -> None:
     """Plots lines on logarithmic axes with a legend below them."""
     for number, (name, points) in enumerate(dense.items()):
         axes.plot(*zip(*sorted(points), strict=True), label=name, marker=".", linewidth=1.4, **DENSE_STYLES[number % 3])
-    lines: dict[tuple[str, str], list[EvalRow]] = {}
+    lines: dict[tuple[Method, str], list[EvalRow]] = {}
     for row in sparse:
         lines.setdefault((row.method, row.setting), []).append(row)
     one_of_each = len({method for method, _ in lines}) == len(lines)
     for number, ((method, _), points) in enumerate(lines.items()):
         style: dict[str, Any] = {"color": COLORS[number % 6], "marker": MARKERS[number % 6], "linewidth": 1.8, "markersize": 5}
-        if one_of_each and method in METHOD_STYLES:
-            style = method_style(method)
+        if one_of_each and method.style:
+            style = method.line
         values = sorted((row.extra["length"], row.score) for row in points)
         axes.plot(*zip(*values, strict=True), label=row_title(points[0]), **style)
     axes.set(xscale="log", yscale="log")

@@ -1,11 +1,12 @@
-"""Colours, method titles and axes that all figures share."""
+"""Colours and axes that all figures share."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,55 +14,10 @@ if TYPE_CHECKING:
 
 # Text and axes; grid and empty areas; the gate. The page replaces these colours by those of its theme.
 INK, GRID, BLUE = "#222222", "#E3E3E3", "#0072B2"
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart. Trained methods have thicker lines.
-METHOD_STYLES: dict[str, dict[str, Any]] = {
-    "gate": {"color": BLUE, "marker": "o", "linewidth": 2.2, "zorder": 4},
-    "gate, top-k": {"color": BLUE, "marker": "o", "linestyle": ":", "fillstyle": "none"},
-    "gate (embedded)": {"color": "#7B68EE", "marker": "h", "linewidth": 2.2, "zorder": 4},
-    "gate (embedded), top-k": {"color": "#7B68EE", "marker": "h", "linestyle": ":", "fillstyle": "none"},
-    "classifier (embedded)": {"color": "#F0A07C", "marker": "h", "linewidth": 2.2, "zorder": 4},
-    "classifier": {"color": "#D55E00", "marker": "o", "linewidth": 2.2, "zorder": 4},
-    "classifier, calibrated": {"color": "#D55E00", "marker": "^", "linestyle": "-.", "linewidth": 2.2, "zorder": 4},
-    "decode gate": {"color": BLUE, "marker": "o", "linewidth": 2.2, "zorder": 4},
-    "decode gate, calibrated": {"color": BLUE, "marker": "^", "linestyle": "-.", "linewidth": 2.2, "zorder": 4},
-    "oracle": {"color": INK, "marker": "D", "linestyle": "--"},
-    "oracle routing": {"color": "#808080", "marker": "D", "linestyle": "--"},
-    "exact top keys": {"color": INK, "marker": "D", "linestyle": "--"},
-    "random keys": {"color": "#999999", "marker": "x"},
-    "quest": {"color": "#009E73", "marker": "s"},
-    "vertical_slash": {"color": "#6B8E23", "marker": "p"},
-    "mean_pool": {"color": "#56B4E9", "marker": "^"},
-    "sink_local": {"color": "#E69F00", "marker": "v"},
-    "a_shape": {"color": "#C0A000", "marker": "<"},
-    "random": {"color": "#999999", "marker": "x"},
-    "k-means": {"color": "#CC79A7", "marker": "P"},
-    "Quest pages": {"color": "#009E73", "marker": "s"},
-    "LSH": {"color": "#56B4E9", "marker": "^"},
-    "sink and window": {"color": "#E69F00", "marker": "v"},
-    "random buckets": {"color": "#999999", "marker": "x"},
-    WINDOW: {"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9},
-}
-DEFAULT_STYLE = {"color": "#B8860B", "marker": "d"}
-METHOD_TITLES = {"sink_local": "sink + local", "mean_pool": "mean pooling", "quest": "Quest bounds"} | {
-    "vertical_slash": "vertical slash",
-    "a_shape": "A shape by head",
-}
 KEY_SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks of the share of keys read, in percent
 RISES = (-50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)  # ticks of the rise of perplexity, in percent
 PHONE_WIDTH = 4.6  # inches of a figure that a phone shows in its whole width
 HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broken, and how far tells nothing
-
-
-def method_title(method: str) -> str:
-    """Returns the name of a method in figures and tables."""
-    return METHOD_TITLES.get(method, method)
-
-
-def is_trained(method: str) -> bool:
-    """Returns True for the gates and classifiers that were trained, in the policy that they are served with."""
-    trained = method.startswith(("gate", "classifier", "decode gate"))
-    return trained and not method.endswith((", untrained", ", top-k", ", independent"))
 
 
 def is_of_one_prompt(row: EvalRow) -> bool:
@@ -71,12 +27,7 @@ def is_of_one_prompt(row: EvalRow) -> bool:
 
 def row_title(row: EvalRow) -> str:
     """Returns the name of a method with its setting."""
-    return f"{method_title(row.method)}, {row.setting}" if row.setting else method_title(row.method)
-
-
-def method_style(method: str) -> dict[str, Any]:
-    """Returns the keyword arguments of ``Axes.plot`` for a method."""
-    return {"linewidth": 1.3, "markersize": 5, **METHOD_STYLES.get(method, DEFAULT_STYLE)}
+    return f"{row.method.label}, {row.setting}" if row.setting else row.method.label
 
 
 def percent(share: float | None) -> float:
@@ -100,9 +51,9 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def by_method(rows: Iterable[EvalRow]) -> list[tuple[str, list[EvalRow]]]:
+def by_method(rows: Iterable[EvalRow]) -> list[tuple[Method, list[EvalRow]]]:
     """Returns ``(method, rows)`` in order of appearance."""
-    groups: dict[str, list[EvalRow]] = {}
+    groups: dict[Method, list[EvalRow]] = {}
     for row in rows:
         groups.setdefault(row.method, []).append(row)
     return list(groups.items())
@@ -158,11 +109,11 @@ def stack_panels(figure: "Figure") -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
 
-def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: list[list[float]], method: str) -> None:
+def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: list[list[float]], method: Method) -> None:
     """Plots points with error bars to ``bounds`` (low, high), in the method's style."""
     spread = [[value - low for value, (low, _) in zip(y, bounds, strict=True)]]
     spread.append([high - value for value, (_, high) in zip(y, bounds, strict=True)])
-    drawn = axes.errorbar(x, y, yerr=spread, elinewidth=1.0, label=method_title(method), **method_style(method))
+    drawn = axes.errorbar(x, y, yerr=spread, elinewidth=1.0, label=method.label, **method.line)
     for bars in drawn[2]:
         bars.set_alpha(0.5)
 
@@ -181,7 +132,7 @@ def legend_below(figure: "Figure", panels: "list[Axes]") -> None:
 
 def key_share_axis(axes: "Axes", rows: list[EvalRow]) -> None:
     """Makes the x axis a logarithmic percentage of keys read, from the lowest share of the sparse ``rows``."""
-    lowest = 0.8 * min((percent(row.selectivity) for row in rows if row.method != "dense"), default=1)
+    lowest = 0.8 * min((percent(row.selectivity) for row in rows if not row.method.is_dense), default=1)
     axes.set(xlabel="keys read (%)", xscale="log", xlim=(lowest, 105))
     ticks = [tick for tick in KEY_SHARES if tick >= lowest]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

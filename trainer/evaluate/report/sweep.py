@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from msattn.trainer.evaluate.report.compare import batch_text, read_results, score_text
 from msattn.trainer.evaluate.report.files import flat
-from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.tables import write_table
 
@@ -51,9 +51,9 @@ def _table(found: dict[str, list[EvalRow]]) -> "Table":
     from rich import box
     from rich.table import Table
 
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    cells: dict[tuple[str, Method], dict[str, str]] = {}
     for name, rows in found.items():
-        for row in filter(lambda row: is_trained(row.method), rows):
+        for row in (row for row in rows if row.method.is_trained):
             length = row.extra.get("length")
             column = " ".join(filter(None, (row.task, f"{length:,}" if length else "", batch_text(row), row.setting)))
             cells.setdefault((name, row.method), {})[column] = score_text(row.task, row.score)
@@ -62,5 +62,5 @@ def _table(found: dict[str, list[EvalRow]]) -> "Table":
     for header in ("name", "method", *columns):
         shown.add_column(header, justify="left" if header in ("name", "method") else "right", overflow="fold")
     for (name, method), line in cells.items():
-        shown.add_row(name, method_title(method), *(line.get(column, "") for column in columns))
+        shown.add_row(name, method.label, *(line.get(column, "") for column in columns))
     return shown

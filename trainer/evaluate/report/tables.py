@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from msattn.trainer.config import RULER_TASKS
-from msattn.trainer.evaluate.report.style import is_trained, method_title
 from msattn.trainer.evaluate.report.terminal import fitting, with_columns
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -48,7 +47,7 @@ def caption(rows: list[EvalRow]) -> str:
 
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
-    columns = {"method": [method_title(row.method) for row in rows], "setting": [row.setting for row in rows]}
+    columns = {"method": [row.method.label for row in rows], "setting": [row.setting for row in rows]}
     columns |= TASK_COLUMNS[rows[0].task](rows)
     columns |= {
         "sparsity": [_percent(row.sparsity) for row in rows],
@@ -64,13 +63,11 @@ def _perplexity(rows: list[EvalRow]) -> dict[str, list[str]]:
     return {
         "perplexity": [f"{row.score:.3f}" for row in rows],
         "vs dense": [f"{row.ratio_to_dense:.4f}" for row in rows],
-        "95 % interval": ["" if row.method == "dense" else _interval(row.extra["ratio_interval"], "{:.4f}") for row in rows],
+        "95 % interval": ["" if row.method.is_dense else _interval(row.extra["ratio_interval"], "{:.4f}") for row in rows],
         "KL": [f"{row.extra['kl_divergence']:.4f}" for row in rows],
-        "KL, 95 %": ["" if row.method == "dense" else _interval(row.extra["kl_interval"], "{:.4f}") for row in rows],
+        "KL, 95 %": ["" if row.method.is_dense else _interval(row.extra["kl_interval"], "{:.4f}") for row in rows],
         "same top": [_percent(row.extra["same_top"]) for row in rows],
-        "same top, 95 %": [
-            "" if row.method == "dense" else _interval(row.extra["same_top_interval"], "{:.1%}") for row in rows
-        ],
+        "same top, 95 %": ["" if row.method.is_dense else _interval(row.extra["same_top_interval"], "{:.1%}") for row in rows],
         "bits per byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
     }
 
@@ -223,6 +220,6 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
     before = None
     for row, (method, *cells) in zip(rows, zip(*columns.values(), strict=True), strict=True):
         group = (row.method, row.extra.get("length"), row.extra.get("batch"))
-        shown.add_row("" if group == before else method, *cells, style="bold" if is_trained(row.method) else None)
+        shown.add_row("" if group == before else method, *cells, style="bold" if row.method.is_trained else None)
         before = group
     return shown

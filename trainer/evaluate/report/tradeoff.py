@@ -9,14 +9,13 @@ from msattn.trainer.evaluate.report.style import (
     is_of_one_prompt,
     key_share_axis,
     legend_below,
-    method_style,
-    method_title,
     percent,
     percent_above,
     perplexity_axis,
     subplots,
 )
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,13 +39,13 @@ QUALITIES = (
 def tradeoff(rows: list[EvalRow]) -> "Figure | None":
     """Plots needles and perplexity at the longest prompts against the keys read and against time relative to dense."""
     shown = {quality: _longest([row for row in rows if row.task == quality.task]) for quality in QUALITIES}
-    shown = {quality: own for quality, own in shown.items() if any(row.method != "dense" for row in own)}
+    shown = {quality: own for quality, own in shown.items() if any(not row.method.is_dense for row in own)}
     if not shown:
         return None
     figure, panels = subplots(len(shown), 2, (9.6, 3.6 * len(shown) + 0.9))
     for number, (quality, own) in enumerate(shown.items()):
         by_reads, by_time = panels[2 * number : 2 * number + 2]
-        sparse = [row for row in own if row.method != "dense"]
+        sparse = [row for row in own if not row.method.is_dense]
         times = {id(row): ratio for row in sparse if (ratio := relative_time(row, own, rows))}
         for method, points in by_method(sparse):
             _plot(by_reads, method, [(percent(row.selectivity), quality.value(row)) for row in points])
@@ -58,7 +57,7 @@ def tradeoff(rows: list[EvalRow]) -> "Figure | None":
                 perplexity_axis(axes, [quality.value(row) for row in sparse])
             else:
                 axes.set(ylabel=quality.label, ylim=(-4, 104))
-                dense = [row for row in own if row.method == "dense"]
+                dense = [row for row in own if row.method.is_dense]
                 axes.axhline(quality.value(dense[0]) if dense else 100, color=INK, linewidth=0.9, linestyle=":")
     legend_below(figure, panels)
     return figure
@@ -75,7 +74,7 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
         same = [each for each in decoded if (each.method, each.setting) == (row.method, row.setting)]
         ratio = max(same, key=lambda each: each.extra["length"]).ratio_to_dense if same else None
         return 1 / ratio if ratio else None
-    dense = [each.latency_s for each in own if each.method == "dense" and each.latency_s]
+    dense = [each.latency_s for each in own if each.method.is_dense and each.latency_s]
     return row.latency_s / dense[0] if row.latency_s and dense else None
 
 
@@ -84,10 +83,10 @@ def _longest(rows: list[EvalRow]) -> list[EvalRow]:
     return [row for row in rows if row.extra["length"] == longest]
 
 
-def _plot(axes: "Axes", method: str, points: list[tuple[float, float]]) -> None:
-    style = method_style(method)
+def _plot(axes: "Axes", method: Method, points: list[tuple[float, float]]) -> None:
+    style = method.line
     if points:
-        axes.plot(*zip(*sorted(points), strict=True), label=method_title(method), **style)
+        axes.plot(*zip(*sorted(points), strict=True), label=method.label, **style)
 
 
 def _time_axis(axes: "Axes", times: list[float]) -> None:

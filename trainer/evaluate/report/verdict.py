@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from msattn.trainer.evaluate.intervals import Interval, mean_interval, paired_proportions, stratified_interval
-from msattn.trainer.evaluate.report.style import is_of_one_prompt, is_trained, method_title
+from msattn.trainer.evaluate.report.style import is_of_one_prompt
 from msattn.trainer.evaluate.report.terminal import with_columns
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 SAME_READS = 0.25  # relative difference of the keys read up to which two methods are compared
 SHOWN_READS = 0.1  # relative difference of the keys read from which it is shown
 SAME_TIME = 0.03  # relative difference of times that counts as equal
-NO_CHOICE = ("oracle", "oracle routing", "exact top keys", "random keys")  # need dense attention, or are no way to serve
-VARIANTS = (", untrained", ", top-k", ", independent")  # ends of the names of methods that are not served
 
 
 Difference = tuple[float, Interval | None]  # of two rows, with its interval; None for a single sample
@@ -67,7 +65,7 @@ class Verdict(NamedTuple):
 
 def verdict(rows: Sequence[EvalRow]) -> Verdict:
     """Returns what ``rows`` have numbers for, e.g. nothing for dense attention alone."""
-    sparse = [row for row in rows if not _is_dense(row)]
+    sparse = [row for row in rows if not row.method.is_dense]
     prefill = [row for row in sparse if row.sparsity is not None]
     decoding = [row for row in sparse if row.sparsity is None]
     found = [_line(quality, kind, own) for quality in QUALITIES for kind, own in (("prefill", prefill), ("decoding", decoding))]
@@ -94,8 +92,8 @@ def _line(quality: Quality, kind: str, rows: Iterable[EvalRow]) -> Line | None:
     """Returns the line of a task; None if no method was measured, or dense attention scores nothing."""
     own = [row for row in rows if row.task == quality.task and row.ratio_to_dense is not None]
     longest = max((row.extra.get("length", 0) for row in own), default=0)
-    own = [row for row in own if row.extra.get("length", 0) == longest and _is_served(row.method)]
-    trained = [row for row in own if is_trained(row.method)]
+    own = [row for row in own if row.extra.get("length", 0) == longest and row.method.is_served]
+    trained = [row for row in own if row.method.is_trained]
     subjects = [row for row in trained or own if row.method == (trained or own)[0].method]
     if not subjects:
         return None
@@ -106,7 +104,7 @@ def _line(quality: Quality, kind: str, rows: Iterable[EvalRow]) -> Line | None:
     near = [row for row in near if _reads(row) <= (1 + SAME_READS) * _reads(reference)]
     best = [
         max(
-            (row for row in near if is_trained(row.method) == chosen),
+            (row for row in near if row.method.is_trained == chosen),
             key=lambda row: quality.better * quality.value(row),
             default=None,
         )
@@ -128,7 +126,7 @@ def _cell(quality: Quality, row: EvalRow, reference: EvalRow) -> str:
     """Returns a method and its value, with the share of the keys that it reads if that differs from ``reference``'s."""
     theirs, mine = _reads(row), _reads(reference)
     reads = "" if abs(theirs - mine) <= SHOWN_READS * mine else f" ({theirs:.1%} of keys)"
-    return f"{method_title(row.method)}: {quality.value(row):{quality.form}}{reads}"
+    return f"{row.method.label}: {quality.value(row):{quality.form}}{reads}"
 
 
 def _outcome(lines: Sequence[Line]) -> str:
@@ -143,7 +141,7 @@ def _outcome(lines: Sequence[Line]) -> str:
 
 def _silent(rows: Sequence[EvalRow]) -> list[str]:
     """Returns a sentence for each task and length that judges nothing, because dense attention scores 0."""
-    lost = [row for row in rows if _is_dense(row) and row.score == 0 and row.task in ("needle", "ruler", "prompts")]
+    lost = [row for row in rows if row.method.is_dense and row.score == 0 and row.task in ("needle", "ruler", "prompts")]
     return [f"{row.task}, {row.extra['length']:,} tokens: dense finds nothing; this task says nothing here." for row in lost]
 
 
@@ -151,14 +149,6 @@ def _in_setting(rows: list[EvalRow], reference: EvalRow) -> EvalRow:
     """Returns the row of a method in the setting of ``reference``, else the one that reads most nearly as many keys."""
     same = [row for row in rows if row.setting == reference.setting]
     return same[0] if same else min(rows, key=lambda row: abs(_reads(row) - _reads(reference)))
-
-
-def _is_served(method: str) -> bool:
-    return method not in NO_CHOICE and not method.endswith(VARIANTS)
-
-
-def _is_dense(row: EvalRow) -> bool:
-    return row.method.split(",")[0] == "dense"
 
 
 def _reads(row: EvalRow) -> float:
@@ -205,10 +195,10 @@ def _speed(rows: Sequence[EvalRow]) -> str:
     parts = []
     if prefill and (ratio := _time_ratio(rows, prefill)):
         length = f" of {prefill.extra['length']:,} tokens" if "length" in prefill.extra else ""
-        parts.append(f"a prefill{length} with {method_title(prefill.method)} ({prefill.setting}) {_times(ratio)}")
+        parts.append(f"a prefill{length} with {prefill.method.label} ({prefill.setting}) {_times(ratio)}")
     if decoding and decoding.ratio_to_dense:
         after = f" after {decoding.extra['length']:,} keys"
-        ratio, name = 1 / decoding.ratio_to_dense, method_title(decoding.method)
+        ratio, name = 1 / decoding.ratio_to_dense, decoding.method.label
         parts.append(f"a decoded token{after} with {name} ({decoding.setting}) {_times(ratio)}")
     if not parts:
         return ""
@@ -227,15 +217,15 @@ def _timed(rows: Sequence[EvalRow], tasks: tuple[str, ...], trained: tuple[str, 
     judged = {row.setting for row in rows if row.task in (quality.task for quality in QUALITIES)}
     for task in tasks:
         own = [row for row in rows if row.task == task and row.latency_s and (row.sparsity is not None or task == "decoding")]
-        own = [row for row in own if row.method.startswith((*trained, "quest", "k-means"))]
+        own = [row for row in own if row.method.name in (*trained, "quest", "k-means")]
         own = [row for row in own if row.setting in judged] or own
         if own:
             return min(
                 own,
                 key=lambda row: (
                     -row.extra.get("length", 0),
-                    not is_trained(row.method),
-                    not row.method.startswith(trained),
+                    not row.method.is_trained,
+                    row.method.name not in trained,
                     _reads(row),
                 ),
             )
@@ -244,7 +234,7 @@ def _timed(rows: Sequence[EvalRow], tasks: tuple[str, ...], trained: tuple[str, 
 
 def _time_ratio(rows: Sequence[EvalRow], sparse: EvalRow) -> float | None:
     """Returns the time of ``sparse`` over that of the fastest dense attention on the same prompts."""
-    same = (row for row in rows if row.task == sparse.task and _is_dense(row))
+    same = (row for row in rows if row.task == sparse.task and row.method.is_dense)
     dense = [row.latency_s for row in same if row.latency_s and row.extra.get("length") == sparse.extra.get("length")]
     return sparse.latency_s / min(dense) if sparse.latency_s and dense else None
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import RouterDetails, layer_index, top_buckets
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
@@ -34,6 +35,8 @@ class KMeans(artifacts.ArtifactModule):
     """
 
     centroids: Tensor
+
+    method = Method("k-means", style={"color": "#CC79A7", "marker": "P"})
 
     def __init__(self, centroids: Tensor, layers: list[int], rope: bool = False) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
 from msattn.trainer.methods.key_thresholds import Thresholds
@@ -62,6 +63,8 @@ class QModel(artifacts.ArtifactModule):
 
     mean: Tensor
     variance: Tensor
+
+    method = Method("classifier", trained=True, style={"color": "#D55E00", "marker": "o"}, other_color="#F0A07C")
 
     def __init__(self, partition: KMeans, num_heads: int, hidden: int, *, residual: bool = False, seed: int = 0) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import torch
 from annotated_types import Interval
@@ -21,6 +21,7 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.block_thresholds import FixedThresholds, Thresholds
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
 from msattn.trainer.methods.gate.artifact import GateArtifact
@@ -271,6 +272,11 @@ class Gate(GateArtifact):
         gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
         return gate
 
+    @property
+    def scorer(self) -> "GateScores":
+        """The block scores that a selection by these gates uses."""
+        return GateScores(self)
+
     def shard(self, part: HeadShard) -> "Gate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
         shape = self.model_shape()
@@ -367,6 +373,28 @@ class Gate(GateArtifact):
     def _inv_freq(self, x: "LayerInputs") -> Tensor | None:
         """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the model that do not rotate."""
         return self.inv_freq if x.rotates and self.cfg.rope else None
+
+
+@dataclass(frozen=True)
+class GateScores:
+    """Scores blocks by the probabilities of a trained gate.
+
+    The last row block often holds a question, of which only some tokens look far back. Their mean hides that, so its blocks get
+    the largest probability of the pooled queries and of each of the last ``block_size`` queries.
+    """
+
+    method: ClassVar = Method("gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE")
+    gate: Gate
+
+    @property
+    def block_size(self) -> int:
+        return self.gate.cfg.block_size
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        scores = self.gate.scores(x)
+        single, row = self.gate.scores_of_last_queries(x)
+        row = row[:, None, None, None].expand(*scores.shape[:2], 1, scores.shape[3])
+        return scores.scatter_reduce(2, row, single.amax(2, keepdim=True), "amax")
 
 
 def _check_keys(x: "LayerInputs") -> None:

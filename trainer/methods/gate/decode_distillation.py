@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.best_blocks import block_softmax
-from msattn.trainer.methods.blocks import Candidates
+from msattn.trainer.methods.blocks import Candidates, normalize_rows
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, LayerLoss, Recalls, gate_loss
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
 from msattn.trainer.methods.policies import TopK
-from msattn.trainer.methods.selection import normalize_rows
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import ServingNumbers
 from msattn.trainer.methods.gate.artifact import GateArtifact
 from msattn.trainer.methods.gate.attn_gate import AttnGate
@@ -59,6 +60,7 @@ class DecodeGate(PageRouter, GateArtifact):
     """
 
     phase = "decode"
+    method = Method("decode gate", trained=True, style={"color": "#0072B2", "marker": "o"})
 
     def __init__(
         self,

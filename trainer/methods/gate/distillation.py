@@ -18,10 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import GateConfig
-from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.blocks import normalize_rows, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.selection import Oracle, Selection, TopK, normalize_rows, selected_attention
+from msattn.trainer.methods.policies import TopK
+from msattn.trainer.methods.selection import Selection, selected_attention
+from msattn.trainer.methods.untrained.oracle import Oracle
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.recall import attention_recall
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap

@@ -14,12 +14,11 @@ from msattn.trainer.errors import print_once
 from msattn.trainer.methods import key_thresholds as key_calibrate
 from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.methods.buckets import serving
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.selection import GateScores
 from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit

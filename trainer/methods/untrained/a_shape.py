@@ -1,13 +1,16 @@
 """Block scores of the A shape, sink and local window, with a span for each head (as in Fu et al. 2024, MoA)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from msattn.trainer.methods.blocks import normalize_rows, visible_blocks
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import normalize_rows
+from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.models.families import num_heads, num_layers
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -20,8 +23,12 @@ SLOPE = 0.5  # part by which scores that do not fall with the distance are made 
 LEAST = 1e-9  # scores are positive
 
 
+def _unmeasured() -> NoReturn:
+    raise UserError("select.scores=a_shape: needs spans that msattn eval measures on text; sink_local has equal spans")
+
+
 @dataclass(frozen=True, eq=False)
-class AShape:
+class AShape(UntrainedScorer):
     """Scores the first block, and the others by their distance, with the mean scores of each head on text.
 
     A threshold per layer then gives each head a span of its own, and the share of each row that the calibrated policy always
@@ -33,11 +40,11 @@ class AShape:
         block. It falls with the distance, so that spans are contiguous; beyond T it falls as one over the distance.
     """
 
-    profile: Tensor
-    block_size: int = 64
+    method: ClassVar = Method("a_shape", "A shape by head", style={"color": "#C0A000", "marker": "<"})
+    profile: Tensor = field(default_factory=_unmeasured)
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        visible = visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        visible = self.visible(x)
         columns = torch.arange(visible.shape[-1], device=x.q.device)
         distance = (visible.sum(-1, keepdim=True) - 1 - columns).clamp(min=0)[:, 0]  # [B | 1, Tr, Tc]
         sink, near = self.profile[x.layer].to(x.q.device).split([1, self.profile.shape[2] - 1], dim=1)
@@ -73,7 +80,7 @@ def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]
     with tap(teacher, dense_attention_with_sums), activity("measuring the spans of heads"):
         for chunk in chunks:
             run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
-    return AShape(falling(sums / counts.clamp(min=1)), block_size)
+    return AShape(block_size, falling(sums / counts.clamp(min=1)))
 
 
 def falling(means: Tensor) -> Tensor:
@@ -81,3 +88,6 @@ def falling(means: Tensor) -> Tensor:
     sink, near = means.clamp(min=LEAST).split([1, means.shape[-1] - 1], dim=-1)
     envelope = near.flip(-1).cummax(-1).values.flip(-1)
     return torch.cat([sink, envelope * torch.linspace(1, 1 - SLOPE, near.shape[-1], device=means.device)], dim=-1)
+
+
+scorer = AShape

@@ -3,12 +3,14 @@
 MagicPIG weights the sampled keys by the inverse of their probability; here they are read as those of every other router.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from msattn.trainer.methods.untrained_pages import UntrainedPages
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.untrained.base import UntrainedPages
+from msattn.trainer.models.families import head_dim, num_kv_heads
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
@@ -27,11 +29,12 @@ class CollidingKeys(UntrainedPages):
 
     Parameters
     ----------
-    num_buckets, layers, kv_heads : as for :class:`~msattn.trainer.methods.untrained_router.UntrainedRouter`.
+    num_buckets, layers, kv_heads : as for :class:`~msattn.trainer.methods.untrained.base.UntrainedRouter`.
     head_dim : channels of a key.
     seed : of the random vectors, which all layers and heads share.
     """
 
+    method = Method("LSH", style={"color": "#56B4E9", "marker": "^"})
     page_size = 1
     vectors: Tensor
 
@@ -39,6 +42,10 @@ class CollidingKeys(UntrainedPages):
         super().__init__(num_buckets, layers, kv_heads)
         generator = torch.Generator().manual_seed(seed)
         self.register_buffer("vectors", torch.randn(head_dim, TABLES * BITS, generator=generator))
+
+    @classmethod
+    def for_model(cls, config: Any, num_buckets: int, layers: list[int], seed: int) -> Self:
+        return cls(num_buckets, layers, num_kv_heads(config), head_dim(config), seed)
 
     def codes(self, x: Tensor) -> Tensor:
         """Returns the code of each vector ``x [..., D]`` in each table: int16 ``[..., TABLES]``."""
@@ -76,3 +83,6 @@ class CollidingKeys(UntrainedPages):
         """Returns the keys with the highest positive ``scores [B, H, M]``: int32 ``[B, H, L]``, -1 where a row has fewer."""
         chosen = super().choose(scores, probes)
         return chosen.masked_fill(scores.gather(-1, chosen.clamp(min=0).long()) <= 0, -1)
+
+
+router = CollidingKeys

@@ -1,16 +1,52 @@
-"""Pages by upper bounds of the products of a query with their keys (Quest, Tang et al. 2024)."""
+"""Blocks and pages by upper bounds of the products of queries with their keys (Quest, Tang et al. 2024)."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import aligned_blocks
 from msattn.trainer.methods.pages import page_products
-from msattn.trainer.methods.untrained_pages import UntrainedPages
+from msattn.trainer.methods.untrained.base import UntrainedPages, UntrainedScorer
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
+
+STYLE = {"color": "#009E73", "marker": "s"}
+QUEST_CHUNK_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Quest(UntrainedScorer):
+    """Scores blocks by upper bounds on the scores of the row block's queries with a block's keys; needs no training.
+
+    The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, is computed for each query, and the row
+    block takes the largest. Row blocks are processed in chunks, so that the bounds of single queries never take more than
+    ``QUEST_CHUNK_BYTES``.
+    """
+
+    method: ClassVar = Method("quest", "Quest bounds", style=STYLE)
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        queries = aligned_blocks(x.q, self.first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
+        bounds = pool_blocks(x.k, ["max", "min"], block_size=self.block_size, start=x.kv_start)  # [B, Hkv, Tc, 2 D]
+        bounds = bounds.transpose(-1, -2)
+        row_bytes = 4 * queries.shape[0] * queries.shape[1] * self.block_size * (bounds.shape[-1] + bounds.shape[-2])
+        logits = [
+            x.capped(self._largest_bound(rows, bounds) * x.scale)
+            for rows in queries.split(max(1, QUEST_CHUNK_BYTES // row_bytes), dim=2)
+        ]
+        return block_softmax(torch.cat(logits, dim=2), self.visible(x))
+
+    def _largest_bound(self, rows: Tensor, bounds: Tensor) -> Tensor:
+        signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], dim=-1).float()
+        grouped = signed.unflatten(1, (bounds.shape[1], -1))  # [B, Hkv, G, rows, block, 2 D]
+        products = grouped.flatten(2, 4) @ bounds
+        return products.unflatten(2, grouped.shape[2:5]).amax(dim=4).flatten(1, 2)
 
 
 class QuestPages(UntrainedPages):
@@ -18,6 +54,8 @@ class QuestPages(UntrainedPages):
 
     ``max_d`` and ``min_d`` are the largest and the smallest value of channel d among a page's keys after RoPE.
     """
+
+    method = Method("Quest pages", style=STYLE)
 
     def summarize(self, x: "LayerInputs") -> Tensor:
         """Returns the maximum and the minimum of each channel: fp32 ``[B, Hkv, P, 2 D]``, fp64 for fp64."""
@@ -27,3 +65,7 @@ class QuestPages(UntrainedPages):
         """Returns the bounds of each query head ``[B, Hq, P]``, with the dtype of ``summaries [B or 1, Hkv, P, 2 D]``."""
         signed = torch.cat([q.clamp(min=0), q.clamp(max=0)], -1)[:, :, -1].to(summaries.dtype)  # [B, Hq, 2 D]
         return page_products(signed.unflatten(1, (self.kv_heads, -1)), summaries).flatten(1, 2)
+
+
+scorer = Quest
+router = QuestPages

@@ -1,13 +1,37 @@
-"""Random buckets, visited at random: the floor that any other router should exceed."""
+"""Random block scores, and random buckets that are visited at random: the floor that other methods should exceed."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.buckets import hash32, top_buckets
-from msattn.trainer.methods.untrained_router import UntrainedRouter
+from msattn.trainer.methods.untrained.base import UntrainedRouter, UntrainedScorer
+from msattn.trainer.models.families import num_kv_heads
 
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+STYLE = {"color": "#999999", "marker": "x"}
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 MASK = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Random(UntrainedScorer):
+    """Scores blocks by uniform random numbers, determined by seed, layer and shape."""
+
+    method: ClassVar = Method("random", style=STYLE)
+    seed: int = 0
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        visible = self.visible(x)
+        generator = torch.Generator(x.q.device).manual_seed(self.seed * 1_000_003 + x.layer)
+        shape = (x.q.shape[0], x.q.shape[1], *visible.shape[2:])
+        return normalize_rows(torch.rand(shape, generator=generator, device=x.q.device) * visible)
 
 
 class RandomBuckets(UntrainedRouter):
@@ -17,13 +41,19 @@ class RandomBuckets(UntrainedRouter):
 
     Parameters
     ----------
-    num_buckets, layers, kv_heads : as for :class:`~msattn.trainer.methods.untrained_router.UntrainedRouter`.
+    num_buckets, layers, kv_heads : as for :class:`~msattn.trainer.methods.untrained.base.UntrainedRouter`.
     seed : selects the hash functions.
     """
+
+    method = Method("random buckets", style=STYLE)
 
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, seed: int = 0) -> None:
         super().__init__(num_buckets, layers, kv_heads)
         self.seed = seed
+
+    @classmethod
+    def for_model(cls, config: Any, num_buckets: int, layers: list[int], seed: int) -> Self:
+        return cls(num_buckets, layers, num_kv_heads(config), seed)
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """Returns a random bucket of each key ``k [B, Hkv, N, D]`` after RoPE: int32 ``[B, Hkv, N]``."""
@@ -48,3 +78,7 @@ class RandomBuckets(UntrainedRouter):
         words = (words ^ (words >> 32)) & MASK
         factors = hash32(torch.arange(words.shape[-1], device=words.device) ^ hash32(hash32(self.seed & MASK) ^ layer)) >> 1 | 1
         return hash32((words * factors & MASK).sum(-1) & MASK)
+
+
+scorer = Random
+router = RandomBuckets

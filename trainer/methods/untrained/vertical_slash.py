@@ -1,20 +1,22 @@
 """Block scores of the vertical-slash pattern (Jiang et al. 2024, MInference 1.0, section 3.2); needs no training."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span, visible_blocks
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span
+from msattn.trainer.methods.untrained.base import UntrainedScorer
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
 @dataclass(frozen=True)
-class VerticalSlash:
+class VerticalSlash(UntrainedScorer):
     """Scores blocks by the attention of the last queries to columns (verticals) and to distances (slashes).
 
     A block's score is the largest mass of the verticals and slashes that cross it, so the blocks above a threshold are those
@@ -26,14 +28,13 @@ class VerticalSlash:
     last_queries : number of queries at the end of the pass whose attention is computed.
     """
 
-    block_size: int = 64
+    method: ClassVar = Method("vertical_slash", "vertical slash", style={"color": "#6B8E23", "marker": "p"})
     last_queries: int = 64
 
     def __call__(self, x: "LayerInputs") -> Tensor:
         vertical, slash = pattern_mass(x, self.last_queries, self.block_size)
         columns = vertical.unflatten(-1, (-1, self.block_size)).amax(-1)[:, :, None]
-        visible = visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
-        return normalize_rows(torch.maximum(columns, self._largest_slash(x, slash)) * visible)
+        return normalize_rows(torch.maximum(columns, self._largest_slash(x, slash)) * self.visible(x))
 
     def _largest_slash(self, x: "LayerInputs", slash: Tensor) -> Tensor:
         """Returns the largest mass of the distances between the queries and keys of each block: ``[B, Hq, Tr, Tc]``."""
@@ -67,3 +68,6 @@ def pattern_mass(x: "LayerInputs", last_queries: int, block_size: int) -> tuple[
         verticals.append(mass.sum(2))
         slashes.append((mass.gather(3, index.expand_as(mass)) * seen).sum(2))
     return torch.cat(verticals, dim=1), torch.cat(slashes, dim=1)
+
+
+scorer = VerticalSlash

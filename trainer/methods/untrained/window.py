@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.pages import num_pages
-from msattn.trainer.methods.untrained_pages import UntrainedPages
+from msattn.trainer.methods.untrained.base import UntrainedPages
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 class WindowPages(UntrainedPages):
     """Visits the last far pages, so that the dense window becomes as long as the reads of other routers."""
 
+    method = Method("sink and window", style={"color": "#E69F00", "marker": "v"})
+
     def summarize(self, x: "LayerInputs") -> Tensor:
         """Returns ``[B, Hkv, P, 0]``: the keys do not matter."""
         return x.k.new_empty(*x.k.shape[:2], num_pages(x.num_keys, self.page_size), 0)
@@ -22,3 +25,6 @@ class WindowPages(UntrainedPages):
     def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns the number of each page: fp32 ``[B, Hq, P]``."""
         return torch.arange(summaries.shape[2], dtype=torch.float32, device=q.device).expand(*q.shape[:2], -1)
+
+
+router = WindowPages

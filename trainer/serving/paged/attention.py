@@ -20,8 +20,9 @@ from msattn.kernels.paged import (
 from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.buckets import route, route_by_density
-from msattn.trainer.methods.selection import Selection, sparsity
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation

@@ -1,0 +1,123 @@
+"""Methods, ways to choose the blocks or keys that are read, and the interface of scorers of blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from msattn.trainer.methods.blocks import AlwaysRead
+    from msattn.trainer.models.tap import LayerInputs
+
+CALIBRATED, TOP_K, INDEPENDENT, UNTRAINED, ROPE = "calibrated", "top-k", "independent", "untrained", "RoPE"
+NOT_SERVED = {TOP_K, INDEPENDENT, UNTRAINED}  # variants that are measured for comparison
+TRAINED_STYLE = {"linewidth": 2.2, "zorder": 4}
+VARIANT_STYLES: dict[str, dict[str, Any]] = {
+    CALIBRATED: {"marker": "^", "linestyle": "-."},
+    TOP_K: {"linestyle": ":", "fillstyle": "none"},
+    ROPE: {"color": "#7B68EE", "marker": "X"},
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as results, tables and figures name it; ``str`` of it is its name in results.
+
+    Attributes
+    ----------
+    name : in results.
+    title : in tables and figures; None: the name.
+    trained : something was trained for it.
+    servable : False if it needs dense attention, or is no way to serve.
+    style : keyword arguments of ``Axes.plot``.
+    other_color : of a second artifact of the same kind.
+    source : where a second artifact of the same kind comes from.
+    variants : differences from the way in which the method is served.
+    """
+
+    name: str
+    title: str | None = field(default=None, compare=False)
+    trained: bool = field(default=False, compare=False)
+    servable: bool = field(default=True, compare=False)
+    style: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    other_color: str | None = field(default=None, compare=False, repr=False)
+    source: str = ""
+    variants: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self._with_variants(self.name)
+
+    @property
+    def label(self) -> str:
+        """Name in tables and figures."""
+        return self._with_variants(self.title or self.name)
+
+    @property
+    def is_dense(self) -> bool:
+        """True for dense attention, with whatever kernel."""
+        return self.name == DENSE.name
+
+    @property
+    def is_served(self) -> bool:
+        """True for a method in the variant in which it is served."""
+        return self.servable and not NOT_SERVED & {*self.variants}
+
+    @property
+    def is_trained(self) -> bool:
+        """True for a trained method in the variant in which it is served."""
+        return self.trained and self.is_served
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Keyword arguments of ``Axes.plot``: those of the method, of its source and of its variants."""
+        found = {"linewidth": 1.3, "markersize": 5, "color": "#B8860B", "marker": "d", **self.style}
+        if self.source:
+            found |= {"color": self.other_color or found["color"], "marker": "h"}
+        if self.is_trained:
+            found |= TRAINED_STYLE
+        for variant in self.variants:
+            found |= VARIANT_STYLES.get(variant, {})
+        return found
+
+    def of(self, *variants: str, source: str = "") -> "Method":
+        """Returns the method in further variants."""
+        return replace(self, variants=(*self.variants, *variants), source=source or self.source)
+
+    def _with_variants(self, name: str) -> str:
+        return ", ".join([f"{name} ({self.source})" if self.source else name, *self.variants])
+
+
+DENSE = Method("dense")
+
+
+class Scorer(Protocol):
+    """Interface of a scorer, which returns the block scores of a layer: fp32 ``[B, Hq | Hkv, Tr, Tc]``.
+
+    Rows sum to 1 over the visible blocks and are 0 elsewhere; the last row of a gate's scores may sum to more.
+    """
+
+    @property
+    def block_size(self) -> int: ...
+
+    def __call__(self, x: "LayerInputs") -> "Tensor": ...
+
+
+class TrainedScorer(Protocol):
+    """Interface of a gate, as far as a selection needs it.
+
+    Attributes
+    ----------
+    scorer : its block scores.
+    always : blocks that every row reads in addition, as its artifact records.
+    thresholds : result of :func:`msattn.trainer.methods.block_thresholds.calibrate`, None without any.
+    """
+
+    @property
+    def scorer(self) -> Scorer: ...
+
+    @property
+    def always(self) -> "AlwaysRead": ...
+
+    @property
+    def thresholds(self) -> Mapping[str, Any] | None: ...

@@ -1,0 +1,90 @@
+"""Bases of the methods that have no weights: block scores, routers, and routers of pages."""
+
+import copy
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from msattn.kernels.common.checks import first_query
+from msattn.trainer.config.values import require
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.pages import PageRouter
+from msattn.trainer.models.families import num_kv_heads
+from msattn.trainer.models.parallel import HeadShard
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+PAGE_SIZE = 16  # keys
+
+
+@dataclass(frozen=True)
+class UntrainedScorer:
+    """A :class:`~msattn.trainer.methods.base.Scorer` whose fields are keys of ``select``."""
+
+    method: ClassVar[Method]
+    block_size: int = 64
+
+    @abstractmethod
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        """Returns the block scores of a layer: fp32 ``[B, Hq, Tr, Tc]``."""
+
+    def visible(self, x: "LayerInputs") -> Tensor:
+        """Returns the causally visible blocks: bool ``[B | 1, 1, Tr, Tc]``."""
+        return visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+
+    def first_query(self, x: "LayerInputs") -> Tensor | None:
+        """Returns the index of the first query of each sequence that is not padding, int64 ``[B]``; None: 0."""
+        return first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
+
+
+class UntrainedRouter(nn.Module):
+    """A router that is created for a model instead of loaded.
+
+    Parameters
+    ----------
+    num_buckets : buckets of each key/value head. A query that visits ``p`` of them reads about ``p / num_buckets`` of the keys.
+    layers : indices of the model's routed layers.
+    kv_heads : key/value heads of the model.
+
+    Raises
+    ------
+    UserError : ``num_buckets`` is less than 1.
+    """
+
+    method: ClassVar[Method]
+    artifact = None
+
+    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int) -> None:
+        super().__init__()
+        require(num_buckets >= 1, "num_buckets", num_buckets, "accepted are 1 or more buckets")
+        self.num_buckets, self.layers, self.kv_heads = num_buckets, list(layers), kv_heads
+
+    @classmethod
+    def for_model(cls, config: Any, num_buckets: int, layers: list[int], seed: int) -> Self:
+        """Creates the router for the model of ``config``; ``seed`` is that of random ones."""
+        return cls(num_buckets, layers, num_kv_heads(config))
+
+    def shard(self, part: HeadShard) -> Self:
+        """Returns the router of a part of the heads, for tensor parallelism."""
+        own = copy.copy(self)
+        own.kv_heads = self.kv_heads // part.ranks
+        return own
+
+
+class UntrainedPages(UntrainedRouter, PageRouter):
+    """A router of pages of :data:`PAGE_SIZE` keys, whose number of buckets is only a unit.
+
+    The number of pages grows with the sequence: a query with ``p`` probes visits ``p / num_buckets`` of the far pages, at least
+    one, as it reads about this share of the far keys with other routers.
+    """
+
+    page_size = PAGE_SIZE
+
+    def visited(self, far: Tensor, probes: Tensor) -> Tensor:
+        """Returns the number of pages that are visited with ``probes``, of ``far`` pages."""
+        rounded = (2 * probes * far + self.num_buckets) // (2 * self.num_buckets)
+        return rounded.maximum(probes.clamp(max=1)).minimum(far)

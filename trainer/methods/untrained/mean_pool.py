@@ -1,0 +1,31 @@
+"""Block scores of mean-pooled queries and keys."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from msattn.kernels.best_blocks import block_softmax
+from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.untrained.base import UntrainedScorer
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+
+@dataclass(frozen=True)
+class MeanPool(UntrainedScorer):
+    """Scores blocks by the softmax over products of mean-pooled queries and keys after RoPE; needs no training."""
+
+    method: ClassVar = Method("mean_pool", "mean pooling", style={"color": "#56B4E9", "marker": "^"})
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        mean_q = pool_blocks(x.q, ["avg"], block_size=self.block_size, start=self.first_query(x))
+        mean_k = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start)
+        mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # one product for all heads of a query group
+        logits = (mean_q @ mean_k.transpose(-1, -2)).unflatten(2, (-1, -(-x.num_queries // self.block_size)))
+        return block_softmax(x.capped(logits.flatten(1, 2) * x.scale), self.visible(x))
+
+
+scorer = MeanPool

@@ -1,0 +1,27 @@
+"""The true block map as block scores: the target of a gate's training. It needs dense attention."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import normalize_rows
+from msattn.trainer.methods.untrained.base import UntrainedScorer
+from msattn.trainer.models.layer_attention import block_map
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+
+@dataclass(frozen=True)
+class Oracle(UntrainedScorer):
+    """Scores blocks by the true block map (max-pooled attention probabilities), which is the target of a gate's training."""
+
+    method: ClassVar = Method("oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        return normalize_rows(block_map(x, self.block_size).pooled)
+
+
+scorer = Oracle
