@@ -1,24 +1,21 @@
 """A lock for each output folder, held by the process that writes there."""
 
 import errno
-import fcntl
 import json
 import os
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from msattn.trainer.errors import UserError, free_space, print_once
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system without POSIX locks
-_held: dict[Path, int] = {}  # locked folders of this process and the threads that hold them
-_registry = threading.Lock()
-_in_turn = threading.Lock()  # POSIX locks do not exclude threads of one process
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system without locks
 
 
 @contextmanager
@@ -32,26 +29,20 @@ def locked(folder: Path) -> Iterator[None]:
     ------
     UserError : another process or thread holds it; the message names its process id and host.
     """
-    path = folder.absolute().with_name(f".{folder.name}.lock")
+    path = _lock_file(folder)
     if os.environ.get("RANK", "0") != "0":
-        _check_run(folder, path)
+        holder = _read(path)
+        if holder and holder.get("run") != _own()["run"] and _is_locked(path):
+            raise _refusal(folder, holder)
         yield
         return
-    with _registry:
-        holder = _held.get(path)
-        if holder not in (None, threading.get_ident()):
-            raise _refusal(folder, _own())
-        if holder is None:
-            _held[path] = threading.get_ident()
-    if holder is not None:
+    # One lock of a path in the process, so that a thread may enter again. Without flock it must fail, see _hold.
+    lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
+    if lock.is_locked:
         yield
         return
-    try:
-        with _file_lock(folder, path):
-            yield
-    finally:
-        with _registry:
-            del _held[path]
+    with _hold(lock, folder):
+        yield
 
 
 @contextmanager
@@ -64,79 +55,56 @@ def locked_in_turn(file: Path) -> Iterator[None]:
     ------
     UserError : the folder is not writable.
     """
-    with _in_turn, _file_lock(file, file.absolute().with_name(f".{file.name}.lock"), wait=True):
+    with _hold(FileLock(_lock_file(file), fallback_to_soft=False), file):
         yield
 
 
 @contextmanager
-def _file_lock(folder: Path, path: Path, *, wait: bool = False) -> Iterator[None]:
-    descriptor = _open_locked(folder, path, wait=wait)
+def _hold(lock: FileLock, folder: Path) -> Iterator[None]:
+    """Holds ``lock``, whose file names this process."""
+    path = Path(lock.lock_file)
     try:
-        if descriptor is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _acquire(lock)
+    except Timeout as error:
+        raise _refusal(folder, _read(path)) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            reason = f"{path.name}: {error.strerror}; {free_space(path)}"
+            raise UserError(f"outputs={folder.parent}: the folder is not writable ({reason})") from error
+        print_once(f"warning: {folder}: the file system has no locks; run one job at a time in this folder")
+    try:
+        if lock.is_locked:
             with suppress(OSError):  # the lock holds on a full disk, too; only refusals name less
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(_own()).encode(), 0)
+                path.write_text(json.dumps(_own()))
         yield
     finally:
-        if descriptor is not None:
+        if lock.is_locked:
             with suppress(OSError):
-                path.unlink()  # before the lock ends, see _open_locked
-            os.close(descriptor)
+                path.unlink()  # before the lock ends; whoever waits for it then locks a new file
+            lock.release()
 
 
-def _open_locked(folder: Path, path: Path, *, wait: bool) -> int | None:
-    """Returns the descriptor of the locked file, or None where the file system has no locks; other errors are tried once more.
-
-    A POSIX lock, unlike that of ``flock``, is not inherited by data workers, which may outlive a killed process.
-    """
-    failed = False
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            reason = f"{error.strerror}; {free_space(path)}"
-            raise UserError(f"outputs={folder.parent}: the folder is not writable ({reason})") from error
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_open(path, descriptor):
-                return descriptor
-            os.close(descriptor)  # the last holder removed the file after it was opened here
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise _refusal(folder, _read(path)) from error
-            if error.errno in NO_LOCKS:
-                print_once(f"warning: {folder}: the file system has no locks; run one job at a time in this folder")
-                return None
-            if failed:
-                raise UserError(f"{folder}: its lock {path.name} cannot be taken ({error.strerror}); run again") from error
-            failed = True  # another holder removed the file meanwhile (ESTALE of network file systems)
-
-
-def _is_open(path: Path, descriptor: int) -> bool:
+def _acquire(lock: FileLock) -> None:
+    """Acquires ``lock``, at the second try if its last holder removed the file meanwhile (ESTALE of network file systems)."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _check_run(folder: Path, path: Path) -> None:
-    """Raises UserError on another rank than 0 if the lock is held by another run."""
-    holder = _read(path)
-    if holder and holder.get("run") != _own()["run"] and _is_locked(path):
-        raise _refusal(folder, holder)
+        lock.acquire()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        lock.acquire()
 
 
 def _is_locked(path: Path) -> bool:
     try:
-        with path.open("r+b") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
+        with FileLock(path, timeout=0, fallback_to_soft=False):
+            return False
+    except OSError:  # Timeout is one
         return True
-    return False
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.absolute().with_name(f".{folder.name}.lock")
 
 
 def _own() -> dict[str, Any]:
