@@ -1,5 +1,7 @@
 """The token cache: the same tokens with and without it, one computation for all readers, and recovery from damage."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig
@@ -17,6 +20,7 @@ from msattn.trainer.data import cache, chunking, chunks
 from msattn.trainer.data.cache import cached
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
+from msattn.trainer.storage import hashes
 from msattn.trainer.teachers.tokenizer import load_tokenizer
 
 TEXT = "".join(f"Line {number * number % 911} of a document: déjà vu.\n" for number in range(400))
@@ -167,11 +171,11 @@ def test_threads_make_an_entry_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_writer_leaves_nothing_that_is_read(tmp_path: Path) -> None:
     script = (
-        "import os, sys, numpy as np\nfrom msattn.trainer.data import cache\n"
-        "save = cache.save_file\n"
+        "import os, sys, numpy as np\nfrom msattn.trainer.data import cache\nfrom msattn.trainer.storage import hashes\n"
+        "save = hashes.save_file\n"
         "def cut(tensors, path, metadata):\n    save(tensors, path, metadata)\n"
         "    os.truncate(path, 200)\n    os.kill(os.getpid(), 9)\n"
-        "cache.save_file, cache.LEAST_SECONDS = cut, 0\n"
+        "hashes.save_file, cache.LEAST_SECONDS = cut, 0\n"
         "cache.cached(sys.argv[1], 'tokens', lambda: 'key', lambda: np.arange(999))\n"
     )
     killed = subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
@@ -195,7 +199,7 @@ def test_an_unwritable_folder_and_a_full_disk_cost_only_the_cache(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache, "save_file", full)
+    monkeypatch.setattr(hashes, "save_file", full)
     assert cached(str(tmp_path / "tokens"), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert "cannot be written (No space left on device; " in capsys.readouterr().err
     assert list((tmp_path / "tokens").iterdir()) == []
@@ -213,6 +217,14 @@ def test_the_least_recently_used_entries_make_room(tmp_path: Path, monkeypatch: 
         read(key)
     assert made == ["a", "b", "c", "d", "b"], "b was the least recently used one when d came"
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 30_000
+
+
+def test_the_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    identity, array = {"text": "a"}, np.arange(3, dtype=np.uint16)
+    name = f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.safetensors"
+    stored = hashlib.sha256(f"{name} uint16 (3,)".encode() + array.tobytes()).hexdigest()
+    save_file({"array": array}, tmp_path / name, metadata={"hash": stored})
+    assert cached(str(tmp_path), "tokens", lambda: identity, lambda: 1 / 0).tolist() == [0, 1, 2]
 
 
 def test_quick_work_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from msattn.trainer.artifacts import check_writable
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage import replace
 from msattn.trainer.storage.replace import clean_up, replace_file, replace_folder
-from msattn.trainer.training import parts
 from msattn.trainer.training.parts import FinishedParts
 
 
@@ -50,8 +49,7 @@ def test_leftovers_that_are_no_folders_are_removed(tmp_path: Path, suffix: str, 
 
 def test_the_folder_is_synced_after_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[Path, list[str]]] = []
-    for module in (replace, parts):
-        monkeypatch.setattr(module, "sync_folder", lambda folder: synced.append((folder, sorted(os.listdir(folder)))))
+    monkeypatch.setattr(replace, "sync_folder", lambda folder: synced.append((folder, sorted(os.listdir(folder)))))
     with replace_file(tmp_path / "table.csv") as new:
         new.write_text("1")
     assert synced.pop() == (tmp_path, ["table.csv"])

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from msattn.trainer.errors import UserError, first_line, free_space, print_once
+from msattn.trainer.storage.hashes import DamagedFile, Digest, read_hashed, write_hashed
 from msattn.trainer.storage.lock import locked_in_turn
-from msattn.trainer.storage.replace import replace_file
 
 LEAST_SECONDS = 1.0  # what takes less is made again rather than kept
 MOST_BYTES = 64 * 10**9  # of all files of a folder; the least recently used ones go first
@@ -80,24 +81,26 @@ def _key(identity: Callable[[], Any | None]) -> str | None:
 def _read(path: Path) -> tuple[np.ndarray | None, str]:
     """Returns the array in a file, or None and, if there is a file, the damage."""
     try:
-        with safe_open(path, framework="numpy") as file:
-            array, metadata = file.get_tensor("array"), file.metadata() or {}
+        tensors, _ = read_hashed(path, _digest(path))
     except FileNotFoundError:
         return None, ""
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-        return None, first_line(error)
-    if metadata.get("hash") != _hash(path, array):
-        return None, "its hash differs"
+    except DamagedFile as error:
+        return None, str(error)
     with suppress(OSError):
         os.utime(path)  # recently used, see _make_room
-    return array, ""
+    return tensors["array"].numpy(), ""
 
 
-def _hash(path: Path, array: np.ndarray) -> str:
-    """Returns a hash of the array and of the name of its file, so that no file stands in for another."""
-    digest = hashlib.sha256(f"{path.name} {array.dtype} {array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
+def _digest(path: Path) -> Digest:
+    """Returns the hash of an array and of the name of its file, so that no file stands in for another."""
+
+    def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+        array = tensors["array"].numpy()
+        content = hashlib.sha256(f"{path.name} {array.dtype} {array.shape}".encode())
+        content.update(np.ascontiguousarray(array).data)
+        return content.hexdigest()
+
+    return digest
 
 
 def _write(path: Path, array: np.ndarray, what: str, quiet: bool) -> None:
@@ -106,8 +109,7 @@ def _write(path: Path, array: np.ndarray, what: str, quiet: bool) -> None:
         return
     try:
         _make_room(path.parent, array.nbytes)
-        with replace_file(path) as new:
-            save_file({"array": array}, new, metadata={"hash": _hash(path, array)})
+        write_hashed(path, {"array": torch.from_numpy(array)}, {}, _digest(path))
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         print_once(f"warning: {path} cannot be written ({reason}; {free_space(path)}); the {what} are not kept")

@@ -1,11 +1,20 @@
-"""Hashes of files, which tell whether a folder is as it was written."""
+"""Hashes of files and folders, and files of tensors that hold a hash of their content: a damaged file counts as missing."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from msattn.trainer.errors import first_line
+from msattn.trainer.storage.replace import replace_file
+
 THREADS = 8  # hashing releases the GIL; checkpoints of large models take 100 GB in a few files
+Digest = Callable[[dict[str, Tensor], dict[str, str]], str]
+"""Maps tensors and metadata to the hash that is stored with them; it also covers what the caller expects under this name."""
 
 
 def file_hash(path: Path) -> str:
@@ -36,3 +45,43 @@ def first_difference(folder: Path, hashes: Mapping[str, str], *without: str) -> 
         if found[name] != hashes[name]:
             return f"{name} is damaged"
     return None
+
+
+class DamagedFile(ValueError):
+    """A file is not as it was written; the message gives the reason."""
+
+
+def read_hashed(path: Path, digest: Digest | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors (memory-mapped) and the metadata of a file.
+
+    Parameters
+    ----------
+    digest : as for :func:`write_hashed`; None does not compare the hash.
+
+    Raises
+    ------
+    FileNotFoundError : there is no such file.
+    DamagedFile : it cannot be read, or its hash differs.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        intact = digest is None or metadata.get("hash") == digest(tensors, metadata)
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise DamagedFile(first_line(error)) from error
+    if not intact:
+        raise DamagedFile("its hash differs")
+    return tensors, metadata
+
+
+def write_hashed(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], digest: Digest) -> None:
+    """Replaces a file by ``tensors``, ``metadata`` and the hash of both; readers see the old file or the new one.
+
+    Raises
+    ------
+    OSError, SafetensorError : the file cannot be written.
+    """
+    with replace_file(path) as new:
+        save_file(tensors, new, metadata=metadata | {"hash": digest(tensors, metadata)})

@@ -2,20 +2,18 @@
 
 import hashlib
 import json
-import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from msattn.trainer.artifacts import content_hash
-from msattn.trainer.errors import UserError, first_line, print_once, write_error
+from msattn.trainer.errors import UserError, print_once, write_error
 from msattn.trainer.storage.documents import read_json
-from msattn.trainer.storage.replace import sync_file, sync_folder
+from msattn.trainer.storage.hashes import DamagedFile, Digest, read_hashed, write_hashed
+from msattn.trainer.storage.replace import replace_file
 
 SETTINGS = "settings.json"
 MAX_SETTINGS_BYTES = 8_000_000
@@ -47,19 +45,14 @@ class FinishedParts:
         path = folder / SETTINGS
         if folder.exists() and not self._has_same_settings(path, refuse=resume):
             self.remove()
-        partial = folder / f"settings.{os.getpid()}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob("*.partial"):  # of a process that was killed
+            for leftover in folder.glob(".*.new"):  # of a process that was killed
                 leftover.unlink(missing_ok=True)
             if not path.exists():
-                partial.write_text(self._settings)
-                sync_file(partial)
-                partial.rename(path)
-                sync_folder(folder)
+                with replace_file(path) as new:
+                    new.write_text(self._settings)
         except OSError as error:
-            with suppress(OSError):  # of the same disk; the next run removes it
-                partial.unlink()
             raise write_error(path, error) from error
 
     def _has_same_settings(self, path: Path, *, refuse: bool) -> bool:
@@ -79,28 +72,24 @@ class FinishedParts:
         return not changed
 
     def __contains__(self, name: str) -> bool:
-        """Returns True if the part ``name`` is finished and as it was written."""
-        if name not in self._intact and self._path(name).exists() and self._check(name):
+        """Returns True if the part ``name`` is finished and as it was written; names a damaged one on stderr."""
+        if name not in self._intact:
+            try:
+                read_hashed(self._path(name), self._digest(name))
+            except FileNotFoundError:
+                return False
+            except DamagedFile as error:
+                print_once(f"warning: {self._path(name)} is damaged ({error}); it is made again")
+                return False
             self._intact.add(name)
-        return name in self._intact
+        return True
 
-    def _check(self, name: str) -> bool:
-        """Compares the hash of a part; names a damaged one on stderr."""
-        try:
-            tensors, metadata = self._read(name)
-            fault = "" if metadata.get("hash") == self._hash(name, tensors, metadata.get("note", "")) else "its hash differs"
-        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
-            fault = first_line(error)
-        if fault:
-            print_once(f"warning: {self._path(name)} is damaged ({fault}); it is made again")
-        return not fault
+    def _digest(self, name: str) -> Digest:
+        def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+            content = [name, content_hash(tensors), metadata.get("note", ""), self._settings]
+            return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
-    def _hash(self, name: str, tensors: dict[str, Tensor], note: str) -> str:
-        return hashlib.sha256("\n".join([name, content_hash(tensors), note, self._settings]).encode()).hexdigest()
-
-    def _read(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        with safe_open(self._path(name), framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        return digest
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -112,16 +101,9 @@ class FinishedParts:
         ------
         UserError : the disk is full.
         """
-        partial = self.folder / f"{name}.{os.getpid()}.partial"
-        text = json.dumps(note)
         try:
-            save_file(tensors, partial, metadata={"note": text, "hash": self._hash(name, tensors, text)})
-            sync_file(partial)
-            partial.rename(self._path(name))
-            sync_folder(self.folder)
+            write_hashed(self._path(name), tensors, {"note": json.dumps(note)}, self._digest(name))
         except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                partial.unlink()
             raise write_error(self._path(name), error) from error
         self._intact.add(name)
 
@@ -134,7 +116,7 @@ class FinishedParts:
         """
         if name not in self:
             raise UserError(f"{self._path(name)}: the file is missing or damaged; run the command again, which makes it again")
-        tensors, metadata = self._read(name)
+        tensors, metadata = read_hashed(self._path(name), None)  # it is intact, see __contains__
         return tensors, json.loads(metadata["note"])
 
     def remove(self) -> None:
