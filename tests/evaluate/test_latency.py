@@ -30,9 +30,8 @@ from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, w
 from msattn.trainer.evaluate.latency import LatencyRun, break_even
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
-from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.models.timing import PhaseTimer
+from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
 from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.evaluate.named import named
 from tests.factory import tiny_architecture

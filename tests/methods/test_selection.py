@@ -26,7 +26,7 @@ from msattn.trainer.methods.untrained.quest import Quest
 from msattn.trainer.methods.untrained.random import Random
 from msattn.trainer.methods.untrained.sink_local import SinkLocal
 from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
-from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 
 CPU = torch.device("cpu")

@@ -18,8 +18,7 @@ from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.progress import duration, report
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import replace_file
-from msattn.trainer.storage.tables import write_table
+from msattn.trainer.storage.replace import replace_file, write_table
 from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:

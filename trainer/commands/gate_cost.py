@@ -33,10 +33,10 @@ from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss
 from msattn.trainer.models.layer_attention import block_map
-from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.tables import write_table
+from msattn.trainer.storage.replace import write_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,10 +19,9 @@ from torch.utils.data import Dataset
 
 from msattn.trainer.config import DataConfig, text_files
 from msattn.trainer.data.cache import cached
-from msattn.trainer.data.encoding import encode_texts
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.data.sources import Document, documents, source_identity
-from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.errors import UserError, first_line, print_once
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 
@@ -192,3 +191,19 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
             if at_least is not None and total >= at_least:
                 break
     return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+
+def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Returns the tokens of each text, without special tokens.
+
+    Raises
+    ------
+    UserError : the tokenizer fails, as one does whose regular expressions take too many steps on a text.
+    """
+    try:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        # The panics of libraries written in Rust are no Exceptions.
+        raise UserError(f"the model's tokenizer cannot encode the text ({first_line(error)})") from error

@@ -28,9 +28,8 @@ from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, UNTRAINED, Method
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import dense_attention, tap
-from msattn.trainer.models.timing import TokenClock
+from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, TokenClock, use_backend
 
 if TYPE_CHECKING:
     from rich.progress import Progress

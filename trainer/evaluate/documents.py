@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.data.encoding import encode_texts
+from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.partial import PartialRows

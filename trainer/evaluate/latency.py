@@ -25,9 +25,8 @@ from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.methods.base import DENSE, UNTRAINED, Method
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.families import decoder, text_config
-from msattn.trainer.models.sdpa import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.models.timing import PhaseTimer
+from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
 from msattn.trainer.serving.cache import can_crop
 from msattn.trainer.serving.fused import fused
 

@@ -29,8 +29,7 @@ from msattn.trainer.methods.pages import PageRouter, only_far
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.families import served_layers
-from msattn.trainer.models.layer_attention import block_map, with_sinks
-from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
 from msattn.trainer.models.tap import LayerInputs, tap
 
 if TYPE_CHECKING:

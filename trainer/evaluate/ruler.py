@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.data.encoding import encode_texts
+from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack

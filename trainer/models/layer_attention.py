@@ -6,6 +6,7 @@ SDPA computes neither. Each function takes the layer's inputs whole, so that no 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from msattn.kernels.attention_sinks import apply_sinks
 from msattn.kernels.block_sparse_attention import block_sparse_attention
@@ -47,3 +48,18 @@ def decoded_attention(x: "LayerInputs") -> SparseAttention:
     cap = None if x.softcap is None else softcap(x.softcap)
     state = flash_decode(x.q, x.k, x.v, scale=x.scale, score_mod=cap, kv_start=x.kv_start, kv_len=x.kv_len)
     return with_sinks(x, state)
+
+
+def attention_recall(lse: Tensor, dense_lse: Tensor) -> Tensor:
+    """Returns the recall of each head: fp32 ``[H]``, the mean over batch and queries.
+
+    A query reads ``exp(lse - dense_lse)`` of its attention mass, at most 1.
+
+    Parameters
+    ----------
+    lse, dense_lse : fp32 ``[B, H, N]``, log-sum-exp of the scores of sparse and of dense attention over the same inputs. Rows
+        whose ``dense_lse`` is -inf (padding) do not count.
+    """
+    real = dense_lse > -torch.inf
+    share = (lse - dense_lse).exp().clamp(max=1).masked_fill(~real, 0)
+    return share.sum((0, 2)) / real.sum((0, 2)).clamp(min=1)

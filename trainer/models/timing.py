@@ -1,4 +1,4 @@
-"""Timing of the phases of a run without device synchronization, and of the tokens of ``generate``."""
+"""Measurement: times of phases without device synchronization, of ``generate``'s tokens, and of dense baselines by backend."""
 
 import time
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
+
+SDPA_BACKENDS = {"cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}, "cpu": {"SDPA": None}}
 
 
 class TokenClock(BaseStreamer):
@@ -59,3 +61,31 @@ class PhaseTimer:
             return sum(end - begin for begin, end in intervals)
         torch.cuda.synchronize(self.device)
         return sum(begin.elapsed_time(end) for begin, end in intervals) / 1e3
+
+
+class BackendUnavailable(RuntimeError):
+    """A baseline cannot run on this machine; the message gives the reason."""
+
+
+@contextmanager
+def use_backend(kernel: str | None) -> Iterator[None]:
+    """Restricts SDPA to the backend ``kernel``, a value of :data:`SDPA_BACKENDS`; None leaves the choice to PyTorch.
+
+    Raises
+    ------
+    BackendUnavailable : the body ran out of device memory, or PyTorch has no such backend for its inputs.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    try:
+        if kernel is None:
+            yield
+        else:
+            with sdpa_kernel(getattr(SDPBackend, kernel)):
+                yield
+    except torch.OutOfMemoryError as error:
+        raise BackendUnavailable("out of memory") from error
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        raise BackendUnavailable("PyTorch has no such SDPA backend for this device and these inputs") from error

@@ -10,7 +10,7 @@ from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.methods.buckets import Router, route, route_by_density
 from msattn.trainer.methods.pages import PageRouter, far_probabilities
-from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.bucket_attention import decode_attention, decode_query_heads, queries_as_batch
 from msattn.trainer.serving.cache_layers import REBUILD_EVERY, BucketLayer

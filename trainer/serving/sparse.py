@@ -20,8 +20,7 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.families import check_length, num_layers, served_layers
-from msattn.trainer.models.layer_attention import block_map, decoded_attention
-from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.layer_attention import attention_recall, block_map, decoded_attention
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import PAGES, LayerInputs, NotCopied, dense_attention, is_tapped
 from msattn.trainer.serving.cache import check_memory, install_layers

@@ -1,12 +1,14 @@
 """Atomic replacement of result files and folders."""
 
+import csv
 import ctypes
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -35,6 +37,24 @@ def replace_file(path: Path) -> Iterator[Path]:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replaces a CSV file; its columns are the keys of all rows, in the order of their first appearance.
+
+    It is written whole, since later rows may have additional columns.
+
+    Raises
+    ------
+    UserError : the file cannot be written.
+    """
+    try:
+        with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise write_error(path, error, resumes=False) from error
 
 
 @contextmanager

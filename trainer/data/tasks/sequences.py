@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from msattn.trainer.data.encoding import encode_texts
+from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks.exercises import COMBINED, TASKS, Exercise, Rng, combine, distinct, random_key, random_value
 from msattn.trainer.data.tasks.grammar import introduce
 from msattn.trainer.data.tasks.wordings import Wording

@@ -13,7 +13,7 @@ from msattn.trainer.evaluate.report.context import Context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.storage.documents import finite
-from msattn.trainer.storage.tables import write_table
+from msattn.trainer.storage.replace import write_table
 
 NUMBER_LIST = re.compile(r"\[\s+((?:-?\d[^\[\]\s]*|null,?)(?:\s+(?:-?\d[^\[\]\s]*|null,?))*)\s+\]")
 

@@ -11,7 +11,7 @@ from msattn.trainer.evaluate.report.files import flat
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.tables import write_table
+from msattn.trainer.storage.replace import write_table
 
 if TYPE_CHECKING:
     from rich.table import Table

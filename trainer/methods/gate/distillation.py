@@ -24,8 +24,7 @@ from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.methods.untrained.oracle import Oracle
-from msattn.trainer.models.layer_attention import block_map
-from msattn.trainer.models.recall import attention_recall
+from msattn.trainer.models.layer_attention import attention_recall, block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 
 if TYPE_CHECKING:
