@@ -18,12 +18,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.own import own_overrides
 from msattn.trainer.models import limited
-from msattn.trainer.models.config_keys import Architecture
-from msattn.trainer.models.family_keys import FAMILY_KEYS
 from tests.adversary.model_folders import (
     CONFIG,
     GENERATION,
@@ -149,12 +148,9 @@ def test_values_of_the_configuration(tries: Tries, models: Models) -> None:
 
 
 def test_values_of_keys_that_some_families_have(tries: Tries, models: Models) -> None:
-    common = {item.name for item in fields(Architecture)} - {"rope_parameters", "layer_types", "sliding_window"}
+    common = {item.name for item in fields(LlamaConfig)} - {"rope_parameters"}
     keys = [
-        (family, item.name)
-        for family in OTHER_FAMILIES
-        for item in fields(FAMILY_KEYS.get(family, Architecture))
-        if item.name not in common
+        (family, item.name) for family in OTHER_FAMILIES for item in fields(CONFIG_MAPPING[family]) if item.name not in common
     ]
     for (family, key), (name, value) in tries.chosen(drawn(product(keys, HOSTILE.items()), 60)):
         folder = models.damaged(edited(CONFIG, key, value=value), family=family)

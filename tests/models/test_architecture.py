@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from msattn.trainer.errors import UserError
 from msattn.trainer.models.architecture import generation_config, pretrained_config
 from msattn.trainer.models.families import check_supported, served_layers
 from msattn.trainer.models.rope import inverse_frequencies
@@ -315,3 +316,30 @@ def test_a_null_attention_factor_is_the_default(tmp_path: Path) -> None:
         found.append(inverse_frequencies(config))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1] == pytest.approx(0.1 * math.log(4) + 1)  # YaRN (2023), equation 22
+
+
+def test_new_keys_reach_transformers(tmp_path: Path) -> None:
+    """But none that would choose how the model runs, or replace a method of the configuration."""
+    taken = {"a_key_of_tomorrow": 0.5, "pretraining_tp": 2, "layer_types": ["full_attention"] * 32}
+    dropped = {"save_pretrained": "x", "_attn_implementation": "nobody/nothing", "use_cache": "x", "text_config": {"a": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Llama-2-7b"][0] | taken | dropped | {"num_labels": 2**40}))
+    config: Any = pretrained_config(ModelFiles("model", tmp_path))
+    assert {key: getattr(config, key) for key in taken} == taken
+    assert callable(config.save_pretrained)
+    assert config.get_text_config(decoder=True) is config
+    assert (config.use_cache, config.num_labels, config._attn_implementation) == (True, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("pretraining_tp", "hostile", "pretraining_tp"),
+        ("num_hidden_layers", 10**6, r"num_hidden_layers=1000000: Input should be less than or equal to 1024"),
+        ("compression_config", {"bits": 4}, "compression_config"),
+        ("is_causal", False, "is_causal=False: accepted is causal attention"),
+    ],
+)
+def test_bad_values_are_refused(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Llama-2-7b"][0] | {key: value}))
+    with pytest.raises(UserError, match=message):
+        check_supported(pretrained_config(ModelFiles("model", tmp_path)))

@@ -1,7 +1,7 @@
-"""``config.json`` and ``generation_config.json``: the keys that matter, their types, and the values that make sense.
+"""``config.json`` and ``generation_config.json`` as transformers' configurations, after checks of their values.
 
-Only these keys reach transformers. Others, such as an attention implementation or hints for training, change no result; those
-that would are refused.
+Every key of ``config.json`` reaches transformers but those of :data:`IGNORED`. Of ``generation_config.json`` only the keys of
+:class:`GenerationKeys` do.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Interval
 
 from msattn.trainer.errors import UserError, first_line
-from msattn.trainer.models.config_keys import Architecture, Flag, Share, TokenId
+from msattn.trainer.models.config_keys import Architecture, Share, TokenId
 from msattn.trainer.models.families import FAMILIES, refusal
-from msattn.trainer.models.family_keys import FAMILY_KEYS
 from msattn.trainer.models.gguf import gguf_config
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
@@ -24,6 +23,12 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+IGNORED = {  # how a model runs or is trained, which is decided elsewhere, and what other tasks and files need
+    *("attn_implementation", "distributed_config", "dtype", "experts_implementation", "gradient_checkpointing", "use_cache"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "chunk_size_feed_forward", "transformers_version"),
+    *("architectures", "auto_map", "fusion_config", "tokenizer_class", "id2label", "label2id", "problem_type"),
+    *("is_encoder_decoder", "decoder", "generator", "text_config", "text_encoder"),  # of models with several parts
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class GenerationKeys:
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     pad_token_id: TokenId | None = None
-    do_sample: Flag = False
+    do_sample: bool | None = False
     temperature: Annotated[float, Interval(ge=0, le=100)] | None = None
     top_k: Annotated[int, Interval(ge=0, lt=2**24)] | None = None
     top_p: Share | None = None
@@ -41,7 +46,7 @@ class GenerationKeys:
 
 
 def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
-    """Returns the configuration of a model, from the keys of :class:`Architecture`, which a GGUF file has as metadata.
+    """Returns the configuration of a model, from ``config.json`` or the metadata of a GGUF file.
 
     Raises
     ------
@@ -64,14 +69,31 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     if family not in FAMILIES:
         raise UserError(f"{files.name}: model_type={family!s:.60}: accepted are the decoders {', '.join(FAMILIES)}")
     where = f"{files.name}: {CONFIG if files.gguf is None else 'its metadata'}"
-    keys = _known(document, FAMILY_KEYS.get(family, Architecture), where)
+    checked(document, Architecture, where)
+    keys = _passed(document)
     if quantization := keys.get("quantization_config"):
         limited(lambda: _check_quantization(quantization), f"{where}: quantization_config is not accepted")
     try:
-        return AutoConfig.for_model(**keys, name_or_path=str(files.source))
-    except (StrictDataclassError, ValueError, KeyError) as error:
+        return AutoConfig.for_model(family, **keys, name_or_path=str(files.source))
+    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise UserError(f"{where}: {first_line(reason)}") from error
+
+
+def _passed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of ``config.json`` that go to transformers: none that would replace a method of its configuration.
+
+    A flag that is null is False.
+    """
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[document["model_type"]]
+    kinds = {item.name: item.type for item in fields(config_class)} | {"rope_scaling": dict}
+    return {
+        key: False if value is None and kinds.get(key) is bool else value
+        for key, value in document.items()
+        if key not in IGNORED and not key.startswith("_") and (key in kinds or not hasattr(config_class, key))
+    }
 
 
 def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "GenerationConfig":
@@ -86,7 +108,12 @@ def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "Generat
     document = files.json(GENERATION)
     if document is None:
         document = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return GenerationConfig(**_known(document, GenerationKeys, f"{files.name}: {GENERATION}"))
+    where = f"{files.name}: {GENERATION}"
+    checked(document, GenerationKeys, where)
+    known = {item.name: document[item.name] for item in fields(GenerationKeys) if item.name in document}
+    if "do_sample" in known:
+        known["do_sample"] = bool(known["do_sample"])  # null is False
+    return GenerationConfig(**known)
 
 
 def _check_quantization(quantization: dict[str, Any]) -> None:
@@ -94,10 +121,3 @@ def _check_quantization(quantization: dict[str, Any]) -> None:
     from transformers.quantizers import AutoQuantizationConfig
 
     AutoQuantizationConfig.from_dict(quantization)
-
-
-def _known(document: Mapping[str, Any], schema: type, where: str) -> dict[str, Any]:
-    """Returns the keys of ``document`` that ``schema`` has, after a check of their values."""
-    checked(document, schema, where)
-    known = [item for item in fields(schema) if item.name in document]
-    return {item.name: bool(document[item.name]) if item.type == Flag else document[item.name] for item in known}

@@ -1,9 +1,12 @@
-"""The keys of ``config.json`` that matter in all families, their types, and the values that make sense."""
+"""Keys of ``config.json`` with the values that make sense: transformers accepts absurd ones, and some that give NaN.
+
+The keys of all families stand together, since the same name means the same in each. Defaults are transformers' own.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Gt, Interval, Lt
+from annotated_types import Interval
 
 Size = Annotated[int, Interval(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Interval(ge=1, le=2**24)]
@@ -12,7 +15,7 @@ TokenId = Annotated[int, Interval(ge=-1, lt=2**24)]  # -1 in old files: none
 Base = Annotated[float, Interval(gt=1, le=1e12)]
 Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Share = Annotated[float, Interval(ge=0, le=1)]
-Flag = bool | None  # null means False
+Experts = Annotated[int, Interval(ge=1, le=4096)]
 Activation = Literal["silu", "swish", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2"]
 
 
@@ -41,8 +44,16 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class RopeByLayer:
+    """Parameters of RoPE for each type of layer."""
+
+    full_attention: Rope
+    sliding_attention: Rope
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """The keys of ``config.json`` in all families. Defaults are transformers' own, which differ by family."""
+    """The checked keys; of others transformers checks the types."""
 
     model_type: str
     vocab_size: Vocabulary
@@ -50,31 +61,53 @@ class Architecture:
     intermediate_size: Size
     num_hidden_layers: Annotated[int, Interval(ge=1, le=1024)]
     num_attention_heads: Annotated[int, Interval(ge=1, le=4096)]
-    max_position_embeddings: Positions = 2048
     num_key_value_heads: Annotated[int, Interval(ge=1, le=4096)] | None = None
     head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
+    max_position_embeddings: Positions = 2048
     hidden_act: Activation = "silu"
+    hidden_activation: Activation = "gelu_pytorch_tanh"  # of Gemma
     rms_norm_eps: Annotated[float, Interval(gt=0, le=0.1)] = 1e-6
-    attention_bias: Flag = False
-    mlp_bias: bool = False
-    tie_word_embeddings: bool = False
     attention_dropout: Share | None = 0.0
-    initializer_range: Share = 0.02
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     pad_token_id: TokenId | None = None
+    # RoPE; some families have layers without it, or with RoPE of their own.
     rope_theta: Base = 1e4
-    rope_parameters: Rope | None = None
+    rope_local_base_freq: Base = 1e4
+    rope_parameters: Rope | RopeByLayer | None = None
     rope_scaling: Rope | None = None
     partial_rotary_factor: Share | None = None
     original_max_position_embeddings: Positions | None = None
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
-    use_sliding_window: Flag = False
+    no_rope_layers: list[Annotated[int, Interval(ge=0, le=1)]] | None = None
+    no_rope_layer_interval: Annotated[int, Interval(ge=1, le=1024)] = 4
+    # Layers that attend within windows and chunks, and what is done to their scores.
+    layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention"]] | None = None
     sliding_window: Positions | None = None
-    max_window_layers: Annotated[int, Ge(0), Lt(2**20)] = 0
-    attn_logit_softcapping: Annotated[float, Gt(0)] | None = None
+    sliding_window_pattern: Annotated[int, Interval(ge=1, le=1024)] = 6
+    max_window_layers: Annotated[int, Interval(ge=0, lt=2**20)] = 0
+    attention_chunk_size: Positions | None = None
+    floor_scale: Positions = 8192
+    attn_scale: Share = 0.1
+    query_pre_attn_scalar: Positive = 256.0
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    embedding_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    attention_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
+    # Mixtures of experts.
+    intermediate_size_mlp: Size = 16384
+    moe_intermediate_size: Size | None = None
+    num_local_experts: Experts | None = None
+    num_experts: Experts | None = None
+    num_experts_per_tok: Experts | None = None
+    decoder_sparse_step: Experts = 1
+    interleave_moe_layer_step: Experts = 1
+    swiglu_alpha: Positive = 1.702
+    swiglu_limit: Positive = 7.0
     quantization_config: dict[str, Any] | None = None
     # Other models, or other files, than the keys above describe.
+    compression_config: None = None
     configuration_files: None = None
     per_layer_config: None = None
     transformers_weights: None = None
@@ -82,3 +115,8 @@ class Architecture:
     def __post_init__(self) -> None:
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}")
+        if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
+            raise ValueError(f"no_rope_layers has {len(self.no_rope_layers)} numbers for {self.num_hidden_layers} layers")
+        experts = self.num_local_experts or self.num_experts
+        if experts is not None and self.num_experts_per_tok is not None and self.num_experts_per_tok > experts:
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok}: there are {experts} experts")

@@ -47,6 +47,8 @@ def refusal(config: Any) -> str | None:
         )
     if getattr(config, "use_bidirectional_attention", None):
         return "use_bidirectional_attention=True: accepted is causal attention"
+    if not getattr(config, "is_causal", True):
+        return "is_causal=False: accepted is causal attention"
     return None
 
 
